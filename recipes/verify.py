@@ -2,9 +2,8 @@
 
 if not __package__:  # run by path: sys.path[0] is this folder, whose inspect.py would hide the standard library's
     import sys
-    from os.path import abspath, dirname
 
-    sys.path[0] = dirname(dirname(abspath(__file__)))
+    sys.path[0] = __file__.rsplit("/recipes/", 1)[0]
 
 from omegaconf import DictConfig
 

@@ -261,6 +261,5 @@ def settings_of(mode: SaveMode, keys: Mapping[str, Any]) -> SaveSettings:
     """Return the settings of our coordinator for a mode."""
     if mode.writer is None:
         return SaveSettings()
-    settings = SaveSettings(mode="async", overlap=mode.overlap, writer=mode.writer)
-    caps = {"writer_cores": keys["writer_cores"], "writer_mib_s": keys["writer_mib_s"]}
-    return dataclasses.replace(settings, **caps) if mode.is_capped else settings
+    caps = {name: keys[name] for name in ("writer_cores", "writer_mib_s") if mode.is_capped}
+    return SaveSettings(mode="async", overlap=mode.overlap, writer=mode.writer, **caps)

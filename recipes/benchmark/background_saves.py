@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,8 +97,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
 
         rounds = harness.interleaved(keys["contenders"], keys["repeats"], take_turn, topology, _line)
     result = facts | {"rounds": rounds} | compared(rounds)
-    harness.write_result(result, cfg, "benchmark_async", topology, _draw)
-    return result
+    return harness.write_result(result, cfg, "benchmark_async", topology, _draw)
 
 
 def _measured(
@@ -164,11 +163,9 @@ def _mib_of_children() -> float:
     """Memory of the processes below this one, without pages that they share: these count here already."""
     total = 0
     for child in psutil.Process().children(recursive=True):
-        try:
+        with suppress(psutil.NoSuchProcess):
             memory = child.memory_info()
             total += memory.rss - memory.shared
-        except psutil.NoSuchProcess:
-            continue
     return total / 2**20
 
 

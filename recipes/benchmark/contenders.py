@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
 
 from ckpt import CheckpointCoordinator
 from ckpt.errors import ConfigurationError
@@ -20,7 +19,7 @@ from recipes.benchmark.peers import Dcp, Safetensors
 from recipes.benchmark.places import first, least_loaded
 from recipes.benchmark.slow_store import TokenBucket, slow_reads
 from recipes.benchmark.workloads import Contender, State, Workload
-from recipes.support.config import made
+from recipes.support.config import config_text, made
 
 BACKENDS: dict[str, dict[str, Any]] = {
     "zarr": {"_target_": "ckpt.backends.zarr.ZarrBackend"},
@@ -114,7 +113,7 @@ def coordinator_of(cfg: Mapping[str, Any], state: State, **given: Any) -> Checkp
         process_groups=state.process_groups,
         topology=state.topology,
         overwrite=False,
-        config_text=OmegaConf.to_yaml(OmegaConf.create(dict(cfg))),
+        config_text=config_text(cfg),
         **given,
     )
     return coordinator

@@ -24,7 +24,8 @@ from ckpt.storage.wanted_bytes import WantedBytes
 from recipes.benchmark import harness
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import timed
-from recipes.benchmark.tables import print_table, summarized
+from recipes.benchmark.tables import print_table, rounds_text, summarized
+from recipes.support.tables import counted
 
 MIB = 1 << 20
 
@@ -84,13 +85,11 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
             for name, state in states.items()
         },
     }
-    harness.write_result(result, cfg, "benchmark_device", topology)
-    return result
+    return harness.write_result(result, cfg, "benchmark_device", topology)
 
 
 def show(result: Mapping[str, Any]) -> None:
     """Print speeds and ratios as a table."""
-    where = "1 rank" if result["ranks"] == 1 else f"{result['ranks']} ranks"
     rows = []
     for name, row in result["states"].items():
         speeds, ratios = row["gb_s"], row["ratios"]
@@ -101,7 +100,8 @@ def show(result: Mapping[str, Any]) -> None:
         ]
         rows.append((name, f"{row['tensors']:,}", f"{row['bytes'] / MIB:.0f}", *cells))
     print_table(
-        f"{result['name']}, {where}, medians of {result['repeats']} rounds; GB/s of a rank, and the share of a plain copy",
+        f"{result['name']}, {counted(result['ranks'], 'rank')}, {rounds_text(result['repeats'])}; GB/s of a rank, and the share of a "
+        "plain copy",
         ["", "tensors", "MiB", "to the host", "", "to the device", ""],
         rows,
     )

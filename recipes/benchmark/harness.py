@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
 from recipes.benchmark.measuring import make_durable
-from recipes.support.config import checked
+from recipes.support.config import by_dotted_key, checked
 from recipes.support.launch import launch
 from recipes.support.run_folder import RunFolder
 
@@ -80,7 +80,9 @@ def checked_keys(kind: type, wanted: Any, contenders: Collection[str] = ()) -> d
     except OmegaConfBaseException as error:
         known = ", ".join(f"benchmark.{one.name}" for one in fields(kind))
         raise ConfigurationError(f"{str(error).splitlines()[0]}; the benchmark has {known}") from error
-    _require_counts(keys, "benchmark")
+    for key, value in by_dotted_key({"benchmark": keys}).items():
+        if type(value) is int and value < 1:
+            raise ConfigurationError(f"{key}={value}: expected at least 1")
     names = keys.get("contenders")
     if names is not None and (not names or len(set(names)) < len(names) or not set(names) <= set(contenders)):
         raise ConfigurationError(f"benchmark.contenders={names}: expected some of {', '.join(contenders)}, each once")
@@ -90,14 +92,6 @@ def checked_keys(kind: type, wanted: Any, contenders: Collection[str] = ()) -> d
             "benchmark.plot=false"
         )
     return dict(keys)
-
-
-def _require_counts(keys: Mapping[str, Any], prefix: str) -> None:
-    for name, value in keys.items():
-        if isinstance(value, dict):
-            _require_counts(value, f"{prefix}.{name}")
-        elif type(value) is int and value < 1:
-            raise ConfigurationError(f"{prefix}.{name}={value}: expected at least 1")
 
 
 def require_choice(key: str, value: str, choices: Iterable[str]) -> None:
@@ -166,14 +160,14 @@ def write_result(
     name: str,
     topology: Topology,
     draw: Callable[[Figures, Path], None] | None = None,
-) -> None:
-    """Write `<name>.json` into the run's folder, and `<name>.png` if `benchmark.plot` asks for it. Done by the lead."""
-    if not topology.is_lead:
-        return
-    path = Path(cfg["run_dir"]) / f"{name}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    if draw is not None and (has_matplotlib() if cfg["benchmark"]["plot"] is None else cfg["benchmark"]["plot"]):
-        draw(result, path.with_suffix(".png"))
+) -> Figures:
+    """Write `<name>.json` into the run's folder, on the lead, and `<name>.png` if `benchmark.plot` asks for it; return the result."""
+    if topology.is_lead:
+        path = Path(cfg["run_dir"]) / f"{name}.json"
+        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        if draw is not None and (has_matplotlib() if cfg["benchmark"]["plot"] is None else cfg["benchmark"]["plot"]):
+            draw(result, path.with_suffix(".png"))
+    return result
 
 
 @contextmanager

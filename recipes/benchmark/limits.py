@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from ckpt.format.dtypes import raw_bytes
 from recipes.benchmark.measuring import opened, sync_entries
-from recipes.benchmark.places import lay_out, least_loaded, runs_of
+from recipes.benchmark.places import Source, least_loaded, runs_of
 from recipes.benchmark.workloads import Contender, Workload
 
 CALL_BYTES = 8 << 20
@@ -31,19 +30,10 @@ class Raw(Contender):
     """
 
     def __init__(self, workload: Workload) -> None:
-        topology = self.topology = workload.saved.topology
-        layout = lay_out(workload.holdings, topology.world_size, least_loaded)
-        mine = [(location.offset, place) for place, location in layout.items() if location.writer == topology.rank]
-        self.writes = [(offset, _bytes_of(workload.saved.places[place])) for offset, place in sorted(mine)]
-        reads: dict[int, list[tuple[int, np.ndarray]]] = defaultdict(list)
-        for source in workload.sources(layout):
-            memory = _bytes_of(source.tensor)
-            for run in runs_of(source.saved, source.wanted, source.tensor.element_size()):
-                view = memory[run.wanted_at : run.wanted_at + run.num_bytes]
-                reads[source.location.writer].append((source.location.offset + run.saved_at, view))
-        # Ranks begin at different files, so that a disk serves them side by side.
-        writers = sorted(reads, key=lambda writer: (writer - topology.rank) % topology.world_size)
-        self._reads = {writer: sorted(reads[writer], key=lambda read: read[0]) for writer in writers}
+        self.topology = workload.saved.topology
+        mine, sources = workload.in_files(least_loaded)
+        self.writes = [(offset, _bytes_of(workload.saved.places[place])) for place, offset in mine.items()]
+        self._reads = {writer: sorted(_pieces(found), key=lambda piece: piece[0]) for writer, found in sources.items()}
 
     def save(self, folder: Path) -> None:
         with opened(folder / str(self.topology.rank), _NEW) as descriptor:
@@ -52,12 +42,11 @@ class Raw(Contender):
             os.fsync(descriptor)
         sync_entries(folder, self.topology)
 
-    def load(self, folder: Path) -> dict[str, int]:
+    def load(self, folder: Path) -> None:
         for writer, reads in self._reads.items():
-            with opened(folder / str(writer), os.O_RDONLY) as descriptor:
+            with opened(folder / str(writer)) as descriptor:
                 for offset, views in _calls(reads):
                     _move_all(os.preadv, descriptor, views, offset)
-        return {}
 
 
 class RawDirect(Raw):
@@ -114,7 +103,7 @@ class Memcpy(Contender):
         self._views = [] if workload.loaded is None else [_bytes_of(t) for t in workload.loaded.places.values()]
         self._buffer = np.ones(PART_BYTES, np.uint8)  # touched: zeros would be mapped by the first copy
 
-    def load(self, folder: Path) -> dict[str, int]:
+    def load(self, folder: Path) -> None:
         filled = 0
         for view in self._views:
             for at in range(0, view.nbytes, CALL_BYTES):
@@ -122,7 +111,6 @@ class Memcpy(Contender):
                 filled = 0 if filled + part.nbytes > PART_BYTES else filled
                 self._buffer[filled : filled + part.nbytes] = part
                 filled += part.nbytes
-        return {}
 
 
 class Broadcast(Contender):
@@ -137,10 +125,9 @@ class Broadcast(Contender):
         self._num_bytes = workload.state_bytes
         self._part = torch.zeros(min(PART_BYTES, self._num_bytes), dtype=torch.uint8, device=device)
 
-    def load(self, folder: Path) -> dict[str, int]:
+    def load(self, folder: Path) -> None:
         for at in range(0, self._num_bytes, PART_BYTES):
             dist.broadcast(self._part[: self._num_bytes - at], src=0, group=self._group)
-        return {}
 
 
 def takes_direct_writes(folder: Path, rank: int) -> bool:
@@ -156,8 +143,15 @@ def takes_direct_writes(folder: Path, rank: int) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
-    flat: np.ndarray = raw_bytes(tensor).numpy()
-    return flat
+    return raw_bytes(tensor).numpy()
+
+
+def _pieces(sources: Iterable[Source]) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the offset in the file, and the memory, of each run of bytes that is read."""
+    for source in sources:
+        memory = _bytes_of(source.tensor)
+        for run in runs_of(source.saved, source.wanted, source.tensor.element_size()):
+            yield source.location.offset + run.saved_at, memory[run.wanted_at : run.wanted_at + run.num_bytes]
 
 
 def _calls(pieces: Iterable[tuple[int, np.ndarray]]) -> Iterator[tuple[int, list[np.ndarray]]]:

@@ -50,11 +50,8 @@ class Peer:
 
         self._in_place = in_place
         mine = RankHoldings(**held)
-        groups = [dist.new_group(ranks) for ranks in data_parallel_ranks(mine)]
-        self._data_parallel = groups[mine.tp_rank]
-        shards = shards_of(mine)
-        data = {name: shard.values() for name, shard in shards.items()}
-        self._side = Side(shards, data, ShardedTensor, _measured, is_lead=rank == 0)
+        self._data_parallel = dist.new_subgroups_by_enumeration(data_parallel_ranks(mine))[0]
+        self._side = Side(shards_of(mine), ShardedTensor, _measured, is_lead=rank == 0)
 
     def save(self, folder: Path) -> dict[str, Any]:
         from megatron.core.dist_checkpointing import save

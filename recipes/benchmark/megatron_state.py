@@ -103,40 +103,35 @@ def data_parallel_ranks(held: RankHoldings) -> list[list[int]]:
     return [[dp_rank * held.tp + tp_rank for dp_rank in range(held.dp)] for tp_rank in range(held.tp)]
 
 
+@dataclass
 class Side:
     """One rank's tensors, and how they are saved and loaded: by our strategies, or by megatron-core's. Every method is collective.
 
-    Args:
+    Attributes:
         shards: names and arguments of the tensors.
-        data: the tensors of `shards`.
         make: the ShardedTensor of this side.
         measured: does a piece of work together with the other ranks, and returns `seconds` and `peak_mib` of this rank.
         is_lead: whether this rank makes the whole save durable.
+        data: tensors with the values of `shards`.
     """
 
-    def __init__(
-        self,
-        shards: Mapping[str, ShardArguments],
-        data: Mapping[str, torch.Tensor],
-        make: Callable[..., Any],
-        measured: Callable[[Callable[[], None]], dict[str, Any]],
-        is_lead: bool,
-    ) -> None:
-        self._shards = shards
-        self._data = data
-        self._make = make
-        self._measured = measured
-        self._is_lead = is_lead
+    shards: Mapping[str, ShardArguments]
+    make: Callable[..., Any]
+    measured: Callable[[Callable[[], None]], dict[str, Any]]
+    is_lead: bool
+
+    def __post_init__(self) -> None:
+        self.data = {name: shard.values() for name, shard in self.shards.items()}
 
     def save(self, folder: Path, save: Callable[[dict[str, Any], Path], object]) -> dict[str, Any]:
         """Save to a folder that exists, by `save(sharded_state_dict, folder)`. Both sides sync the file system, as one of them has to."""
 
         def work() -> None:
             save(self._state(), folder)
-            if self._is_lead:
+            if self.is_lead:
                 make_durable(folder)
 
-        return self._measured(work)
+        return self.measured(work)
 
     def load(
         self, folder: Path, load: Callable[[dict[str, Any], Path], Mapping[str, Any]], *, fills: bool
@@ -147,21 +142,21 @@ class Side:
             fills: the tensors that exist are filled. They are zeroed before, and those that came back wrong are mended.
         """
         loaded: dict[str, Any] = {}
-        for tensor in self._data.values() if fills else []:
+        for tensor in self.data.values() if fills else []:
             tensor.zero_()
-        cost = self._measured(lambda: loaded.update(load(self._state(), folder)))
-        wrong = [name for name, shard in self._shards.items() if not shard.is_equal(loaded[name])]
+        cost = self.measured(lambda: loaded.update(load(self._state(), folder)))
+        wrong = [name for name, shard in self.shards.items() if not shard.is_equal(loaded[name])]
         for name in wrong if fills else []:
-            self._data[name].copy_(self._shards[name].values())
+            self.data[name].copy_(self.shards[name].values())
         return cost | {"wrong": wrong}
 
     def _state(self) -> dict[str, Any]:
         """A sharded state dict, with some common state."""
         state: dict[str, Any] = {"iteration": 7, "checkpoint_version": 3.0, "lr": 3e-4}
-        for name, shard in self._shards.items():
-            state[name] = self._make(
+        for name, shard in self.shards.items():
+            state[name] = self.make(
                 shard.key,
-                self._data[name],
+                self.data[name],
                 torch.float32,
                 shard.local_shape,
                 shard.global_shape,

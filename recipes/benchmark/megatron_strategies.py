@@ -8,7 +8,7 @@ import os
 import statistics
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,16 +97,12 @@ class Peer:
         return {name: max(answer[name] for answer in answers) for name in ("seconds", "peak_mib")} | {"wrong": wrong}
 
     def close(self) -> None:
-        """End the process. If it hangs in a collective, it is killed."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
+        """End the process by the end of its stdin. If it hangs in a collective, it is killed."""
         try:
-            self._process.wait(timeout=10)
+            self._process.communicate(timeout=10)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+            self._process.communicate()
 
     def _ask(self, command: dict[str, Any]) -> list[dict[str, Any]]:
         """Give the processes of all ranks a command, and return their answers. One that fails is killed: the others wait."""
@@ -205,8 +201,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         "figures": figures,
         "ratios": _ratios(figures),
     }
-    harness.write_result(result, cfg, "benchmark_megatron", topology)
-    return result
+    return harness.write_result(result, cfg, "benchmark_megatron", topology)
 
 
 def _held(cfg: Mapping[str, Any], topology: Topology) -> RankHoldings:
@@ -236,18 +231,14 @@ def _ours(names: Sequence[str], held: RankHoldings, in_place: bool, topology: To
     group = _data_parallel_group(held, topology) if any(name.endswith(TWO_STAGE) for name in names) else None
     if all(map(is_peer, names)):
         return {}
-    shards = shards_of(held)
-    data = {name: shard.values() for name, shard in shards.items()}
-    side = Side(shards, data, ShardedTensor, partial(_timed, topology), topology.is_lead)
+    side = Side(shards_of(held), ShardedTensor, partial(_timed, topology), topology.is_lead)
     found: dict[str, Do] = {}
     for name in names:
         if not is_peer(name):
             two_stage = name.endswith(TWO_STAGE)
-            loading = (
-                TwoStageDataParallelLoadShardedStrategy(group, cpu_transfer=True)
-                if two_stage
-                else TensorStoreLoadShardedStrategy(load_directly_on_device=in_place)
-            )
+            loading: LoadShardedStrategy = TensorStoreLoadShardedStrategy(load_directly_on_device=in_place)
+            if two_stage:
+                loading = TwoStageDataParallelLoadShardedStrategy(group, cpu_transfer=True)
             saving = OURS[name.removesuffix(TWO_STAGE)]()
             found[name] = partial(_do, side, saving, loading, two_stage or in_place)
     return found
@@ -279,8 +270,7 @@ def _data_parallel_group(held: RankHoldings, topology: Topology) -> dist.Process
         raise ConfigurationError(
             f"benchmark.contenders: {TWO_STAGE[1:]} loading sends between ranks, and there is one: give launch.nproc_per_node=2 or more"
         )
-    groups = [dist.new_group(ranks) for ranks in data_parallel_ranks(held)]
-    return groups[held.tp_rank]
+    return dist.new_subgroups_by_enumeration(data_parallel_ranks(held))[0]
 
 
 def _measured(do: Do, folder: Path, topology: Topology) -> Figures:
@@ -292,12 +282,9 @@ def _measured(do: Do, folder: Path, topology: Topology) -> Figures:
     mine |= {"save_peak_mib": costs["save"]["peak_mib"], "load_peak_mib": costs["load_cold"]["peak_mib"]}
     wrong = {name for cost in costs.values() for name in cost.get("wrong", [])}
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
-    wrong_of_ranks = gathered(sorted(wrong), topology)
-    return largest(gathered(mine, topology)) | {
-        "wrong": sorted({name for names in wrong_of_ranks for name in names}),
-        "files": len(sizes),
-        "bytes": sum(sizes),
-    }
+    figures, wrong_of_ranks = zip(*gathered([mine, sorted(wrong)], topology), strict=True)
+    all_wrong = sorted({name for names in wrong_of_ranks for name in names})
+    return largest(figures) | {"wrong": all_wrong, "files": len(sizes), "bytes": sum(sizes)}
 
 
 def _state_bytes(held: RankHoldings, topology: Topology) -> int:

@@ -46,9 +46,6 @@ class Reference(Contender):
         self._zmq = zmq.Context()
         self._limit = {"PS_MAX_BUCKET_SIZE_GB": repr(ends.bucket_bytes / 2**30)}
         self._targets: Mapping[str, torch.Tensor] = {} if ends.is_trainer else ends.weights.tensors
-        self._owned = [
-            name for number, (name, *_) in enumerate(ends.rows) if number % len(ends.trainers) == topology.rank
-        ]
         host, port = gathered([socket.gethostname(), _free_port()], topology)[0]
         if device.type == "cpu":
             use_host_memory()
@@ -88,11 +85,12 @@ class Reference(Contender):
         self._zmq.destroy(linger=0)
 
     def _offload(self) -> None:
-        owned = {name: self.ends.weights.tensors[name] for name in self._owned}
-        if not (self._is_tuned and self.ends.device.type == "cpu"):
+        ends = self.ends
+        owned = {name: ends.weights.tensors[name] for name, *_ in ends.rows[ends.topology.rank :: len(ends.trainers)]}
+        if not (self._is_tuned and ends.device.type == "cpu"):
             with ThreadPoolExecutor(THREADS) as threads:
                 owned = dict(threads.map(lambda item: (item[0], _on_host(item[1])), owned.items()))
-            self.ends.device.synchronize()
+            ends.device.synchronize()
         self._server.register_checkpoint(
             _CHECKPOINT, named_tensors=owned, use_shared_memory_pool=self._is_tuned, use_inplace_pin_memory=False
         )
@@ -149,6 +147,5 @@ def _within_process() -> Iterator[None]:
 
 
 def _free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("", 0))
+    with socket.create_server(("", 0)) as probe:
         return int(probe.getsockname()[1])

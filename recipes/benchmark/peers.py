@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from ckpt.format.box import Box, overlap
 from recipes.benchmark.measuring import sync_entries, sync_file
-from recipes.benchmark.places import Source, lay_out
+from recipes.benchmark.places import Choice, Source
 from recipes.benchmark.workloads import Contender, Workload
 
 
@@ -30,7 +29,7 @@ class Dcp(Contender):
             dcp.save(dict(self._saved.tree), checkpoint_id=folder / "dcp", no_dist=not dist.is_initialized())
         sync_entries(folder, self._saved.topology)
 
-    def load(self, folder: Path) -> dict[str, int]:
+    def load(self, folder: Path) -> None:
         assert self._loaded is not None
         with _one_rank_is_meant():
             dcp.load(
@@ -39,24 +38,15 @@ class Dcp(Contender):
                 process_group=self._loaded.group,
                 no_dist=not dist.is_initialized(),
             )
-        return {}
 
 
 class Safetensors(Contender):
-    """One safetensors file per rank that writes, with fsync; a load copies the rank's tensors out of the mapped files.
+    """One safetensors file per rank that writes, with fsync; a load copies the rank's tensors out of the mapped files."""
 
-    Args:
-        choose: returns the writer of a tensor among the ranks that hold it.
-    """
-
-    def __init__(self, workload: Workload, *, choose: Callable[[Sequence[int], Sequence[int]], int]) -> None:
-        topology = self._topology = workload.saved.topology
-        layout = lay_out(workload.holdings, topology.world_size, choose)
-        mine = [place for place, location in layout.items() if location.writer == topology.rank]
+    def __init__(self, workload: Workload, *, choose: Choice) -> None:
+        self._topology = workload.saved.topology
+        mine, self._reads = workload.in_files(choose)
         self._writes = {_name(*place): workload.saved.places[place] for place in mine}
-        self._reads: dict[int, list[Source]] = defaultdict(list)
-        for source in workload.sources(layout):
-            self._reads[source.location.writer].append(source)
 
     def save(self, folder: Path) -> None:
         from safetensors.torch import save_file
@@ -67,15 +57,13 @@ class Safetensors(Contender):
             sync_file(path)
         sync_entries(folder, self._topology)
 
-    def load(self, folder: Path) -> dict[str, int]:
+    def load(self, folder: Path) -> None:
         from safetensors import safe_open
 
-        turns = self._topology.world_size
-        for writer in sorted(self._reads, key=lambda writer: (writer - self._topology.rank) % turns):
+        for writer, sources in self._reads.items():
             with safe_open(folder / f"{writer}.safetensors", framework="pt") as file:
-                for source in self._reads[writer]:
+                for source in sources:
                     _fill(source, file)
-        return {}
 
 
 @contextmanager

@@ -21,6 +21,9 @@ from recipes.benchmark.measuring import gathered
 Place = tuple[str, Box]
 """Name of a tensor, and the part of it that a rank holds."""
 
+Choice = Callable[[Sequence[int], Sequence[int]], int]
+"""Returns the writer among the ranks that hold a place, given the bytes that each rank writes already."""
+
 
 @dataclass(frozen=True)
 class Holding:
@@ -105,14 +108,8 @@ def first(holders: Sequence[int], written: Sequence[int]) -> int:
     return holders[0]
 
 
-def lay_out(
-    holdings: Mapping[Place, Holding], num_ranks: int, choose: Callable[[Sequence[int], Sequence[int]], int]
-) -> dict[Place, FileLocation]:
-    """Give every place one writer, and its bytes an offset in that writer's file. The same on every rank.
-
-    Args:
-        choose: returns one of the ranks that hold a place, given the bytes that each rank writes already.
-    """
+def lay_out(holdings: Mapping[Place, Holding], num_ranks: int, choose: Choice) -> dict[Place, FileLocation]:
+    """Give every place one writer, and its bytes an offset in that writer's file. The same on every rank."""
     written = [0] * num_ranks
     found: dict[Place, FileLocation] = {}
     for place, holding in sorted(holdings.items(), key=lambda entry: (-entry[1].num_bytes, entry[0][0])):

@@ -21,12 +21,12 @@ from omegaconf import DictConfig, OmegaConf
 from ckpt.errors import ConfigurationError
 from ckpt.format.box import Box, chunk_box, whole
 from ckpt.format.dtypes import item_bytes
-from ckpt.format.manifest import ArrayEntry, CheckpointManifest, ComponentManifest, digest_of, index_name
+from ckpt.format.manifest import CheckpointManifest, ComponentManifest, digest_of, index_name
 from ckpt.format.manifest_parsing import parse_manifest
-from ckpt.format.names import encode_key
 from ckpt.planning.plan import SavePlan, plan_save
 from ckpt.planning.tables import Address, Table, TablePart
 from ckpt.ranks.topology import Phase
+from ckpt.saving.manifest_writer import entries_of
 from ckpt.state.collect import RankState, exchange_tables, settle_plain
 from ckpt.state.sharing import StateComponent
 from recipes.benchmark.measuring import PeakMemory
@@ -36,6 +36,7 @@ from recipes.support.local_ranks import start_forkserver
 
 OPTIMIZERS = ("replicated", "sharded")
 _PATTERNS = {"model": "sharded", "optimizer": "sharded", "scheduler": "replicated", "rng": "per_rank"}
+_COMPONENTS = {key: StateComponent(key, NamedTensors({}), pattern) for key, pattern in _PATTERNS.items()}
 
 
 @dataclass
@@ -77,10 +78,8 @@ class SyntheticGPT:
 
     @property
     def num_parameters(self) -> int:
-        stages = [self._tensors(stage) for stage in range(self.pp)]
-        return sum(
-            math.prod(shape) for shape, _ in {name: t for tensors in stages for name, t in tensors.items()}.values()
-        )
+        shapes = {name: shape for stage in range(self.pp) for name, (shape, _) in self._tensors(stage).items()}
+        return sum(map(math.prod, shapes.values()))
 
     def table(self, rank: int) -> Table:
         """Return this rank's addresses."""
@@ -285,11 +284,8 @@ def show(figures: Sequence[dict[str, Any]]) -> None:
 
 
 def _contribution(table: Table) -> RankState:
-    return RankState(
-        components={key: StateComponent(key, NamedTensors({}), pattern) for key, pattern in _PATTERNS.items()},
-        table=table,
-        plain={key: {"step": [["step"], 1000]} for key in _PATTERNS},
-    )
+    plain = {key: {"step": [["step"], 1000]} for key in _COMPONENTS}
+    return RankState(components=dict(_COMPONENTS), table=table, plain=plain)
 
 
 def _cached_s(case: SyntheticGPT, rank: int, summaries: bytes, known: tuple[str, ...]) -> float:
@@ -305,16 +301,9 @@ def _cached_s(case: SyntheticGPT, rank: int, summaries: bytes, known: tuple[str,
 
 def _manifest_figures(plan: SavePlan, world_size: int) -> dict[str, Any]:
     started = time.perf_counter()
-    arrays = {}
-    for name, array in plan.arrays.items():
-        component, _, rest = name.partition("/")
-        arrays[name] = (
-            ArrayEntry(array.dtype, array.shape, "zarr", f"{component}/{encode_key(rest)}", array.grid, array.runs())
-            if array.grid is not None
-            else ArrayEntry(array.dtype, array.shape, "zarr", packed_in=tuple(sorted(set(array.packs.values()))))
-        )
+    arrays = entries_of(plan, _COMPONENTS, "zarr")
     files = {index_name(rank): (0, digest_of(b"")) for rank in range(world_size)}
-    components = {key: ComponentManifest(key, pattern, [0]) for key, pattern in _PATTERNS.items()}
+    components = {key: ComponentManifest(key, one.pattern.value, [0]) for key, one in _COMPONENTS.items()}
     data = CheckpointManifest("1", datetime.now(UTC), world_size, {}, components, arrays, files).to_bytes()
     written = time.perf_counter()
     parse_manifest(data, "manifest")

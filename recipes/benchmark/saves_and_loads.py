@@ -16,8 +16,9 @@ from recipes.benchmark import harness
 from recipes.benchmark.contenders import LIMITS, OURS, PEERS, RAW, contenders_of
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import PeakMemory, forget_cache, gathered, largest, timed, wait_for_ranks
-from recipes.benchmark.tables import draw, print_table, quotients, rounds_text, summarized, wide_console, with_range
+from recipes.benchmark.tables import draw, print_table, quotients, rounds_text, summarized, with_range
 from recipes.benchmark.workloads import SHARINGS, Contender, State, Workload, described, facts_of, prepared
+from recipes.support.tables import console, full_line
 
 SECONDS = {"save_s": "save s", "load_cold_s": "load s, cold", "load_warm_s": "load s, warm"}
 MEMORY = {"save_peak_mib": "save peak MiB", "load_peak_mib": "load peak MiB"}
@@ -80,8 +81,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
 
         rounds = harness.interleaved(contenders, keys["repeats"], take_turn, topology, _line)
     result = facts | {"left_out": left_out, "rounds": rounds} | compared(rounds)
-    harness.write_result(result, cfg, "benchmark", topology, _draw)
-    return result
+    return harness.write_result(result, cfg, "benchmark", topology, _draw)
 
 
 def _measured(name: str, contender: Contender, folder: Path, workload: Workload, identity: str) -> Figures:
@@ -95,7 +95,7 @@ def _measured(name: str, contender: Contender, folder: Path, workload: Workload,
         mine["save_peak_mib"] = memory.mib()
 
     def load_all(state: State) -> None:
-        mine.update(contender.load(folder))
+        mine.update(contender.load(folder) or {})
         state.device.synchronize()
 
     for load in [load for load in contender.measures if load != "save"]:
@@ -177,7 +177,7 @@ def show(result: Mapping[str, Any]) -> None:
             ],
         )
     for name, reason in result["left_out"].items():
-        wide_console().print(f"left out: {name}: {reason}", highlight=False)
+        console().print(full_line(f"left out: {name}: {reason}"))
 
 
 def _title(result: Mapping[str, Any]) -> str:

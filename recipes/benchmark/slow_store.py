@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 _NEXT_FREE = struct.Struct("d")
@@ -30,29 +28,23 @@ class TokenBucket:
         self._threads = threading.Lock()  # a lock on a file holds between processes, not between threads
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         os.ftruncate(self._file, _NEXT_FREE.size)
-        self._memory = mmap.mmap(self._file, _NEXT_FREE.size)
 
     def take(self, num_bytes: int) -> None:
         """Return when these bytes have passed."""
-        with self._locked():
-            now = time.monotonic()
-            free = max(now, *_NEXT_FREE.unpack_from(self._memory)) + num_bytes / self._bytes_per_s
-            _NEXT_FREE.pack_into(self._memory, 0, free)
+        with self._threads:
+            fcntl.lockf(self._file, fcntl.LOCK_EX)
+            try:
+                now = time.monotonic()
+                (free,) = _NEXT_FREE.unpack(os.pread(self._file, _NEXT_FREE.size, 0))
+                free = max(now, free) + num_bytes / self._bytes_per_s
+                os.pwrite(self._file, _NEXT_FREE.pack(free), 0)
+            finally:
+                fcntl.lockf(self._file, fcntl.LOCK_UN)
         if free > now:
             time.sleep(free - now)
 
     def close(self) -> None:
-        self._memory.close()
         os.close(self._file)
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        with self._threads:
-            fcntl.lockf(self._file, fcntl.LOCK_EX)
-            try:
-                yield
-            finally:
-                fcntl.lockf(self._file, fcntl.LOCK_UN)
 
 
 def slow_reads(bucket: TokenBucket) -> Callable[[int, Sequence[memoryview], int], int]:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console
 from rich.table import Table
 
-WIDTH = 150
-"""Characters of a table that is printed to a file or a pipe."""
+from recipes.support.tables import console
 
 COLORS = ("#1f6f8b", "#c9792c", "#9aa0a6")
 """Of ours, of the peers, and of the machine's limits."""
@@ -46,16 +43,10 @@ def rounds_text(count: int) -> str:
     return "one round" if count == 1 else f"medians of {count} rounds"
 
 
-def wide_console() -> Console:
-    """Return a console that is as wide as the terminal, or `WIDTH` where there is none."""
-    return Console(width=None if sys.stdout.isatty() else WIDTH)
-
-
 def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table; on a narrow console as several below each other, each with the first column."""
-    console = wide_console()
-    for part in tables_of(title, headings, rows, console.width):
-        console.print(part)
+    for part in tables_of(title, headings, rows, console().width):
+        console().print(part)
 
 
 def tables_of(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], width: int) -> list[Table]:

@@ -198,7 +198,7 @@ class Raw(Contender):
 
     def close(self) -> None:
         for group in self._groups.values():
-            _leave(group)
+            dist.destroy_process_group(group)
         self._memory.clear()
         self._kept.clear()
 
@@ -222,9 +222,4 @@ class PerTensor(Contender):
         return {"transfer_s": stopwatch.lap()}
 
     def close(self) -> None:
-        _leave(self._group)
-
-
-def _leave(group: Any) -> None:
-    if group is not dist.GroupMember.NON_GROUP_MEMBER:
-        dist.destroy_process_group(group)
+        dist.destroy_process_group(self._group)

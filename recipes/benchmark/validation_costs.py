@@ -12,11 +12,11 @@ from typing import Any
 import xxhash
 from hydra.utils import instantiate
 
-from ckpt import CheckpointCoordinator, StateComponent
+from ckpt import StateComponent
 from ckpt.format.dtypes import raw_bytes
 from ckpt.ranks.topology import Topology
 from ckpt.state.address import local_tensor
-from ckpt.state.collect import RankState, collect, settle_plain
+from ckpt.state.collect import collect, settle_plain
 from ckpt.state.flatten import flatten
 from ckpt.state.pattern_check import examine
 from ckpt.state.replication import ValidationLevel
@@ -48,16 +48,11 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
     training.join()
     training.step()
     components = training.components()
-    coordinator: CheckpointCoordinator = instantiate(cfg["coordinator"])(
-        state_components=components,
-        process_groups=training.layout.process_groups(topology),
-        topology=topology,
-        pattern_check="off",
-    )
+    coordinator = training.coordinated(instantiate(cfg["coordinator"], pattern_check="off"))
     work: dict[str, Callable[[], object]] = {
         level.value: partial(_compare, [_at(level, one) for one in components], topology) for level in ValidationLevel
     }
-    work["doctor"] = partial(_examine, [_at(ValidationLevel.NONE, one) for one in components], topology)
+    work["doctor"] = partial(work["none"], look=True)
     work["bare hash"] = partial(_hash, components)
     work["save"] = partial(coordinator.save_checkpoint, checkpoint_id="1")
     try:
@@ -75,8 +70,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         "rounds": {name: [row["s"] for row in rows] for name, rows in rounds.items()},
         "medians": {name: row["s"] for name, row in summarized(rounds)["medians"].items()},
     }
-    harness.write_result(result, cfg, "benchmark_validation", topology)
-    return result
+    return harness.write_result(result, cfg, "benchmark_validation", topology)
 
 
 def show(result: Mapping[str, Any]) -> None:
@@ -102,25 +96,20 @@ def _at(level: ValidationLevel, component: StateComponent) -> StateComponent:
     return dataclasses.replace(component, validate_replication=True, validation_level=level.value)
 
 
-def _compare(components: Sequence[StateComponent], topology: Topology) -> None:
-    """Collect as a save does until the ranks know that their copies are equal, and at the level "full" after the write."""
+def _compare(components: Sequence[StateComponent], topology: Topology, *, look: bool = False) -> None:
+    """Collect as a save does until the ranks know that their copies are equal, and at the level "full" after the write.
+
+    Args:
+        look: also examine the sharing patterns, as the doctor does in the first save.
+    """
     with topology.operation("benchmark"):
-        _collected(components, topology).require_unchanged()
-
-
-def _examine(components: Sequence[StateComponent], topology: Topology) -> None:
-    """Collect, and examine the sharing patterns as the doctor does."""
-    with topology.operation("benchmark"):
-        mine = _collected(components, topology, look=True)
-        examine(mine.components, mine.seen, topology)
-
-
-def _collected(components: Sequence[StateComponent], topology: Topology, *, look: bool = False) -> RankState:
-    with topology.phase("collect") as phase:
-        mine = collect(components, topology, look=look)
-        phase.payload = mine.summary()
-    settle_plain(mine, phase.payloads, topology)
-    return mine
+        with topology.phase("collect") as phase:
+            mine = collect(components, topology, look=look)
+            phase.payload = mine.summary()
+        settle_plain(mine, phase.payloads, topology)
+        if look:
+            examine(mine.components, mine.seen, topology)
+        mine.require_unchanged()
 
 
 def _hash(components: list[StateComponent]) -> None:

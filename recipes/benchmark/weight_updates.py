@@ -16,11 +16,11 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig
 
 from ckpt.engine.base import CheckpointEngineRegistry
-from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
-from ckpt.format.dtypes import torch_dtype
+from ckpt.errors import ConfigurationError, CorruptCheckpointError
+from ckpt.format.dtypes import STORABLE, zarr_name
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.version import __version__
@@ -39,7 +39,8 @@ from recipes.benchmark.update_contenders import (
     UpdateEndpoints,
 )
 from recipes.benchmark.weights import described, made_of, rows_of
-from recipes.support.config import AT_RUN_TIME, bind, made, make_absolute
+from recipes.support.config import AT_RUN_TIME, bind, made, make_absolute, resolved
+from recipes.support.tables import counted
 from recipes.training.roles import AgreeWithGraceKeys, RoleKeys, check_roles, require_ranks
 
 MIB = 1 << 20
@@ -88,8 +89,7 @@ def check_run(cfg: DictConfig) -> dict[str, Any]:
         ConfigurationError, OmegaConfBaseException: naming the key, what was found and the way out.
         DeviceUnavailableError: this machine does not have the device.
     """
-    typed = OmegaConf.merge(OmegaConf.structured(SyncRunKeys), cfg)
-    run: dict[str, Any] = OmegaConf.to_container(typed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    run = resolved(SyncRunKeys, cfg)
     make_absolute(run, "run_dir")
     check_roles(run)
     bind(run["device"], "device", AT_RUN_TIME["device"])
@@ -106,19 +106,12 @@ def check_benchmark(wanted: Any) -> dict[str, Any]:
     keys = harness.checked_keys(SyncBenchmarkKeys, wanted, CONTENDERS)
     if not 0 <= keys["frozen"] <= 1:
         raise ConfigurationError(f"benchmark.frozen={keys['frozen']}: expected a share from 0 to 1")
-    if not keys["dtypes"] or not all(map(_is_float, keys["dtypes"])):
-        floats = {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype) and _is_float(name)}
+    floats = {zarr_name(dtype) for dtype in STORABLE if dtype.is_floating_point}
+    if not keys["dtypes"] or not floats.issuperset(keys["dtypes"]):
         raise ConfigurationError(f"benchmark.dtypes={keys['dtypes']}: expected some of {', '.join(sorted(floats))}")
     if any(name.startswith(("kimi", "reference")) for name in keys["contenders"]):
         CheckpointEngineRegistry.get("kimi_ckpt_engine")  # raises if its package is missing
     return keys
-
-
-def _is_float(name: str) -> bool:
-    try:
-        return torch_dtype(name).is_floating_point
-    except CheckpointError:
-        return False
 
 
 def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
@@ -162,8 +155,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         "rounds": rounds,
     }
     result |= compared(result["first"], rounds, facts["bytes"])
-    harness.write_result(result, cfg, "sync", topology)
-    return result
+    return harness.write_result(result, cfg, "sync", topology)
 
 
 def _endpoints(cfg: Mapping[str, Any], topology: Topology) -> UpdateEndpoints:
@@ -316,16 +308,12 @@ def show(result: Mapping[str, Any]) -> None:
 
 
 def _title(result: Mapping[str, Any]) -> str:
-    ranks = f"{_count(result['trainers'], 'trainer')}, {_count(result['rollouts'], 'rollout')}"
+    ranks = f"{counted(result['trainers'], 'trainer')}, {counted(result['rollouts'], 'rollout')}"
     return (
         f"{result['bytes'] / 1e9:.2f} GB in {result['tensors']} tensors, buckets of {result['bucket_bytes'] / MIB:.0f} MiB, {ranks}, "
         f"{result['device']} by {result['collectives']}, {result['machine']['cores']} cores, {result['frozen']:.0%} frozen, "
         f"{rounds_text(result['repeats'])}; seconds (GB/s)"
     )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _cell(seconds: float | None, speed: float | None) -> str:

@@ -25,7 +25,7 @@ from ckpt.state.address import address_of, local_tensor
 from ckpt.state.sharing import Stateful
 from ckpt.state.state_digest import state_digest
 from recipes.benchmark.measuring import gathered
-from recipes.benchmark.places import FileLocation, Holding, Place, Source, holders_of, places_of, sources_of
+from recipes.benchmark.places import Choice, Holding, Place, Source, holders_of, lay_out, places_of, sources_of
 from recipes.benchmark.weights import NamedTensors
 from recipes.training.parallel.base import Layout
 from recipes.training.training import Training
@@ -51,9 +51,8 @@ class Contender:
     def save(self, folder: Path) -> None:
         """Write the state to a folder that exists; all bytes and entries below it are on the disk when the lead returns."""
 
-    def load(self, folder: Path) -> dict[str, int]:
-        """Read the state, on the ranks that load. Returns further figures, of all these ranks together."""
-        return {}
+    def load(self, folder: Path) -> dict[str, int] | None:
+        """Read the state, on the ranks that load. Returns further figures, of all these ranks together, if there are any."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +122,21 @@ class Workload:
     def num_tensors(self) -> int:
         return len({name for name, _ in self.holdings})
 
-    def sources(self, layout: Mapping[Place, FileLocation]) -> Iterator[Source]:
-        """Yield the boxes that this rank reads from files of this layout; none on a rank that does not load."""
-        return sources_of({} if self.loaded is None else self.loaded.places, layout)
+    def in_files(self, choose: Choice) -> tuple[dict[Place, int], dict[int, list[Source]]]:
+        """Lay the state out in a file of each writer.
+
+        Returns:
+            the places that this rank writes, in the order of its file, with their offsets; and by writer the boxes that it reads, none on
+            a rank that does not load. Ranks begin at different files, so that a disk serves them side by side.
+        """
+        rank, num_ranks = self.saved.topology.rank, self.saved.topology.world_size
+        layout = lay_out(self.holdings, num_ranks, choose)
+        mine = {place: location.offset for place, location in layout.items() if location.writer == rank}
+        sources = sources_of({} if self.loaded is None else self.loaded.places, layout)
+        reads: dict[int, list[Source]] = {}
+        for source in sorted(sources, key=lambda source: (source.location.writer - rank) % num_ranks):
+            reads.setdefault(source.location.writer, []).append(source)
+        return mine, reads
 
     def identity(self, state: State) -> str:
         """Digest a state, saved or loaded: each rank's own bytes, or the state as a whole if it is resharded. Collective over its ranks."""
@@ -153,13 +164,13 @@ def prepared(cfg: Mapping[str, Any], topology: Topology) -> Iterator[Workload]:
     if num_loading == topology.world_size:
         yield _workload(layout.name, saved, saved, num_loading)
         return
-    with _first_ranks(num_loading, topology) as (part, group):
-        if part is None:
-            layout.mesh(saved.device.torch_device, num_loading)  # the groups of a mesh are made by all ranks together
-            loaded = None
-        else:
-            loaded = _training_state(cfg, part, group)
-        yield _workload(layout.name, saved, loaded, num_loading)
+    group = dist.new_group(list(range(num_loading)))
+    if topology.rank >= num_loading:
+        layout.mesh(saved.device.torch_device, num_loading)  # the groups of a mesh are made by all ranks together
+        yield _workload(layout.name, saved, None, num_loading)
+        return
+    with topology.part("ranks that load", range(num_loading)) as part:
+        yield _workload(layout.name, saved, _training_state(cfg, part, group), num_loading)
 
 
 def facts_of(cfg: Mapping[str, Any], workload: Workload) -> dict[str, Any]:
@@ -204,18 +215,6 @@ def _workload(layout: str, saved: State, loaded: State | None, num_loading: int)
     holdings = holders_of(saved.places, saved.topology)
     loaded_bytes = 0 if loaded is None else sum(tensor.nbytes for tensor in loaded.places.values())
     return Workload(layout, saved, loaded, num_loading, holdings, sum(gathered(loaded_bytes, saved.topology)))
-
-
-@contextmanager
-def _first_ranks(count: int, topology: Topology) -> Iterator[tuple[Topology, dist.ProcessGroup] | tuple[None, None]]:
-    """Let the first ranks agree, and communicate, among themselves as well. Collective over all."""
-    group = dist.new_group(list(range(count)))
-    if topology.rank >= count:
-        yield None, None
-        return
-    store = dist.PrefixStore("ranks that load", dist.distributed_c10d._get_default_store())
-    with Topology.join(store, topology.rank, count, timeout_s=topology.timeout_s) as part:
-        yield part, group
 
 
 def _training_state(cfg: Mapping[str, Any], topology: Topology, group: dist.ProcessGroup | None) -> State:

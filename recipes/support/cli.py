@@ -155,9 +155,8 @@ class _Command:
         text = sentence_of(error, CONF, self.config_name)
         if self.job.calls == 0 and _is_of_system(error):
             text = f"the folder of the run cannot be made: {text}; choose another with output_dir=<folder>"
-        only_here = isinstance(cause, DeviceUnavailableError) or _is_of_system(
-            cause
-        )  # this host lacks a device or a file
+        # This host lacks a device or a file.
+        only_here = isinstance(cause, DeviceUnavailableError) or _is_of_system(cause)
         self._print(text, only_here=only_here, lead_is_gone=isinstance(cause, RankAbsentError) and cause.rank == 0)
 
     def _report_unforeseen(self, error: Exception) -> None:

@@ -138,7 +138,7 @@ def save_settings(save: Mapping[str, Any]) -> SaveSettings:
 def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
     """Return the run's config as a plain dictionary, resolved, with absolute paths and typed values.
 
-    Device, backend, strategy, layout and data are made once, because their constructors check their arguments.
+    Backend and strategy are made once, because their constructors check their arguments; so are the parts of `check_training`.
 
     Args:
         num_ranks: ranks of the run; None: `launch.nproc_per_node`.
@@ -147,27 +147,48 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
         ConfigurationError, OmegaConfBaseException: a key or a value is wrong; names it and the next step.
         DeviceUnavailableError: this machine does not have the device.
     """
-    typed = OmegaConf.merge(_structured(RunKeys), cfg)
-    run: dict[str, Any] = OmegaConf.to_container(typed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    run = resolved(RunKeys, cfg)
     counts = ("train.steps", "train.batch_size", "save.every", "save.keep_last", "launch.nproc_per_node")
     least = dict.fromkeys(counts, 1) | {"train.seed": 0, "save.grace_s": 0}
     require_numbers(run, least, seconds=("agree.timeout_s", "ledger.stale_s"))
     check_choice(run["pattern_check"])
     _check_start(run)
-    for name, given in AT_RUN_TIME.items():
-        bind(run[name], name, given)
-    made(run["device"]).require()
+    layout = check_training(run, num_ranks or run["launch"]["nproc_per_node"])
+    for name in ("ckpt", "strategy", "coordinator"):  # the coordinator last: its nodes repeat others
+        bind(run[name], name, AT_RUN_TIME[name])
     kept_memories(run)
     made(run["strategy"])
-    made(run["data"])
-    layout = made(run["parallel"])
-    ranks = num_ranks or run["launch"]["nproc_per_node"]
-    layout.check(ranks)
-    check_batch(run, layout, ranks)
     if run["load"]["reread"] is None:
         run["load"]["reread"] = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
     run["components"] = {key: _component(key, node, layout.axes) for key, node in run["components"].items()}
     return run | {GIVEN: given_keys(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []}
+
+
+def check_training(run: Mapping[str, Any], num_ranks: int) -> Layout:
+    """Check the parts that train, of which device, data and layout are made once; return the layout.
+
+    Raises:
+        ConfigurationError: a key or a value is wrong, or does not go with this number of ranks.
+        DeviceUnavailableError: this machine does not have the device.
+    """
+    for name in ("device", "parallel", "model", "data", "optimizer"):
+        bind(run[name], name, AT_RUN_TIME[name])
+    made(run["device"]).require()
+    made(run["data"])
+    layout: Layout = made(run["parallel"])
+    layout.check(num_ranks)
+    check_batch(run, layout, num_ranks)
+    return layout
+
+
+def resolved(kind: type, cfg: DictConfig | dict[str, Any]) -> dict[str, Any]:
+    """Return a config as a plain dictionary, resolved, with the types that a dataclass gives its keys.
+
+    Raises:
+        OmegaConfBaseException: a key is unknown, missing, or of another type.
+    """
+    merged = OmegaConf.merge(_structured(kind), cfg)
+    return OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
 
 
 def given_keys(overrides: Iterable[str]) -> list[str]:
@@ -372,11 +393,9 @@ def _component(key: str, node: Any, group_names: Collection[str]) -> dict[str, A
             f"{where}.{next(iter(rest))}: there is no such key; a component has {', '.join(COMPONENT_KEYS)}"
         )
     try:
-        own = {k: v for k, v in node.items() if k in COMPONENT_KEYS}
-        typed = OmegaConf.merge(_structured(ComponentKeys), own)
+        keys = resolved(ComponentKeys, {k: v for k, v in node.items() if k in COMPONENT_KEYS})
     except OmegaConfBaseException as error:
         raise ConfigurationError(f"{where}.{error.full_key}: {str(error).strip().splitlines()[0]}") from error
-    keys: dict[str, Any] = OmegaConf.to_container(typed)  # type: ignore[assignment]
     _check_sharing(key, keys, group_names)
     return keys | rest
 

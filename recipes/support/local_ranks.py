@@ -191,10 +191,8 @@ def _signals_raised() -> Iterator[None]:
 def _modules_of(job: Job) -> list[str]:
     """The modules that a rank imports for a job."""
     spec = sys.modules["__main__"].__spec__
-    main = {
-        "__main__",
-        spec.name if spec else "__main__",
-    }  # each rank runs it again, and Python warns if it is imported already
+    # Each rank runs it again, and Python warns if it is imported already.
+    main = {"__main__", spec.name if spec else "__main__"}
     package = job.__module__.partition(".")[0]
     ours = [name for name in sys.modules if name.partition(".")[0] == package and name not in main]
     # The first optimizer of a process imports torch._dynamo, which takes a second: here once, and not in every rank.
@@ -269,9 +267,8 @@ def _rank_main(start: _Start, rank: int) -> None:
     store = reach(LOOPBACK, start.port, timeout_s=_STORE_S)
 
     def job(cfg: dict[str, Any], topology: Topology) -> dict[str, Any] | None:
-        with _reported(
-            store, environment
-        ):  # before the process group ends, which other ranks would report as the cause
+        # Before the process group ends, which other ranks would report as the cause.
+        with _reported(store, environment):
             return start.job(cfg, topology)
 
     with _reported(store, environment):

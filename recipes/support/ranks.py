@@ -140,14 +140,9 @@ def run_job(
             phase.payload = machine("net")
         num_members = cfg["launch"].get("in_process_group", topology.world_size)
         of_group = dist.PrefixStore("process group", connection(store, cfg["agree"]["timeout_s"]))
-        with (
-            listening_on(
-                LOOPBACK
-                if len(set(phase.payloads)) == 1
-                else own_address_towards(environment.address, environment.port)
-            ),
-            _process_group(device.backends, of_group, topology, num_members),
-        ):
+        is_one_machine = len(set(phase.payloads)) == 1
+        address = LOOPBACK if is_one_machine else own_address_towards(environment.address, environment.port)
+        with listening_on(address), _process_group(device.backends, of_group, topology, num_members):
             result = job(cfg, topology)
     return result if environment.rank == 0 else None
 
@@ -178,9 +173,8 @@ def listening_on(address: str | None) -> Iterator[None]:
     """
     interface = address and interface_of(address)
     wanted = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
-    if (
-        interface and address == LOOPBACK
-    ):  # elsewhere the devices' libraries choose, for these also select the interfaces of tensors
+    # Elsewhere the devices' libraries choose, for these also select the interfaces of tensors.
+    if interface and address == LOOPBACK:
         wanted |= dict.fromkeys(INTERFACE_VARIABLES, f"={interface}")
     new = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(new)

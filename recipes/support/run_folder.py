@@ -40,15 +40,15 @@ def lock_of(folder: Path, what: str, cfg: Mapping[str, Any]) -> FolderLock:
 
 
 @contextmanager
-def writing(what: str, folder: Path) -> Iterator[None]:
-    """Raise a `StorageError` that names the folder in place of an `OSError`."""
+def writing(what: str, folder: Path, key: str = "output_dir") -> Iterator[None]:
+    """Raise a `StorageError` that names the folder, and the key by which another is chosen, in place of an `OSError`."""
     try:
         yield
     except CheckpointError:
         raise
     except OSError as error:
         raise StorageError(
-            f"{what}, {folder}, cannot be written: {sentence(error)}; choose another with output_dir=<folder>"
+            f"{what}, {folder}, cannot be written: {sentence(error)}; choose another with {key}=<folder>"
         ) from error
 
 

@@ -55,11 +55,10 @@ def join_rollout(cfg: dict[str, Any]) -> dict[str, Any]:
         ElasticEngine.come(made(job.engine, device=device), rendezvous) as member,
     ):
         live = live_model(job.model, member.engine, device, seed=job.seed + 1 + member.number)
-        news = member.news()
-        if news is not None:
+        if (news := member.news()) is not None:
             live.check(news[1])  # before this rollout takes part in an update
-        if news is not None and cfg["catch_up"]:
-            console.print(f"rollout {member.number} {_catch_up(live, member, job, device)}")
+            if cfg["catch_up"]:
+                console.print(f"rollout {member.number} {_catch_up(live, member, job, device)}")
         with _leaving_when_told(member):
             num_updates = asyncio.run(_receive(member, live, cfg["updates"], console))
         held = held_by(live, member.number, Topology.alone())

@@ -55,25 +55,18 @@ def checked_sync(cfg: DictConfig) -> dict[str, Any]:
         ConfigurationError, OmegaConfBaseException: a key or a value is wrong; names it and the next step.
         DeviceUnavailableError: this machine does not have the device.
     """
-    typed = OmegaConf.merge(OmegaConf.structured(SyncKeys), cfg)
-    run: dict[str, Any] = OmegaConf.to_container(typed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    run = config.resolved(SyncKeys, cfg)
     config.require_names(run)
     local_path(run["output_dir"], "output_dir")
     config.make_absolute(run, "run_dir")
-    for name in ("device", "parallel", "model", "data", "optimizer"):
-        config.bind(run[name], name, config.AT_RUN_TIME[name])
     config.bind(run["engine"], "engine", ENGINE_AT_RUN_TIME)
     _check_numbers(run)
     _check_saves(run)
-    config.made(run["device"]).require()
-    config.made(run["data"])
     roles = run["roles"]
+    config.check_training(run, roles["trainer"])
     engine: VersionedEngine = config.made(run["engine"], colocated=roles["colocated"])
     if engine.colocated != roles["colocated"]:
         raise ConfigurationError("engine=naive has trainer and rollout in one process: give roles.colocated=true")
-    layout = config.made(run["parallel"])
-    layout.check(roles["trainer"])
-    config.check_batch(run, layout, roles["trainer"])
     run |= _checked_training(run) if run["ckpt"] is not None else {"components": {}}
     _check_published(run)
     # Torch's default process group has the trainers alone.
@@ -82,8 +75,7 @@ def checked_sync(cfg: DictConfig) -> dict[str, Any]:
 
 def checked_join(cfg: DictConfig) -> dict[str, Any]:
     """Return the config of a rollout that joins a running job, as `checked_sync` does, with the same errors."""
-    typed = OmegaConf.merge(OmegaConf.structured(JoinKeys), cfg)
-    run: dict[str, Any] = OmegaConf.to_container(typed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    run = config.resolved(JoinKeys, cfg)
     config.make_absolute(run, "run")
     config.bind(run["device"], "device", config.AT_RUN_TIME["device"])
     for name, given in (("engine", ENGINE_AT_RUN_TIME), ("model", config.AT_RUN_TIME["model"])):

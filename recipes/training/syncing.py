@@ -52,24 +52,20 @@ def sync_weights(cfg: dict[str, Any], topology: Topology) -> dict[str, Any] | No
     device: Device = made(cfg["device"])
     device.use(topology.local_rank)
     make = partial(made, cfg["engine"], device=device, colocated=roles["colocated"])
-    with ExitStack() as open_engines:
-        if roles["colocated"]:
-            engine = join_engine(partial(make, is_master=topology.is_lead), topology, roles)
-            open_engines.enter_context(engine)
-            trainer = _Trainer(cfg, topology, device, _Colocated(cfg, topology, device, engine))
-            return trainer.run(run_dir)
-        member, rendezvous = found_job(make, topology, roles, facts_of(cfg))
-        open_engines.enter_context(member)
+    if roles["colocated"]:
+        with join_engine(partial(make, is_master=topology.is_lead), topology, roles) as engine:
+            return _Trainer(cfg, topology, device, _Colocated(cfg, topology, device, engine)).run(run_dir)
+    member, rendezvous = found_job(make, topology, roles, facts_of(cfg))
+    with member:
         if topology.rank < roles["trainer"]:
             return _Trainer(cfg, topology, device, _Separate(topology, member, rendezvous)).run(run_dir)
         _roll_out(cfg, topology, device, member)
-        return None
+    return None
 
 
 def _roll_out(cfg: Mapping[str, Any], topology: Topology, device: Device, member: ElasticEngine) -> None:
     """Run a rollout that the job starts with."""
-    with topology.operation("the set-up of the run"), topology.phase("build"), device.telling_of_room():
-        live = live_model(cfg["model"], member.engine, device, seed=cfg["train"]["seed"] + 1 + topology.rank)
+    live = _initial_model(cfg, topology, device, member.engine)
     # Launchers send SIGTERM to all ranks; trainers that save at it tell rollouts when the run is over.
     saves_at_sigterm = cfg["ckpt"] is not None and cfg["save"]["on_sigterm"]
     with sigterm_noted(cfg["save"]["grace_s"]) if saves_at_sigterm else nullcontext():
@@ -80,29 +76,29 @@ def _roll_out(cfg: Mapping[str, Any], topology: Topology, device: Device, member
         pass  # the lead compares them with what it published; all ranks raise its error
 
 
+def _initial_model(cfg: Mapping[str, Any], topology: Topology, device: Device, engine: VersionedEngine) -> LiveModel:
+    """Make the model of a rollout that the job starts with. Collective; trainers make their parts meanwhile."""
+    with topology.operation("the set-up of the run"), topology.phase("build"), device.telling_of_room():
+        return live_model(cfg["model"], engine, device, seed=cfg["train"]["seed"] + 1 + topology.rank)
+
+
 class _Colocated:
     """Updates where each trainer is its own rollout. Other rollouts cannot join."""
 
     def __init__(self, cfg: Mapping[str, Any], topology: Topology, device: Device, engine: VersionedEngine) -> None:
         self.engine = engine
         self.sender = self
-        self._cfg, self._topology, self._device = cfg, topology, device
-        self._live: LiveModel | None = None
-
-    def build(self) -> None:
-        seed = self._cfg["train"]["seed"] + 1 + self._topology.rank
-        self._live = live_model(self._cfg["model"], self.engine, self._device, seed=seed)
+        self._topology = topology
+        self._live = _initial_model(cfg, topology, device, engine)
 
     def open(self, run_dir: Path) -> None:
         """Do nothing: no rollout can join."""
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, Any]:
-        assert self._live is not None
         await self.engine.send_weights(weights, global_steps)
         return await self.engine.receive_into(self._live, global_steps)
 
     def end(self, run_dir: Path, published: dict[str, Any]) -> list[dict[str, Any]]:
-        assert self._live is not None
         with self._topology.operation("the digests of the weights"), self._topology.phase("gather") as phase:
             phase.payload = held_by(self._live, self._topology.rank, Topology.alone(self._topology.progress))
         return phase.payloads
@@ -116,9 +112,6 @@ class _Separate:
         self.sender = member
         self._topology = topology
         self._rendezvous = rendezvous
-
-    def build(self) -> None:
-        """Do nothing: the rollouts make their models."""
 
     def open(self, run_dir: Path) -> None:
         """Write rendezvous.json, by which rollouts can join from now on."""
@@ -156,7 +149,6 @@ class _Trainer:
             self.training = Training(cfg, self.trainers, device)
             self.training.join()
             self.weights = WholeWeights(self.training.model_state, self.trainers)
-            updates.build()
         if cfg["ckpt"] is not None:
             self.coordinator = self.training.coordinated(instantiate(cfg["coordinator"]))
 

@@ -14,7 +14,7 @@ from hydra.utils import instantiate
 
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.catalog.ledger import Committed, Ledger, newer_than
-from ckpt.errors import CheckpointExistsError, ConfigurationError, CorruptCheckpointError, StorageError, sentence
+from ckpt.errors import CheckpointExistsError, ConfigurationError, CorruptCheckpointError
 from ckpt.loading.loader import LoadReport, require_checkpoint
 from ckpt.memory.device import Device
 from ckpt.ranks.sigterm import TOLD_TO_END
@@ -25,6 +25,7 @@ from ckpt.state.state_digest import state_digest
 from ckpt.state.statefuls import ModelState, OptimizerState, RNGState
 from recipes.support.config import COMPONENT_KEYS, check_batch, config_text, made
 from recipes.support.report import SUMMARY_NAME, Report, Summary, write_summary
+from recipes.support.run_folder import writing
 from recipes.training.parallel.base import Arranged, Layout
 from recipes.training.restored import settle
 
@@ -48,12 +49,8 @@ def settle_start(cfg: dict[str, Any]) -> dict[str, Any]:
     committed = Ledger(Path(root), run_id="reader").committed()
     if not cfg["overwrite"]:
         _require_own_history(cfg, committed)
-    try:
+    with writing("the checkpoint root", Path(root), "checkpoint_root"):
         Path(root).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(
-            f"the checkpoint root cannot be made: {sentence(error)}; choose another with checkpoint_root=<folder>"
-        ) from error
     if resumed == "latest" and not committed:
         print(f"resume=latest: there is no checkpoint in {root} yet, so the run begins at step 1", flush=True)
         return cfg | {"resume": None}
@@ -168,13 +165,10 @@ class Training:
 
     def join(self) -> None:
         """Lay the model out over the ranks, and make optimizer, schedule and added components. Collective."""
-        arranged = self.layout.arrange(self.model, self.topology, self.device.torch_device)
+        topology, device = self.topology, self.device
+        arranged = self.layout.arrange(self.model, topology, device.torch_device)
         self.model, self._backward = arranged.module, arranged.backward
-        with (
-            self.topology.operation("the set-up of the run"),
-            self.topology.phase("complete"),
-            self.device.telling_of_room(),
-        ):
+        with topology.operation("the set-up of the run"), topology.phase("complete"), device.telling_of_room():
             self._complete(arranged)
 
     def _complete(self, arranged: Arranged) -> None:

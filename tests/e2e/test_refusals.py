@@ -46,7 +46,7 @@ runpy.run_module("recipes.train", run_name="__main__", alter_sys=True)
         ),
         (
             "checkpoint_root=/proc/x",
-            r"the checkpoint root cannot be made: .*'/proc/x'; choose another with checkpoint_root=<folder>",
+            r"the checkpoint root, /proc/x.*, cannot be written: .*'/proc/x'; choose another with checkpoint_root=<folder>",
         ),
         ("data.path=/proc/x", r"data\.path=/proc/x: there is no such file or folder"),
     ],

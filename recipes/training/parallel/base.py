@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
@@ -109,11 +108,10 @@ class Layout(ABC):
 
     def instances(self, axis: str, num_ranks: int) -> list[list[int]]:
         """Return the sets of ranks whose coordinates differ only along one axis."""
-        sets: dict[tuple[tuple[str, int], ...], list[int]] = defaultdict(list)
-        for rank in range(num_ranks):
-            place = self.position(rank, num_ranks)
-            sets[tuple((other, at) for other, at in place.items() if other != axis)].append(rank)
-        return list(sets.values())
+        sizes = self.sizes(num_ranks)
+        grid = torch.arange(num_ranks).reshape(tuple(sizes.values()))
+        sets: list[list[int]] = grid.movedim(self.axes.index(axis), -1).reshape(-1, sizes[axis]).tolist()
+        return sets
 
     def process_groups(self, topology: Topology) -> dict[str, Sequence[int]]:
         """Return, by name, the ranks of this rank's instance of each group."""

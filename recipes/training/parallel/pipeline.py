@@ -48,7 +48,9 @@ class _Pipelined(Layout):
             passes = backward_of(model)
             tie = None
         else:
-            tie = self._tie_ends(model, topology)
+            # The group of this pipeline's first and last stage; None on a rank with another one.
+            ends = [[pipeline[0], pipeline[-1]] for pipeline in self.instances("pp", num_ranks)]
+            tie = dist.new_subgroups_by_enumeration(ends)[0] if model.tied_names else None
             number = self.position(rank, num_ranks)["pp"]
             model.keep_stage(number, pp)
             stage = PipelineStage(model, number, pp, device, group=groups["pp"])
@@ -64,17 +66,6 @@ class _Pipelined(Layout):
             return loss
 
         return Arranged(model, backward)
-
-    def _tie_ends(self, model: GPT, topology: Topology) -> dist.ProcessGroup | None:
-        """Return the group of the first and the last stage of this rank's pipeline, if embedding and head are tied."""
-        if not model.tied_names:
-            return None
-        mine = None
-        for pipeline in self.instances("pp", topology.world_size):
-            ends = [pipeline[0], pipeline[-1]]
-            group = dist.new_group(ends)
-            mine = group if topology.rank in ends else mine
-        return mine
 
 
 class Pipeline(_Pipelined):
