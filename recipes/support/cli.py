@@ -93,7 +93,14 @@ class _Command:
     def _run(self) -> None:
         try:
             overrides = _NO_FOLDER if not self.writes else _SILENT if self.rank else ()
-            with _environment("HYDRA_FULL_ERROR", "1"), _arguments(overrides), _own_stderr(self.stderr) as said:
+            # For the processes of other launchers, which do not start in the checkout: it is not installed.
+            paths = os.pathsep.join([str(CONF.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+            with (
+                _environment("PYTHONPATH", paths.strip(os.pathsep)),
+                _environment("HYDRA_FULL_ERROR", "1"),
+                _arguments(overrides),
+                _own_stderr(self.stderr) as said,
+            ):
                 hydra.main(version_base="1.3", config_path=str(CONF), config_name=self.config_name)(self.job)()
             self.code = 0
         except KeyboardInterrupt:
