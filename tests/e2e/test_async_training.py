@@ -22,6 +22,7 @@ from tests.covering import and_in_full
 from tests.e2e.conftest import STEPS, Run
 from tests.e2e.processes import a_second, left_after, mark, marked
 from tests.e2e.runs import TEXT, Command, checkpoint, committed, root_of, run, start, summary_of
+from tests.pace import patience
 
 RANKS = 2
 TOLD = -signal.SIGTERM
@@ -137,7 +138,7 @@ def _stopped(run_dir: Path, sign: signal.Signals, random: Random, overrides: lis
         ranks=RANKS, environment=mark(run_dir),
     )  # fmt: skip
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + patience(60)
         while len(committed(run_dir)) < 2:
             assert command.process.poll() is None and time.monotonic() < deadline, "it saved nothing"
             time.sleep(0.01)
