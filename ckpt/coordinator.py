@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ckpt.backends.base import Backend
+from ckpt.catalog.retention import Retention, as_retention
 from ckpt.errors import ConfigurationError, MissingStateError
 from ckpt.loading.loader import Loader
 from ckpt.loading.report import LoadReport
@@ -65,8 +66,9 @@ class CheckpointCoordinator:
         backend: writes the storage format; or "zarr", "tensorstore" or "kimi-engine" for one with its defaults.
         strategy: spreads a load over ranks; or "direct" or "two-stage".
         device: where the tensors live; or its type, such as "cpu".
-        keep_last: number of checkpoints of this run that stay in the root after a save; None keeps all. Loading a checkpoint of the
-            root makes those of its run this run's own; checkpoints of other runs stay, and do not count.
+        keep_last: number of checkpoints of this run that stay in the root after a save, or a `ckpt.catalog.retention.Retention`; None
+            keeps all. Loading a checkpoint of the root makes those of its run this run's own; checkpoints of other runs stay, and do not
+            count.
         verify: check every byte that a load reads.
         config_text: stored as config.yaml in each checkpoint; its hash goes into the manifest.
         overwrite: the first commit removes all checkpoints that were in the root, of any run. After a load of one of them by its path,
@@ -102,7 +104,7 @@ class CheckpointCoordinator:
         backend: Backend | str,
         strategy: LoadingStrategy | str,
         device: Device | str,
-        keep_last: int | None = None,
+        keep_last: int | Retention | None = None,
         verify: bool = True,
         config_text: str | None = None,
         overwrite: bool = False,
@@ -115,8 +117,7 @@ class CheckpointCoordinator:
     ) -> None:
         self.output_dir = as_folder("output_dir", output_dir)
         strategy, saves = as_strategy(strategy), as_saves(saves)
-        if keep_last is not None:
-            check_count("keep_last", keep_last, ", or None to keep every checkpoint")
+        retention = as_retention(keep_last)
         check_count("packed_mib", packed_mib, " MiB")
         check_seconds("stale_s", stale_s)
         check_text("config_text", config_text)
@@ -142,7 +143,7 @@ class CheckpointCoordinator:
             delete=self._background.delete if self._background is not None else None,
             host_cache=self._host_cache,
         )
-        self._history = RunHistory(run.topology, self._roots, run_id, keep_last=keep_last, overwrite=overwrite)
+        self._history = RunHistory(run.topology, self._roots, run_id, retention=retention, overwrite=overwrite)
         self._saver = Saver(run, self._roots, pattern_check=pattern_check, packed_bytes=packed_mib << 20)
         self._strategy = strategy
         self._strategy.bind(run.backend)
@@ -158,7 +159,7 @@ class CheckpointCoordinator:
         )
         self._publisher: Publisher | None = None
         if self._host_cache is not None:
-            patterns = {component.key: component.pattern for component in run.components}
+            patterns = self._saver.patterns
             settled = self._background.wait_until_over if self._background is not None else lambda: None
             self._publisher = Publisher(run.topology, self._host_cache, patterns, settled)
 
@@ -187,7 +188,13 @@ class CheckpointCoordinator:
         return cls(components, groups_of(provider), topology, output_dir, **options)
 
     def save_checkpoint(
-        self, checkpoint_path: str | Path | None = None, checkpoint_id: str | int | None = None, validate: bool = False
+        self,
+        checkpoint_path: str | Path | None = None,
+        checkpoint_id: str | int | None = None,
+        validate: bool = False,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, Any] | None = None,
     ) -> str | None:
         """Save all components and return the path of the checkpoint.
 
@@ -202,6 +209,8 @@ class CheckpointCoordinator:
             checkpoint_id: default: the time of day, UTC, on the lead rank. A number is a step; 5 is "00000005".
             validate: before the commit, compare every bit of the copies that should be equal, compare the sharing patterns with the state
                 of the ranks, and read everything back.
+            metrics: name -> value at this step, for `Retention` and for people; stored in the manifest. Those of the lead rank.
+            metadata: plain values to keep with the checkpoint, as JSON of at most 1 MiB. Those of the lead rank.
 
         Returns:
             the path; None: nothing is saved, because another save is unfinished and `saves.when_busy` is "skip".
@@ -221,7 +230,9 @@ class CheckpointCoordinator:
                 if self._topology.is_lead:
                     _log.warning("checkpoint-%s is skipped: the save before it is under way still", checkpoint_id)
                 return None
-        target = self._history.target(root, checkpoint_id, validate=validate, config_text=self.config_text)
+        target = self._history.target(
+            root, checkpoint_id, validate=validate, config_text=self.config_text, metrics=metrics, metadata=metadata
+        )
         if self._background is None:
             self._add(self._saver.save(target))
             return str(target.path)

@@ -4,6 +4,7 @@ Files:
 
     owner                   a locked owner file, so that only one run uses a folder
     ledger                  checkpoint folders: the rename to `checkpoint-<id>` is the commit; the newest is found here (no file `latest`)
+    retention               which checkpoints of a run stay after a save
     incremental             files of an earlier checkpoint that a save may link
     verify                  reads every byte of a checkpoint and lists problems
 """

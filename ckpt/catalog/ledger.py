@@ -40,7 +40,15 @@ from ckpt.catalog.owner import (
     owner_file,
     remove_dead_claims,
 )
-from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, StorageError, sentence
+from ckpt.catalog.retention import Retention, as_retention
+from ckpt.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    StorageError,
+    sentence,
+)
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.durable import sync_folder
 from ckpt.format.manifest import MANIFEST_NAME, MAX_COMMIT_NUMBER
@@ -112,7 +120,7 @@ class Ledger:
         root: the checkpoint root; need not exist before the first `open`.
         run_id: of this run. Unpublished folders of dead processes of this run are removed at once; those of other runs after
             `stale_s` without a heartbeat.
-        keep_last: how many checkpoints of a run `retain` leaves; None keeps all.
+        keep_last: how many checkpoints of a run `retain` leaves, or a `Retention`; None keeps all.
         stale_s: seconds without a heartbeat, by the file system's clock, after which an unlocked save counts as abandoned.
         delete: deletes, now or later, replaced and surplus checkpoints, which have been renamed already.
     """
@@ -122,15 +130,13 @@ class Ledger:
         root: Path,
         *,
         run_id: str,
-        keep_last: int | None = None,
+        keep_last: int | Retention | None = None,
         stale_s: float = 60.0,
         delete: Callable[[Path], None] | None = None,
     ) -> None:
-        if keep_last is not None and keep_last < 1:
-            raise ConfigurationError(f"save.keep_last is {keep_last}; give 1 or more, or null to keep every checkpoint")
         self._root = Path(root)
         self._run_id = run_id
-        self._keep_last = keep_last
+        self._retention = as_retention(keep_last)
         self._stale_s = stale_s
         self._delete = delete or delete_folder
         self._owners: dict[Path, Owner] = {}
@@ -234,6 +240,33 @@ class Ledger:
             self._remove(aside, checkpoint_id, self._delete)
         return target
 
+    def require_free(self, target: Path) -> None:
+        """Require that nothing, or an empty folder, is where a new checkpoint shall be.
+
+        Raises:
+            CheckpointExistsError: something is.
+        """
+        if (target / MANIFEST_NAME).exists():
+            raise CheckpointExistsError(
+                f"{target} holds a checkpoint already; save into another folder, or remove this one"
+            )
+        if os.path.lexists(target) and not (target.is_dir() and not target.is_symlink() and not os.listdir(target)):
+            raise CheckpointExistsError(f"{target} exists, and is no empty folder; save into another one")
+
+    def publish_at(self, unpublished: Path, target: Path) -> None:
+        """Commit a complete and durable folder by giving it a name of its own, which is free.
+
+        Raises:
+            CheckpointExistsError: something has come there.
+            StorageError: it cannot be renamed.
+        """
+        with _told(f"{unpublished.name} cannot be published as {target}"):
+            self.require_free(target)
+            sync_folder(unpublished)
+            os.rename(unpublished, target)
+            sync_folder(self._root)
+        self._release(unpublished)
+
     def quarantine(self, refused: Mapping[Path, str], *, keep: Path) -> list[Path]:
         """Quarantine checkpoints that this run found damaged, so that no later save links their files.
 
@@ -291,7 +324,7 @@ class Ledger:
     def retain(
         self, *, keep: Path, own: Collection[str | None] | None = None, remove_others: bool = False
     ) -> list[Path]:
-        """Remove all but the `keep_last` newest checkpoints of a run, after `keep` was committed; return what was removed.
+        """Remove the checkpoints of a run that its retention does not keep, after `keep` was committed; return what was removed.
 
         `keep` is never removed, and counts as the newest. Symbolic links are not counted and not removed.
 
@@ -299,15 +332,16 @@ class Ledger:
             own: all `run_id`s of the run; None: all checkpoints are the run's.
             remove_others: also remove the checkpoints of all other runs.
         """
-        if self._keep_last is None and not remove_others:
+        if not self._retention.removes and not remove_others:
             return []
         with _told(f"checkpoint root {self._root} cannot be read"):
             self._settle_replaced(self._names())
-        found = [c for c in self.committed() if not (self._is(c.path, keep) or c.path.is_symlink())]
+        committed = self.committed()
+        newest = next((c for c in committed if self._is(c.path, keep)), None)
+        found = [c for c in committed if c is not newest and not c.path.is_symlink()]
         ours = [c for c in found if own is None or c.run_id in own]
         surplus = [c for c in found if c not in ours] if remove_others else []
-        if self._keep_last is not None:
-            surplus += ours[: max(0, len(ours) - (self._keep_last - 1))]
+        surplus += self._retention.surplus(ours, newest)
         return [old.path for old in surplus if self._remove(old.path, old.id, self._delete)]
 
     def _names(self) -> list[str]:

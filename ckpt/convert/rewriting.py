@@ -19,7 +19,6 @@ import torch
 from ckpt.backends.base import Backend
 from ckpt.catalog.verify import TensorNames, examine
 from ckpt.convert.atomic_directory import atomic_directory
-from ckpt.dist_checkpointing.folder.saving import Given
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
 from ckpt.format.box import chunk_box, whole
 from ckpt.format.checkpoint_files import CheckpointFolder
@@ -48,6 +47,7 @@ from ckpt.ranks.topology import Topology
 from ckpt.saving.manifest_writer import join_arrays, listed_files
 from ckpt.saving.writing import Item, Pack, RankWritePlan, Staged, WriteJob, WriteResult, folders_of, joined_checksum
 from ckpt.state.sharing import StateComponent
+from ckpt.state.statefuls import Given
 from ckpt.storage.extents import ExtentReader
 from ckpt.storage.files import PIECE_BYTES, FolderTree, make_durable, write_all
 from ckpt.storage.runs import WantedBox

@@ -6,6 +6,7 @@ Files:
     zarr_dtypes             the data types that zarr-python lacks
     records                 records of an array, a chunk and a file
     manifest, metadata      the manifest and the indexes as objects; metadata.json
+    notes                   metrics and metadata that a program keeps with a checkpoint
     strict_json, manifest_parsing, consistency   parse and check both; the files are untrusted
     digests                 digests of blocks of bytes
     checkpoint_files        opens files below one checkpoint folder, and none outside of it

@@ -11,7 +11,7 @@ import math
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
@@ -37,6 +37,7 @@ MAX_COMMIT_NUMBER = 10**12
 COMMON, OBJECTS = "common", "objects"
 """Folders beside it, each a checkpoint of its own: the common state and the objects of a sharded state dict."""
 _OPTIONAL = ("commit_number", "run_id")
+_NOTES = ("metrics", "metadata")
 
 
 def index_name(rank: int, generation: int = 0) -> str:
@@ -158,6 +159,8 @@ class CheckpointManifest:
         commit_number: its place in the order of commits below its root; None (no such key): written by an older version, or outside of a
             root. Those come before all that have one, in the order of their timestamps.
         run_id: of the training history it belongs to: a run and those that were resumed from it. None (no such key): unknown.
+        metrics: name -> value at this step, such as a loss; None: not a finite number. No such key where none were given.
+        metadata: plain values that the program keeps with the checkpoint. No such key where none were given.
         topology: "nodes" (global ranks per host) and "groups" (name -> instances -> global ranks) of the saving run.
         training_args_hash: xxh3-128 of config.yaml; None where no config was given.
         arrays: array name -> entry.
@@ -178,6 +181,8 @@ class CheckpointManifest:
     format_version: int = FORMAT_VERSION
     commit_number: Count | None = None
     run_id: str | None = None
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @gc_paused()
     def to_bytes(self) -> bytes:
@@ -193,6 +198,7 @@ class CheckpointManifest:
             "world_size": self.world_size,
             "topology": self.topology,
             "training_args_hash": self.training_args_hash,
+            **{key: value for key in _NOTES if (value := getattr(self, key))},
         }
         lines = [f"  {json.dumps(key)}: {_dump(value)},\n" for key, value in head.items()]
         # Arrays that are stored alike share one entry, and one text.

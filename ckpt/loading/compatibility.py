@@ -12,8 +12,8 @@ from ckpt.errors import MissingStateError, WorldSizeError, describe, rebuild
 from ckpt.loading.report import ComponentReport, Status, some_of
 from ckpt.loading.sources import CheckpointSource, Rows
 from ckpt.loading.state_matching import MISMATCHES, Match, SavedCopy, match
-from ckpt.state.abilities import Elastic
-from ckpt.state.sharing import DECIDED_BY_OBJECT, StateComponent
+from ckpt.state.abilities import Elastic, Prepared, offers
+from ckpt.state.sharing import DECIDED_BY_OBJECT, OWN_COPIES, Sharing, SharingPattern, StateComponent
 
 
 def fit(
@@ -35,6 +35,20 @@ def fit(
         if component.required and (strict or not isinstance(error, MISMATCHES)):
             raise
         return Match(component, rebuild(describe(error)))
+
+
+def as_saved(component: StateComponent, source: CheckpointSource) -> StateComponent:
+    """Return a component declared "auto" under the pattern it was saved with; any other unchanged.
+
+    What all ranks share loads as "sharded" into an object that says what it wants, which may be a part: a pipeline stage.
+    """
+    if not component.is_auto:
+        return component
+    saved = source.saved_sharing(component) if source.holds(component.key) else None
+    if saved is not None and saved.pattern in OWN_COPIES:
+        return component.with_sharing(saved)
+    takes_a_part = offers(component.stateful, Prepared)
+    return component.with_sharing(Sharing(SharingPattern.SHARDED if takes_a_part else SharingPattern.REPLICATED))
 
 
 def rows_for_object(source: CheckpointSource, component: StateComponent) -> list[Rows]:

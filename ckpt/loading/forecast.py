@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt.errors import CheckpointError, describe, rebuild, sentence
 from ckpt.format.stored import read_manifest
-from ckpt.loading.compatibility import copies_for_object, fit, goes_on, require_something
+from ckpt.loading.compatibility import as_saved, copies_for_object, fit, goes_on, require_something
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.report import ComponentReport, Misfits, Status
 from ckpt.loading.sources import CheckpointSource, CommittedSource
@@ -95,7 +95,8 @@ def forecast(path: Path, ranks: Sequence[Rank], device: Device, *, strict: bool,
     """
     sources = _sources(path, ranks, device, allow_pickle)
     numbers = range(len(ranks[0].components))
-    previews = [_preview(sources, [rank.components[number] for rank in ranks], strict) for number in numbers]
+    of_ranks = [[as_saved(one, source) for one in rank.components] for rank, source in zip(ranks, sources, strict=True)]
+    previews = [_preview(sources, [components[number] for components in of_ranks], strict) for number in numbers]
     if any(one.refusal for one in previews):
         return Forecast(previews)
     try:

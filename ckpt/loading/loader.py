@@ -33,7 +33,7 @@ from ckpt.format.manifest import CONFIG_NAME, MANIFEST_NAME, CheckpointManifest
 from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.format.stored import gone, identity_of, read_listed_file, read_manifest_bytes
 from ckpt.format.strict_json import refusing
-from ckpt.loading.compatibility import copies_for_object, fit, goes_on, require_something, rows_for_object
+from ckpt.loading.compatibility import as_saved, copies_for_object, fit, goes_on, require_something, rows_for_object
 from ckpt.loading.report import ComponentReport, LoadReport, Status
 from ckpt.loading.sources import CheckpointSource, CommittedSource, Rows
 from ckpt.loading.state_matching import (
@@ -129,12 +129,13 @@ class Loader:
         started = time.perf_counter()
         with self.topology.operation(f"load of {path.name}"), _forgetting_unless_loaded() as matches:
             source = self._open(path, may_be_old)
+            load = replace(self, components=[as_saved(component, source) for component in self.components])
             with self.topology.phase("check") as phase:
-                self._match(source, strict, phase, matches)
+                load._match(source, strict, phase, matches)
                 phase.payload = {key: one.to_json() for key, one in matches.items()}
             with self.topology.phase("compare keys"):
-                reports = self._settle(matches, phase.payloads, strict)
-            self._gather_copies(source, matches, reports)
+                reports = load._settle(matches, phase.payloads, strict)
+            load._gather_copies(source, matches, reports)
             totals = self._read(source, matches, reports)
             load_s = self._apply(matches, reports, started)
             require_something(reports)
@@ -146,6 +147,8 @@ class Loader:
             source.config_text,
             components=tuple(reports.values()),
             run_id=source.run_id,
+            metrics=source.metrics,
+            metadata=source.metadata,
         )
 
     def _open(self, path: Path, may_be_old: bool) -> CheckpointSource:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 MAX_NAMED = 5
 """Keys that a sentence names; of the others it gives the number."""
@@ -102,6 +103,7 @@ class LoadReport:
         fell_back_from: damaged newer checkpoints that were passed over, newest first.
         components: one report each, in the order in which they were declared.
         run_id: of the training history that the checkpoint belongs to; None: unknown.
+        metrics, metadata: as the checkpoint was saved with.
     """
 
     path: str
@@ -113,6 +115,8 @@ class LoadReport:
     fell_back_from: tuple[str, ...] = ()
     components: tuple[ComponentReport, ...] = ()
     run_id: str | None = None
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def summary(self) -> str:
         """One readable line per component.

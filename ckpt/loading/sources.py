@@ -33,12 +33,17 @@ class CheckpointSource(Protocol):
     checkpoint_id: str
     run_id: str | None
     config_text: str
+    metrics: Mapping[str, float | None]
+    metadata: Mapping[str, Any]
 
     def holds(self, key: str) -> bool:
         """Whether it holds this component."""
 
     def component_keys(self) -> Collection[str]:
         """The components it holds, for messages."""
+
+    def saved_sharing(self, component: StateComponent) -> Sharing | None:
+        """The pattern it was saved under; None: the checkpoint does not say. It holds the component."""
 
     def own_prefix(self, component: StateComponent) -> str:
         """The prefix of this rank's copy.
@@ -99,6 +104,8 @@ class CommittedSource:
         self.checkpoint_id = checkpoint.manifest.checkpoint_id
         self.run_id = checkpoint.manifest.run_id
         self.config_text = config_text
+        self.metrics = checkpoint.manifest.metrics
+        self.metadata = checkpoint.manifest.metadata
         self._checkpoint = checkpoint
         self._manifest = checkpoint.manifest
         self._held = checkpoint.held
@@ -113,12 +120,16 @@ class CommittedSource:
     def component_keys(self) -> Collection[str]:
         return self._manifest.components
 
+    def saved_sharing(self, component: StateComponent) -> Sharing:
+        saved = self._manifest.components[component.key]
+        return Sharing(SharingPattern(saved.sharing_pattern), saved.group_name)
+
     def same_pattern(self, component: StateComponent) -> bool:
-        return self._saved_sharing(component) == component.sharing
+        return self.saved_sharing(component) == component.sharing
 
     def own_prefix(self, component: StateComponent) -> str:
         """See `CheckpointSource.own_prefix`; by the pattern it was *saved* under."""
-        saved = self._saved_sharing(component)
+        saved = self.saved_sharing(component)
         was = saved.pattern
         require_same_kind(component, was)
         self._require_same_group(component, saved.group)
@@ -132,7 +143,7 @@ class CommittedSource:
 
     def moved(self, component: StateComponent) -> str | None:
         """See `CheckpointSource.moved`."""
-        saved, topology = self._saved_sharing(component), self._topology
+        saved, topology = self.saved_sharing(component), self._topology
         match saved.pattern:
             case SharingPattern.PER_NODE:
                 then, now = self._manifest.topology["nodes"], [list(ranks) for ranks in topology.nodes]
@@ -149,7 +160,7 @@ class CommittedSource:
         return None if then == now else f"saved by {what}{then}, this run has {now or 'no group of that name'}"
 
     def prefixes(self, component: StateComponent) -> list[str]:
-        saved = self._saved_sharing(component)
+        saved = self.saved_sharing(component)
         match saved.pattern:
             case SharingPattern.PER_RANK:
                 copies = self._manifest.world_size
@@ -223,11 +234,6 @@ class CommittedSource:
         reading = DirectLoad().prepare(requests, self._checkpoint, self._topology, self._device, verify=self._verify)
         reading.run()
         return found | {key: (*form, digest_of(raw_bytes(out).numpy().data)) for key, form, out in small}
-
-    def _saved_sharing(self, component: StateComponent) -> Sharing:
-        """The pattern that a component was saved under."""
-        saved = self._manifest.components[component.key]
-        return Sharing(SharingPattern(saved.sharing_pattern), saved.group_name)
 
     def _chunk_digests(self, entry: ArrayEntry) -> Iterator[tuple[int, ...]]:
         assert entry.grid is not None and entry.path is not None

@@ -177,10 +177,24 @@ def match(component: StateComponent, saved: SavedCopy, *, strict: bool) -> Match
             one.leaves.paths.setdefault(key, (key,))
         else:
             found.only_saved.append(key)
+    if takes_all:
+        _add_aliases(one, saved)
     one.misfits = Misfits(tuple(found.only_saved), tuple(found.only_wanted), found.unfit)
     one.restored = sum(request.out.numel() for request in one.requests) + sum(key in saved.plain for key in one.plain)
     one.wanted = one.restored + found.elements_not_restored
     return one
+
+
+def _add_aliases(one: Match, saved: SavedCopy) -> None:
+    """Give an object that takes whatever was saved its tied tensors under all of their names."""
+    for key, entry in saved.entries.items():
+        if entry.alias_of is None or key in one.leaves.tensors or _inside_a_tensor(key, one.leaves):
+            continue
+        first = entry.alias_of.removeprefix(saved.start)
+        tensor = one.new.get(first, one.leaves.tensors.get(first))
+        if isinstance(tensor, torch.Tensor):
+            one.new[key] = tensor
+            one.leaves.paths.setdefault(key, (key,))
 
 
 def match_changed(component: StateComponent, copies: Sequence[SavedCopy]) -> Match:

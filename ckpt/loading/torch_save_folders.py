@@ -21,6 +21,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from ckpt.loading.strategy import ReadRequest, ReadStats, bytes_of
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import NamedFromPositions, offers
 from ckpt.state.flatten import Leaves, flatten, rows_of, to_json
-from ckpt.state.sharing import OWN_COPIES, SharingPattern, StateComponent, find_aliases, holders_of
+from ckpt.state.sharing import OWN_COPIES, Sharing, SharingPattern, StateComponent, find_aliases, holders_of
 
 _FILE = re.compile(r"(?P<key>[A-Za-z0-9_-]+?)_state(?:_[A-Za-z0-9_.-]+)?\.pt")
 _KINDS = {
@@ -91,6 +92,8 @@ class OldSource:
 
     run_id: str | None = None
     config_text = ""
+    metrics: Mapping[str, float | None] = MappingProxyType({})
+    metadata: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, folder: Path, files: Sequence[str], topology: Topology) -> None:
         self.checkpoint_id = folder.name.removeprefix("checkpoint-")
@@ -105,6 +108,11 @@ class OldSource:
 
     def component_keys(self) -> Collection[str]:
         return list(dict.fromkeys(match["key"] for name in self._files if (match := _FILE.fullmatch(name))))
+
+    def saved_sharing(self, component: StateComponent) -> Sharing | None:
+        """See `CheckpointSource.saved_sharing`: by the names of its files, if they are of one kind without groups."""
+        kinds = [kind for kind in _copies_by_kind(self._files, component) if kind is not SharingPattern.PER_GROUP]
+        return Sharing(kinds[0]) if len(kinds) == 1 else None
 
     def same_pattern(self, component: StateComponent) -> bool:
         was, _ = self._copies_of(component)
@@ -148,7 +156,8 @@ class OldSource:
         }
 
     def rows(self, component: StateComponent, prefix: str) -> Rows:
-        return rows_of(self._load(component, prefix), component.key, with_tensors=True)
+        leaves = self._load(component, prefix)
+        return rows_of(leaves, component.key, paths_of=leaves.tensors)
 
     def contents(self, component: StateComponent, prefix: str) -> dict[str, tuple[Any, ...]]:
         leaves = self._load(component, prefix)

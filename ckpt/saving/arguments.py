@@ -193,7 +193,8 @@ def _require_distinct(components: Sequence[StateComponent]) -> None:
 
 def _require_groups(components: Sequence[StateComponent], topology: Topology) -> None:
     for component in components:
-        if component.pattern is SharingPattern.PER_GROUP and component.process_group_name not in topology.groups:
+        is_of_group = not component.is_auto and component.pattern is SharingPattern.PER_GROUP
+        if is_of_group and component.process_group_name not in topology.groups:
             known = ", ".join(sorted(topology.groups)) or "none"
             raise ConfigurationError(
                 f"component {component.key}: there is no process group {component.process_group_name!r}; this run has: {known}"

@@ -20,9 +20,11 @@ from ckpt.catalog import verify
 from ckpt.catalog.incremental import previous_of
 from ckpt.catalog.ledger import ROOT_OWNER, Commit, Ledger
 from ckpt.catalog.owner import FolderLock
+from ckpt.catalog.retention import Retention
 from ckpt.errors import CorruptCheckpointError, StorageError
 from ckpt.format.held import places_from_json
 from ckpt.format.manifest import CheckpointManifest
+from ckpt.format.notes import storable_metadata, storable_metrics
 from ckpt.planning.plan import SavePlan
 from ckpt.ranks.topology import Topology
 from ckpt.saving.host_cache import HeldStep, HostCache
@@ -59,6 +61,10 @@ class SaveReport:
     written_bytes: int = 0
     alarms: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        rate = f", {self.bytes / self.save_s / 1e9:.3g} GB/s" if self.save_s else ""
+        return f"{self.path}: {self.bytes / 1e9:.4g} GB in {self.save_s:.3g} s{rate}"
+
 
 @dataclass(frozen=True, slots=True)
 class SaveTarget:
@@ -67,22 +73,25 @@ class SaveTarget:
     Attributes:
         root: the checkpoint root.
         refused: checkpoints that this run found damaged -> the damage.
-        keep_last: number of checkpoints of this run that stay; None: all.
+        retention: which checkpoints of this run stay.
         condemned: those of `refused` that share a damaged file; they are quarantined.
         run_ids: names of this training history in manifests: the new checkpoint gets the first, and retention counts all.
         remove_others: remove the checkpoints of other runs that lie in the root.
         config_text: stored as config.yaml; None: no such file.
+        metrics, metadata: stored in the manifest, as the caller gave them.
     """
 
     root: Path
     checkpoint_id: str
     validate: bool
     refused: Mapping[Path, str]
-    keep_last: int | None
+    retention: Retention
     condemned: Mapping[Path, str] = field(default_factory=dict)
     run_ids: tuple[str | None, ...] = ()
     remove_others: bool = False
     config_text: str | None = None
+    metrics: Mapping[str, float] | None = None
+    metadata: Mapping[str, Any] | None = None
 
     @property
     def path(self) -> Path:
@@ -177,15 +186,24 @@ class CheckpointRoot(Destination):
         self._roots = roots
         self._stale_check = stale_check
         self._ledger = Ledger(
-            target.root, run_id=roots.run_id, keep_last=target.keep_last, stale_s=roots.stale_s, delete=roots.delete
+            target.root, run_id=roots.run_id, keep_last=target.retention, stale_s=roots.stale_s, delete=roots.delete
         )
         self._lock = roots.lock_of(target)
         self._memory: PooledSave | None = None
         self._assigned: tuple[Path, int] | None = None
         self._previous: Path | None = None
+        self._notes: dict[str, Any] = {}
 
     def claim(self, topology: Topology) -> None:
-        """Lock the root, or check that this run still holds the lock, and that the root exists still. Lead rank only, before `open`."""
+        """Lock the root, or check that this run still holds the lock, and that the root exists still. Lead rank only, before `open`.
+
+        Raises:
+            ConfigurationError: the manifest cannot hold the metrics or the metadata.
+        """
+        self._notes = {
+            "metrics": storable_metrics(self._target.metrics),
+            "metadata": storable_metadata(self._target.metadata),
+        }
         self._roots.require_not_removed(self._target.root)
         if self._lock is not None:
             self._ledger.claim(self._lock, topology.progress)
@@ -289,6 +307,7 @@ class CheckpointRoot(Destination):
             config_text=self._target.config_text,
             commit=commit,
             run_id=next(iter(self._target.run_ids), None),
+            **self._notes,
         )
         added = record.write(self._target.checkpoint_id)
         if self._target.validate:
@@ -328,7 +347,7 @@ class CheckpointRoot(Destination):
     def _settle(self, topology: Topology, path: Path, results: Sequence[WriteResult]) -> list[str]:
         """After the commit: remove older checkpoints, and return alarms about state that did not change."""
         target = self._target
-        if target.keep_last is not None or target.remove_others or target.condemned:
+        if target.retention.removes or target.remove_others or target.condemned:
             with topology.phase("retention") as phase:
                 phase.stands = _is_committed(path)
                 if topology.is_lead:

@@ -44,6 +44,7 @@ class ManifestWriter:
         config_text: stored as config.yaml; None: no such file.
         commit: its place in the order of commits; None: it is in no checkpoint root.
         run_id: of the run's training history.
+        metrics, metadata: as in the manifest.
         beside: files that are in the folder already and belong to the checkpoint, relative to it.
         manifest_digest: of the bytes of the manifest, once it is written.
         made: path -> content of the small files that no rank's index lists.
@@ -55,6 +56,8 @@ class ManifestWriter:
     config_text: str | None = None
     commit: Commit | None = None
     run_id: str | None = None
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     beside: Sequence[str] = ()
     manifest_digest: str = ""
     made: dict[str, bytes] = field(default_factory=dict)
@@ -97,6 +100,8 @@ class ManifestWriter:
             training_args_hash=digest_of(config.encode()) if config is not None else None,
             ckpt_version=__version__,
             pytorch_version=torch.__version__,
+            metrics=self.metrics,
+            metadata=self.metadata,
         )
 
     def _component(self, component: StateComponent) -> ComponentManifest:

@@ -6,9 +6,11 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ckpt.catalog.incremental import linked_with
 from ckpt.catalog.ledger import Ledger, newer_than
+from ckpt.catalog.retention import Retention
 from ckpt.errors import CheckpointExistsError, CheckpointGoneError, CheckpointNotFoundError, CorruptCheckpointError
 from ckpt.loading.loader import committed_newest_first
 from ckpt.loading.report import LoadReport, Status
@@ -27,20 +29,21 @@ class RunHistory:
     Args:
         roots: their home is output_dir.
         run_id: of this run; its checkpoints go by it.
-        keep_last, overwrite: see `CheckpointCoordinator`.
+        retention: which checkpoints of the run stay in output_dir.
+        overwrite: see `CheckpointCoordinator`.
 
     Attributes:
         newer: names of checkpoints of the loaded one's own history that are newer than it: no save may come after them.
     """
 
     def __init__(
-        self, topology: Topology, roots: KnownRoots, run_id: str, *, keep_last: int | None, overwrite: bool
+        self, topology: Topology, roots: KnownRoots, run_id: str, *, retention: Retention, overwrite: bool
     ) -> None:
         self.newer: list[str] = []
         self._topology = topology
         self._roots = roots
         self._run_ids: tuple[str | None, ...] = (run_id,)  # and of the runs that this one goes on from
-        self._keep_last = keep_last
+        self._retention = retention
         self._overwrite = overwrite
         self._loaded_name = ""
         self._damaged: dict[Path, str] = {}
@@ -58,19 +61,23 @@ class RunHistory:
                 "now would lie among them, as one history. Set them aside with overwrite=True, or save to another output_dir"
             )
 
-    def target(self, root: Path, checkpoint_id: str, *, validate: bool, config_text: str | None) -> SaveTarget:
-        """Describe a save. Only in output_dir it removes or moves checkpoints of other names."""
+    def target(self, root: Path, checkpoint_id: str, *, validate: bool, **notes: Any) -> SaveTarget:
+        """Describe a save. Only in output_dir it removes or moves checkpoints of other names.
+
+        Args:
+            notes: what the checkpoint holds beside state: `config_text`, `metrics` and `metadata` of `SaveTarget`.
+        """
         is_home = self._roots.is_home(root)
         return SaveTarget(
             root,
             checkpoint_id,
             validate=validate,
             refused=dict(self._damaged),
-            keep_last=self._keep_last if is_home else None,
+            retention=self._retention if is_home else Retention(),
             condemned=dict(self._condemned) if is_home else {},
             run_ids=self._run_ids,
             remove_others=self._overwrite and is_home,
-            config_text=config_text,
+            **notes,
         )
 
     def add(self, report: SaveReport) -> None:

@@ -20,10 +20,11 @@ from ckpt.saving.planner import Planner
 from ckpt.saving.prepared_save import PreparedSave
 from ckpt.saving.stale_state_check import StaleStateCheck
 from ckpt.saving.writing import PACKED_BYTES, RankWritePlan
+from ckpt.state.auto_sharing import AutoSharing
 from ckpt.state.collect import RankState, collect
 from ckpt.state.doctor import Diagnosis
 from ckpt.state.pattern_check import act_on, check_choice, examine
-from ckpt.state.sharing import StateComponent
+from ckpt.state.sharing import SharingPattern, StateComponent
 
 _log = logging.getLogger("ckpt")
 
@@ -56,6 +57,7 @@ class Saver:
         self._planner = Planner(run.topology, run.backend, run.device, packed_bytes=packed_bytes)
         self._fits: RankWritePlan | None = None
         self._stale_check = StaleStateCheck(run.components)
+        self._sharing = AutoSharing(run.components, run.topology)
 
     def save(self, target: SaveTarget) -> SaveReport:
         """Save once, while training waits. See `CheckpointCoordinator.save_checkpoint`."""
@@ -78,6 +80,10 @@ class Saver:
             self._require_room(prepared.share)
             return prepared
 
+    def patterns(self) -> dict[str, SharingPattern]:
+        """Return the pattern that each component was saved under last; those declared "auto" count as replicated before."""
+        return {component.key: component.pattern for component in self._sharing.settled}
+
     def _require_room(self, share: RankWritePlan) -> None:
         """Require memory for the saves that are kept, once for each plan."""
         host_cache = self._roots.host_cache
@@ -90,7 +96,7 @@ class Saver:
         """See `CheckpointCoordinator.diagnose`."""
         with self._topology.operation("diagnosis of the sharing patterns"):
             mine, _ = self._collect(validate=False, look=True)
-            return examine(mine.components, mine.seen, self._topology)
+            return self._examined(mine)
 
     def _is_to_look(self, validate: bool) -> bool:
         """Whether to examine the sharing patterns: before the first save, and when a save is validated."""
@@ -99,10 +105,13 @@ class Saver:
         return validate or not self._was_examined
 
     def _check_patterns(self, mine: RankState) -> None:
-        diagnoses = examine(mine.components, mine.seen, self._topology)
+        diagnoses = self._examined(mine)
         tell = self._topology.is_lead and not self._was_examined
         act_on(diagnoses, mine.components, self._pattern_check, tell=tell)
         self._was_examined = True
+
+    def _examined(self, mine: RankState) -> list[Diagnosis]:
+        return examine({key: mine.components[key] for key in mine.seen}, mine.seen, self._topology)
 
     def _collect(
         self, *, validate: bool, look: bool, claim: Callable[[], object] = lambda: None
@@ -113,11 +122,15 @@ class Saver:
             claim: called by the lead, before it collects; see `CheckpointRoot.claim`.
         """
         without: set[str] = set()
+        components = self._sharing.settle()
+        known = self._sharing.examined
         while True:
             with self._topology.phase("collect") as phase:
                 if self._topology.is_lead:
                     claim()
-                mine = collect(self._run.components, self._topology, without=without, compare_all=validate, look=look)
+                mine = collect(
+                    components, self._topology, without=without, compare_all=validate, look=look, known=known
+                )
                 phase.payload = mine.summary()
             summaries: list[dict[str, Any]] = phase.payloads
             failed = {

@@ -163,7 +163,7 @@ class Publisher:
     """Publishes from the memory of this host's ranks. All ranks make one, in one order.
 
     Args:
-        patterns: component -> its sharing pattern.
+        patterns: returns the sharing pattern of each component, in the newest save.
         settled: returns when this rank has no unfinished save.
     """
 
@@ -171,7 +171,7 @@ class Publisher:
         self,
         topology: Topology,
         host_cache: HostCache,
-        patterns: Mapping[str, SharingPattern],
+        patterns: Callable[[], Mapping[str, SharingPattern]],
         settled: Callable[[], None],
     ) -> None:
         self._topology = topology
@@ -217,10 +217,11 @@ class Publisher:
         return self._branch
 
     def _require_one_copy(self, component: str) -> None:
-        if component not in self._patterns:
-            has = ", ".join(sorted(self._patterns))
+        patterns = self._patterns()
+        if component not in patterns:
+            has = ", ".join(sorted(patterns))
             raise MissingStateError(f"there is no component {component} to publish; this run has {has}")
-        if (pattern := self._patterns[component]) in OWN_COPIES:
+        if (pattern := patterns[component]) in OWN_COPIES:
             raise MissingStateError(
                 f"component {component} is {pattern.value}: there are several states of it, and none to publish"
             )

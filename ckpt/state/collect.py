@@ -124,13 +124,15 @@ def collect(
     without: Collection[str] = (),
     compare_all: bool = False,
     look: bool = False,
+    known: Collection[str] = (),
 ) -> RankState:
     """Collect the state of every component and the address of every tensor. Not collective.
 
     Args:
         without: components to skip because they failed on some rank.
         compare_all: compare every component with equal copies, not only those with `validate_replication`.
-        look: take the fingerprints of everything, for the doctor.
+        look: take the fingerprints of everything, for the doctor;
+        known: but for these components.
 
     Raises:
         CheckpointError: a required component failed; `.component` names it.
@@ -164,8 +166,9 @@ def collect(
         start = f"{component.key}/{component.sharing.prefix(topology)}"
         if contributes(component, topology):
             aliases += [(start + alias, start + first) for alias, first in tied.items()]
-            mine.plain[component.key] = _plain_rows(component, leaves)
-        _add_fingerprints(mine, component, leaves, compare_all, look, topology.progress)
+            mine.plain[component.key] = _plain_rows(component, leaves, tied)
+        is_seen = look and component.key not in known
+        _add_fingerprints(mine, component, leaves, compare_all, is_seen, topology.progress)
         topology.progress()
     mine.table = Table(tuple(parts), tuple(aliases))
     return mine
@@ -288,9 +291,10 @@ def _declared_ties(component: StateComponent, leaves: Leaves) -> Mapping[str, st
     return {alias: first for alias, first in declared.items() if first in leaves.tensors}
 
 
-def _plain_rows(component: StateComponent, leaves: Leaves) -> dict[str, Any]:
+def _plain_rows(component: StateComponent, leaves: Leaves, tied: Collection[str] = ()) -> dict[str, Any]:
     """Return {joined key: [path, value]}, and {joined key: [path]} for tensors of an object that is not `Prepared`."""
-    rows = rows_of(leaves, component.key, with_tensors=not offers(component.stateful, Prepared))
+    tensors = () if offers(component.stateful, Prepared) else (*leaves.tensors, *tied)
+    rows = rows_of(leaves, component.key, paths_of=tensors)
     return dict(sorted(rows.items()))
 
 
@@ -451,8 +455,22 @@ def _add_fingerprints(
     if look:
         if not level.covers(ValidationLevel.TENSOR):
             prints = fingerprints(tensors, ValidationLevel.TENSOR, progress)
-        plain = _plain_rows(component, leaves)
-        mine.seen[key] = prints | {name: _fingerprint_of(plain[name]) for name in leaves.plain if name not in private}
+        mine.seen[key] = prints | _plain_fingerprints(component, leaves, private)
+
+
+def look_at(component: StateComponent) -> dict[str, Fingerprint]:
+    """Return the fingerprints of all of a component on this rank, as `collect` takes them for the doctor."""
+    leaves = flatten(component.stateful.state_dict(), component.key)
+    wait_for_all(_memory_of(leaves))
+    private = private_keys(component.stateful, leaves.paths)
+    tied = find_aliases(leaves.tensors, tied_names(component.stateful))
+    tensors = {key: leaf for key, leaf in leaves.tensors.items() if key not in tied and key not in private}
+    return fingerprints(tensors) | _plain_fingerprints(component, leaves, private)
+
+
+def _plain_fingerprints(component: StateComponent, leaves: Leaves, private: Collection[str]) -> dict[str, Fingerprint]:
+    rows = _plain_rows(component, leaves)
+    return {key: _fingerprint_of(rows[key]) for key in leaves.plain if key not in private}
 
 
 def _fingerprint_of(row: Any) -> Fingerprint:

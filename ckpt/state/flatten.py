@@ -106,12 +106,12 @@ def path_from_json(parts: list[Any]) -> Path:
     return tuple(tuple(part) if isinstance(part, list) else part for part in parts)
 
 
-def rows_of(leaves: Leaves, label: str, *, with_tensors: bool) -> dict[str, list[Any]]:
-    """Return joined key -> [path, value] of plain values as JSON, and [path] of tensors if asked for."""
+def rows_of(leaves: Leaves, label: str, *, paths_of: Collection[str] = ()) -> dict[str, list[Any]]:
+    """Return joined key -> [path, value] of plain values as JSON, and [path] of the tensors in `paths_of`."""
     rows = {
         key: [path_to_json(leaves.paths[key]), to_json(value, f"{label}: {key}")] for key, value in leaves.plain.items()
     }
-    return rows | {key: [path_to_json(leaves.paths[key])] for key in leaves.tensors if with_tensors}
+    return rows | {key: [path_to_json(leaves.paths[key])] for key in paths_of}
 
 
 def rows_from_json(data: bytes, where: str) -> dict[str, list[Any]]:

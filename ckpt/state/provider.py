@@ -106,7 +106,7 @@ def _pattern_of(key: str, stateful: Any, legacy_pattern: str) -> str:
 
 def _with_names(components: Sequence[StateComponent]) -> list[StateComponent]:
     """Wrap each bare optimizer with the module that holds all of its parameters."""
-    modules = [_module_of(component.stateful) for component in components]
+    modules = [module_of(component.stateful) for component in components]
     return [
         dataclasses.replace(component, stateful=OptimizerState(component.stateful, owner))
         if isinstance(component.stateful, torch.optim.Optimizer)
@@ -116,7 +116,8 @@ def _with_names(components: Sequence[StateComponent]) -> list[StateComponent]:
     ]
 
 
-def _module_of(stateful: Any) -> torch.nn.Module | None:
+def module_of(stateful: Any) -> torch.nn.Module | None:
+    """Return the module that an object is, or saves; None: neither."""
     if isinstance(stateful, ModelState):
         return stateful.module
     return stateful if isinstance(stateful, torch.nn.Module) else None

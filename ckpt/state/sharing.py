@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
@@ -47,8 +47,12 @@ OWN_COPIES = (SharingPattern.PER_RANK, SharingPattern.PER_GROUP, SharingPattern.
 """Patterns with several states of one component in the checkpoint, each under a prefix."""
 EQUAL_COPIES = (SharingPattern.REPLICATED, SharingPattern.PER_GROUP, SharingPattern.PER_NODE)
 """Patterns under which several ranks hold equal bits."""
+AUTO = "auto"
+"""In place of a pattern: `ckpt.state.auto_sharing` infers it, and a load takes the one that was saved."""
 DECIDED_BY_OBJECT = ("derive", "repartition")
 """Values of `elastic` for objects that implement `ckpt.state.abilities.Elastic`."""
+ANY_ELASTIC = ("reshard", "replica", *DECIDED_BY_OBJECT, "rebuild", "refuse")
+"""Values of `elastic` under any pattern."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +133,7 @@ class StateComponent:
     Attributes:
         key: its name in the checkpoint, in the config and on the command line; letters, digits, `_` and `-`.
         stateful: the object; its state_dict() may be nested and hold tensors and plain values.
-        sharing_pattern: a `SharingPattern` or its string.
+        sharing_pattern: a `SharingPattern`, its string, or "auto": inferred (`ckpt.state.auto_sharing`).
         process_group_name: which of the coordinator's process groups, for PER_GROUP; its *members* hold equal bits.
         required: if False, a save or a load that fails at this component leaves it out, on all ranks, with a warning.
         validate_replication: compare the equal copies at every save.
@@ -175,14 +179,24 @@ class StateComponent:
             )
 
     @property
+    def is_auto(self) -> bool:
+        """Whether the pattern is to be found: `with_sharing` gives the component one, before it is saved or loaded."""
+        return self.sharing_pattern == AUTO
+
+    @property
     def pattern(self) -> SharingPattern:
-        """`sharing_pattern` as the enum."""
+        """`sharing_pattern` as the enum. Not of an `is_auto` component."""
         return SharingPattern(self.sharing_pattern)
 
     @property
     def sharing(self) -> Sharing:
         """The pattern with its process group."""
         return Sharing(self.pattern, self.process_group_name)
+
+    def with_sharing(self, found: Sharing) -> StateComponent:
+        """Return this component under a pattern that was found; `elastic` stays where it applies to that."""
+        elastic = self.elastic if self.elastic in elastic_choices(found.pattern) else None
+        return replace(self, sharing_pattern=found.pattern, process_group_name=found.group, elastic=elastic)
 
 
 def check_component(
@@ -193,8 +207,8 @@ def check_component(
     validate_replication: bool = False,
     validation_level: str | None = None,
     elastic: str | None = None,
-) -> SharingPattern:
-    """Check a component's declaration, without its object or ranks; return its pattern.
+) -> SharingPattern | str:
+    """Check a component's declaration, without its object or ranks; return its pattern, or "auto".
 
     Raises:
         ConfigurationError: an unknown or contradictory choice.
@@ -202,10 +216,11 @@ def check_component(
     if not isinstance(key, str) or not COMPONENT_KEY.fullmatch(key):
         raise ConfigurationError(f"component key {key!r} may hold letters, digits, '_' and '-' only: it names a folder")
     try:
-        pattern = SharingPattern(sharing_pattern)
+        pattern = None if sharing_pattern == AUTO else SharingPattern(sharing_pattern)
     except ValueError:
-        known = ", ".join(p.value for p in SharingPattern)
+        known = ", ".join([*(p.value for p in SharingPattern), AUTO])
         raise ConfigurationError(f"component {key}: sharing_pattern {sharing_pattern!r} is none of {known}") from None
+    named = AUTO if pattern is None else pattern.value
     if pattern is SharingPattern.PER_GROUP and not process_group_name:
         raise ConfigurationError(
             f"component {key}: sharing_pattern=per_group needs process_group_name, the group whose members hold equal "
@@ -214,22 +229,22 @@ def check_component(
     if process_group_name and pattern is not SharingPattern.PER_GROUP:
         raise ConfigurationError(
             f"component {key}: process_group_name={process_group_name} goes with sharing_pattern=per_group, not with "
-            f"{pattern.value}; drop one of the two"
+            f"{named}; drop one of the two"
         )
     if validate_replication and pattern not in EQUAL_COPIES:
         allowed = ", ".join(p.value for p in EQUAL_COPIES)
         raise ConfigurationError(
-            f"component {key}: validate_replication compares copies that should be equal, which {pattern.value} does not "
+            f"component {key}: validate_replication compares copies that should be equal, which {named} does not "
             f"have; it goes with {allowed}"
         )
     check_level(key, validation_level)
-    choices = elastic_choices(pattern)
+    choices = ANY_ELASTIC if pattern is None else elastic_choices(pattern)
     if elastic is not None and elastic not in choices:
         raise ConfigurationError(
-            f"component {key}: elastic={elastic} does not apply to {pattern.value} components; leave it "
+            f"component {key}: elastic={elastic} does not apply to {named} components; leave it "
             f"null or set it to {' or '.join(choices)}"
         )
-    return pattern
+    return AUTO if pattern is None else pattern
 
 
 def default_elastic(pattern: SharingPattern) -> str:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from glob import escape
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, ShapeMismatchError, sentence
 from ckpt.format.dtypes import torch_dtype
@@ -55,6 +57,15 @@ class ModelState:
     def tied_names(self) -> dict[str, str]:
         tied = _tied_names(self.module)
         return {self._saved_as.get(a, a): self._saved_as.get(b, b) for a, b in tied.items()}
+
+    @property
+    def rank_private(self) -> list[str]:
+        """Names of the buffers that DDP gives to all ranks from rank 0, at each forward pass: copies of these differ until then."""
+        names = Unwrapping(self.module)
+        ddp = next((one for one in names.wrappers if isinstance(one, DistributedDataParallel)), None)
+        if ddp is None or not ddp.broadcast_buffers:
+            return []
+        return [escape(names.name(given)) for given, _ in self.module.named_buffers()]
 
     def prepare_to_load(self, saved: Mapping[str, ArrayEntry]) -> None:
         """Match names that an earlier version saved. The module's tensors exist already."""
@@ -246,6 +257,7 @@ class RNGState:
     """
 
     restored_last = True
+    sharing_pattern = "per_rank"
 
     def __init__(
         self,
@@ -314,6 +326,31 @@ class RNGState:
         random.seed(own)
         np.random.seed(own)
         torch.manual_seed(own)
+
+
+class Given:
+    """A nested state dict as the object of a component. A load takes whatever was saved.
+
+    Attributes:
+        loaded: what a load has given it.
+    """
+
+    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
+        self._state = dict(state or {})
+        self.loaded: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loaded = state_dict
+
+
+class Filled(Given):
+    """A nested state dict whose tensors a load fills in place. Its keys must match the saved ones."""
+
+    def prepare_to_load(self, saved: Mapping[str, ArrayEntry]) -> None:
+        """Do nothing: the tensors exist already."""
 
 
 def _names_of_parameters(module: torch.nn.Module) -> dict[torch.Tensor, str]:

@@ -36,12 +36,20 @@ class Unwrapping:
                     self._attributes[one] = attribute
 
     @property
+    def wrappers(self) -> list[torch.nn.Module]:
+        """The wrappers around all of the module, the outermost first."""
+        found, module = [], self._root
+        while (wrapped := self._wrapped(module)) is not None:
+            found.append(module)
+            module = wrapped[1]
+        return found
+
+    @property
     def inner(self) -> torch.nn.Module:
         """The module without the wrappers around all of it."""
-        module = self._root
-        while (wrapped := self._wrapped(module)) is not None:
-            module = wrapped[1]
-        return module
+        around = self.wrappers
+        inner = self._wrapped(around[-1]) if around else None
+        return self._root if inner is None else inner[1]
 
     @property
     def is_needed(self) -> bool:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from ckpt.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
-from ckpt.dist_checkpointing.folder.saving import Given
 from ckpt.dist_checkpointing.mapping import ShardedStateDict
 from ckpt.dist_checkpointing.megatron.layout import MegatronArray, headless
 from ckpt.dist_checkpointing.megatron.zarr import Library, MegatronZarr, is_megatron_zarr
@@ -34,6 +33,7 @@ from ckpt.ranks.topology import Topology
 from ckpt.state.flatten import path_from_json, unflatten
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import SharingPattern, StateComponent
+from ckpt.state.statefuls import Given
 
 _log = logging.getLogger("ckpt")
 

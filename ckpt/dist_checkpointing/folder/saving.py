@@ -27,6 +27,7 @@ from ckpt.saving.writing import RankWritePlan
 from ckpt.state.collect import RankState, collect
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import SharingPattern, StateComponent
+from ckpt.state.statefuls import Given
 
 
 class FolderSave:
@@ -159,16 +160,3 @@ def _all_of_nothing(tensor: ShardedTensor) -> list[tuple[Box, torch.Tensor]]:
     """The box of a tensor without elements, so that the checkpoint lists it; otherwise an empty flattened range is no box."""
     shape = tuple(tensor.global_shape)
     return [(whole(shape), torch.empty(shape, dtype=tensor.dtype))] if 0 in shape else []
-
-
-class Given:
-    """A state dict as the stateful object of a component."""
-
-    def __init__(self, state: Mapping[str, Any]) -> None:
-        self._state = dict(state)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do nothing: a load makes a new state dict."""

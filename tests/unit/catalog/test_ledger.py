@@ -259,7 +259,7 @@ def test_an_id_that_is_no_file_name_is_refused(root: Path, bad: str) -> None:
 
 @pytest.mark.parametrize("keep_last", [0, -1])
 def test_keeping_fewer_than_one_checkpoint_is_refused(root: Path, keep_last: int) -> None:
-    with pytest.raises(ConfigurationError, match=f"save.keep_last is {keep_last}"):
+    with pytest.raises(ConfigurationError, match=f"keep_last is {keep_last}; expected a whole number"):
         Ledger(root, run_id="a", keep_last=keep_last)
 
 

@@ -197,3 +197,24 @@ def test_an_index_keeps_every_piece_of_every_tensor() -> None:
     back = parse_index(index.to_bytes())
     assert back == index and list(back.pieces) == list(index.pieces)
     assert json.loads(index.to_bytes())["pieces"]["m/same"] == [[0, [6, 4], [0, 0], [3, 4], 12]]
+
+
+def test_metrics_and_metadata_come_back_and_are_absent_where_none_were_given() -> None:
+    assert '"metrics"' not in manifest().to_bytes().decode()
+    noted = manifest()
+    noted.metrics, noted.metadata = (
+        {"loss": 0.5, "bad": None},
+        {"tokens": 10**15, "names": ["ä", {"deep": [1.5, True]}]},
+    )
+    assert parse_manifest(noted.to_bytes(), "m") == noted
+
+
+@pytest.mark.parametrize(
+    "change", [{"metrics": {"loss": "low"}}, {"metrics": [1]}, {"metadata": [1]}, {"metadata": "text"}]
+)
+def test_metrics_and_metadata_of_other_types_are_damage(change: dict[str, object]) -> None:
+    tree = json.loads(manifest().to_bytes()) | change
+    del tree["manifest_digest"]
+    body = json.dumps(tree).encode()[:-1] + b",\n"
+    with pytest.raises(CorruptCheckpointError, match=next(iter(change))):
+        parse_manifest(body + b'  "manifest_digest": "' + digest_of(body).encode() + b'"\n}\n', "m")

@@ -1,0 +1,109 @@
+"""Which checkpoints of a run stay after a save: the newest, every n-th step, and the best by a metric. Pure, but for reading metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.format.stored import read_manifest
+
+
+class Listed(Protocol):
+    """A committed checkpoint, such as `ckpt.catalog.ledger.Committed`."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def path(self) -> Path: ...
+
+
+Kind = TypeVar("Kind", bound=Listed)
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """The checkpoints of a run that stay. One stays if any rule keeps it; without rules all do.
+
+    Attributes:
+        keep_last: number of the newest that stay, the one just saved included. None: 1 if there is another rule, else all.
+        keep_every: those stay whose step is a multiple of it.
+        keep_best: number of those that stay with the best value of `metric`.
+        metric: name of a metric that `save_checkpoint` is given.
+        greater_is_better: of `metric`.
+
+    Raises:
+        ConfigurationError: a number is below 1, or `keep_best` is without `metric`.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: int | None = None
+    metric: str | None = None
+    greater_is_better: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("keep_last", "keep_every", "keep_best"):
+            number = getattr(self, name)
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+                otherwise = "to keep every checkpoint" if name == "keep_last" else "to switch the rule off"
+                raise ConfigurationError(
+                    f"{name} is {number!r}; expected a whole number of at least 1, or None {otherwise}"
+                )
+        if self.keep_best is not None and self.metric is None:
+            raise ConfigurationError(f"keep_best={self.keep_best} needs metric, the name of the metric that it goes by")
+
+    @property
+    def removes(self) -> bool:
+        """Whether any checkpoint is ever removed."""
+        return (self.keep_last, self.keep_every, self.keep_best) != (None, None, None)
+
+    def surplus(self, older: Sequence[Kind], newest: Kind | None) -> list[Kind]:
+        """Return those of `older` that no rule keeps.
+
+        Args:
+            older: all others of the run, the oldest first.
+            newest: the checkpoint just committed, which stays; None: it is gone.
+        """
+        if not self.removes:
+            return []
+        kept = {one.id for one in older[max(0, len(older) + 1 - (self.keep_last or 1)) :]}
+        if self.keep_every is not None:
+            kept |= {one.id for one in older if one.id.isdecimal() and int(one.id) % self.keep_every == 0}
+        if self.keep_best is not None:
+            metrics = {one.id: metrics_of(one.path) for one in (*older, *([newest] if newest is not None else []))}
+            kept |= {id for id, found in metrics.items() if found is None}  # unreadable now, perhaps the best
+            kept |= {id for id, _ in self._ranked(metrics)[: self.keep_best]}
+        return [one for one in older if one.id not in kept]
+
+    def best(self, checkpoints: Sequence[Kind]) -> Kind | None:
+        """Return the one with the best value of the metric, the newest of equal ones; None: none has the metric.
+
+        Args:
+            checkpoints: the oldest first.
+        """
+        ranked = self._ranked({one.id: metrics_of(one.path) for one in checkpoints})
+        return next((one for one in checkpoints if ranked and one.id == ranked[0][0]), None)
+
+    def _ranked(self, metrics: Mapping[str, Mapping[str, float | None] | None]) -> list[tuple[str, float]]:
+        """Return (id, value) of those that have the metric, the best first; of equal ones the newest first."""
+        values = [(id, found.get(self.metric or "")) for id, found in reversed([*metrics.items()]) if found]
+        sign = -1 if self.greater_is_better else 1
+        return sorted([(id, value) for id, value in values if value is not None], key=lambda row: sign * row[1])
+
+
+def as_retention(keep_last: int | Retention | None) -> Retention:
+    """Return rules as such; a number is that of the newest checkpoints."""
+    return keep_last if isinstance(keep_last, Retention) else Retention(keep_last)
+
+
+def metrics_of(path: Path) -> Mapping[str, float | None] | None:
+    """Return the metrics of a checkpoint; None if its manifest cannot be read."""
+    try:
+        metrics: Mapping[str, float | None] = read_manifest(path).metrics
+        return metrics
+    except (CheckpointError, OSError, OverflowError):
+        return None

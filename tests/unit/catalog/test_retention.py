@@ -1,0 +1,98 @@
+"""Which checkpoints stay: every rule by itself, all together, and what cannot be read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ckpt.catalog.retention import Retention, as_retention
+from ckpt.errors import ConfigurationError
+from ckpt.format.manifest import MANIFEST_NAME, CheckpointManifest
+
+
+@dataclass(frozen=True)
+class One:
+    id: str
+    path: Path
+
+
+def checkpoints(root: Path, losses: dict[int, float | None]) -> list[One]:
+    """Folders that hold nothing but a manifest, by step; None: saved without the metric."""
+    found = []
+    for step, loss in losses.items():
+        one = One(f"{step:08d}", root / f"checkpoint-{step:08d}")
+        one.path.mkdir(parents=True, exist_ok=True)
+        metrics = {} if loss is None else {"loss": loss}
+        manifest = CheckpointManifest(one.id, datetime.now(UTC), 1, {}, {}, {}, {}, metrics=metrics)
+        (one.path / MANIFEST_NAME).write_bytes(manifest.to_bytes())
+        found.append(one)
+    return found
+
+
+def steps(found: list[One]) -> list[int]:
+    return [int(one.id) for one in found]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@given(
+    losses=st.dictionaries(st.integers(0, 40), st.none() | st.integers(0, 5).map(float), min_size=1, max_size=12),
+    last=st.none() | st.integers(1, 14),
+    every=st.none() | st.integers(1, 8),
+    best=st.none() | st.integers(1, 5),
+    greater=st.booleans(),
+)
+def test_a_checkpoint_stays_if_any_rule_keeps_it(
+    tmp_path_factory: pytest.TempPathFactory,
+    losses: dict[int, float | None],
+    last: int | None,
+    every: int | None,
+    best: int | None,
+    greater: bool,
+) -> None:
+    *older, newest = checkpoints(tmp_path_factory.mktemp("root"), dict(sorted(losses.items())))
+    rules = Retention(last, every, best, "loss" if best else None, greater)
+    stay = [*(one for one in older if one not in rules.surplus(older, newest)), newest]
+    if (last, every, best) == (None, None, None):
+        assert stay == [*older, newest]
+        return
+    wanted = set(steps([*older, newest])[-(last or 1) :])
+    wanted |= {step for step in losses if every and step % every == 0}
+    by_value = sorted((loss, -step) for step, loss in losses.items() if loss is not None)
+    if greater:
+        by_value = [(loss, step) for loss, step in sorted(((-a, b) for a, b in by_value))]
+    wanted |= {-step for _, step in by_value[: best or 0]}
+    assert set(steps(stay)) == wanted
+
+
+def test_a_checkpoint_that_cannot_be_read_now_may_be_the_best_and_stays(tmp_path: Path) -> None:
+    *older, newest = checkpoints(tmp_path, {1: 1.0, 2: 2.0, 3: 3.0})
+    (older[0].path / MANIFEST_NAME).write_bytes(b"{}")
+    rules = Retention(keep_best=1, metric="loss")
+    assert rules.surplus(older, newest) == []
+    assert rules.best([*older, newest]) == older[1]
+    assert rules.best([newest]) == newest
+    assert rules.best([older[0]]) is None
+
+
+def test_a_number_is_that_of_the_newest() -> None:
+    assert as_retention(3) == Retention(keep_last=3)
+    assert not as_retention(None).removes
+
+
+@pytest.mark.parametrize(
+    "bad", [{"keep_last": 0}, {"keep_every": -1}, {"keep_best": True, "metric": "a"}, {"keep_last": 1.5}]
+)
+def test_rules_that_keep_nothing_are_refused(bad: dict[str, int]) -> None:
+    with pytest.raises(ConfigurationError, match=r"keep_\w+ is .*; expected a whole number of at least 1"):
+        Retention(**bad)  # type: ignore[arg-type]
+
+
+def test_the_best_goes_by_a_metric() -> None:
+    with pytest.raises(ConfigurationError, match="keep_best=2 needs metric"):
+        Retention(keep_best=2)
+    assert not Retention(metric="loss").removes
