@@ -1,0 +1,422 @@
+"""Save and restore a training loop: `Checkpointer` finds device, ranks and sharing patterns, and makes a `CheckpointCoordinator`."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from ckpt.catalog.ledger import Ledger
+from ckpt.catalog.retention import Retention
+from ckpt.coordinator import CheckpointCoordinator
+from ckpt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ConfigurationError
+from ckpt.format.stored import read_manifest
+from ckpt.loading.report import ComponentReport, LoadReport
+from ckpt.memory.device import Device, device_of
+from ckpt.ranks.sigterm import TOLD_TO_END
+from ckpt.saving.arguments import as_checkpoint_id, as_device, as_folder, as_topology, check_count, check_flags
+from ckpt.saving.save_settings import SaveSettings
+from ckpt.state.provider import components_of, module_of
+from ckpt.state.sharing import AUTO, StateComponent
+from ckpt.state.statefuls import RNGState
+
+_LOOK_S = 1.0
+"""Seconds between two checks, over all ranks, for SIGTERM."""
+_MOST_STEPS = 50
+"""Between two checks: steps may become slower."""
+_OPTIONS = frozenset(inspect.signature(CheckpointCoordinator).parameters)
+_CALLED = {
+    "backend": "format",
+    "strategy": "load",
+    "saves": "mode",
+    "output_dir": "the first argument",
+    "state_components": "one argument for each object",
+}
+"""Arguments of the coordinator that have another name here."""
+
+_log = logging.getLogger("ckpt")
+
+
+class Restored(int):
+    """The step that was restored, as a number: 0 if there was no checkpoint.
+
+    Attributes:
+        path: of the checkpoint; None: there was none.
+        components: one report each; `print(restored.summary())` shows them.
+        metrics, metadata: as the checkpoint was saved with.
+        report: all of the above, bytes and seconds; None: there was no checkpoint.
+    """
+
+    report: LoadReport | None
+
+    def __new__(cls, step: int, report: LoadReport | None = None) -> Self:
+        self = super().__new__(cls, step)
+        self.report = report
+        return self
+
+    @property
+    def path(self) -> Path | None:
+        return Path(self.report.path) if self.report is not None else None
+
+    @property
+    def components(self) -> tuple[ComponentReport, ...]:
+        return self.report.components if self.report is not None else ()
+
+    @property
+    def metrics(self) -> Mapping[str, float | None]:
+        return self.report.metrics if self.report is not None else {}
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        return self.report.metadata if self.report is not None else {}
+
+    def summary(self) -> str:
+        """One readable line per component."""
+        return self.report.summary() if self.report is not None else "nothing was restored: there is no checkpoint yet"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStep:
+    """A committed checkpoint.
+
+    Attributes:
+        step: None: its name is no step.
+        time: of the commit, UTC.
+        bytes: of its tensors and plain values.
+    """
+
+    step: int | None
+    path: Path
+    time: datetime
+    bytes: int
+    metrics: Mapping[str, float | None]
+    metadata: Mapping[str, Any]
+
+
+class Checkpointer:
+    """Saves the objects of a training loop when it is time to, and restores them.
+
+    Every rank makes one with the same arguments, and calls its methods in the same order. Ranks are those of `torch.distributed`, if it is
+    initialized, else this process alone.
+
+        with Checkpointer("checkpoints", model=model, optimizer=optimizer, data=loader, keep_last=3) as checkpoints:
+            start = checkpoints.restore()
+            for step in range(start + 1, steps + 1):
+                train(...)
+                checkpoints.step(step)
+
+    Leaving the block saves the last step, if it was not saved. SIGTERM to any rank inside the block saves one step on all ranks, and ends
+    the program with exit code 143.
+
+    Args:
+        folder: the checkpoint root; made by the first save. A checkpoint is `<folder>/checkpoint-<step>`.
+        objects: under names that are no arguments: modules, optimizers, and whatever has `state_dict` and `load_state_dict`. One that
+            is None is skipped. `overwrite`, `verify` and other options of `CheckpointCoordinator` are passed on to it.
+        every: `step` saves each step that is a multiple of it.
+        keep_last, keep_every, keep_best, metric, greater_is_better: which checkpoints stay: see `ckpt.catalog.retention.Retention`.
+        format: "zarr", "tensorstore", "kimi-engine", or a backend.
+        load: "direct", "two-stage", or a loading strategy.
+        mode: "sync", or "async" for saves that go on beside training; or `ckpt.saving.save_settings.SaveSettings`.
+        sharing_patterns: name -> sharing pattern, where it cannot be inferred (`ckpt.state.auto_sharing`), or should not be.
+        process_groups: name -> torch process group, for objects that are equal within one of them and differ elsewhere.
+        device: whose random generators and memory are used; None: that of the modules' parameters.
+        save_rng: save the random generators of each rank, under the name "rng". On other ranks than those that saved, a load seeds
+            them from `torch.initial_seed()`, as it was when the Checkpointer was made, and the step.
+        save_at_end: save the last step when the block is left without an error.
+        on_sigterm: save at SIGTERM, within `SaveSettings.grace_s`. Only in the main thread, and if the program has no handler of its own.
+
+    Attributes:
+        coordinator: does the work; for what is not offered here.
+
+    Raises:
+        ConfigurationError: an object has no state, or an argument is of a wrong type or value.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        /,
+        *,
+        every: int = 100,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_best: int | None = None,
+        metric: str | None = None,
+        greater_is_better: bool = False,
+        format: Any = "zarr",
+        load: Any = "direct",
+        mode: str | SaveSettings = "sync",
+        sharing_patterns: Mapping[str, str] | None = None,
+        process_groups: Mapping[str, Any] | None = None,
+        device: Device | str | None = None,
+        save_rng: bool = True,
+        save_at_end: bool = True,
+        on_sigterm: bool = True,
+        **objects: Any,
+    ) -> None:
+        check_count("every", every, ", the number of steps from one save to the next")
+        check_flags(
+            greater_is_better=greater_is_better, save_rng=save_rng, save_at_end=save_at_end, on_sigterm=on_sigterm
+        )
+        for name in _CALLED.keys() & objects.keys():
+            raise ConfigurationError(f"{name} of CheckpointCoordinator is {_CALLED[name]} of Checkpointer")
+        options = {name: objects.pop(name) for name in [*objects] if name in _OPTIONS}
+        self._folder = as_folder("folder", folder)
+        self._ledger = Ledger(self._folder, run_id="reader")
+        self._retention = Retention(keep_last, keep_every, keep_best, metric, greater_is_better)
+        self._every = every
+        self._save_at_end = save_at_end
+        self._on_sigterm = on_sigterm
+        self._overwrite = bool(options.get("overwrite") or options.get("shared_root"))
+        self._topology = as_topology(options.pop("topology", None))
+        self._step = 0
+        self._saved_step: int | None = None
+        self._unsaved: dict[str, Any] | None = None  # the arguments of the last `step`, if it was not saved
+        self._is_known = False  # the checkpoints in the folder are this run's own
+        self._has_sigterm_come: Callable[[], bool] = lambda: False
+        self._next_look, self._last_look = 0, (0, time.monotonic())
+        self._open = ExitStack()
+        given = {name: one for name, one in objects.items() if one is not None}
+        device = _device_of(given) if device is None else as_device(device)
+        if save_rng:
+            given.setdefault("rng", _RandomState(device, seed=torch.initial_seed(), step=lambda: self._step))
+        self.coordinator = CheckpointCoordinator(
+            _components(given, sharing_patterns or {}),
+            process_groups,
+            self._topology,
+            self._folder,
+            backend=format,
+            strategy=load,
+            device=device,
+            keep_last=self._retention,
+            saves=SaveSettings(mode=mode) if isinstance(mode, str) else mode,
+            **options,
+        )
+
+    def restore(self, which: str | int | Path = "latest", *, strict: bool = True) -> Restored:
+        """Restore all objects in place, and return the step. Collective.
+
+        Args:
+            which: "latest": the newest sound checkpoint, or none if there is none; "best": that with the best `metric`; a step; or the path
+                of a checkpoint. To train on from one that is not the newest, give the Checkpointer `overwrite=True`: newer ones are set
+                aside. Otherwise later saves are refused.
+            strict: see `CheckpointCoordinator.load_checkpoint`.
+
+        Raises:
+            CheckpointNotFoundError: the best one, the step or the path is not there.
+            CheckpointError: anything else, the same on every rank.
+        """
+        path = self._path_of(which)
+        if path is None and self._is_empty():
+            self._is_known = True
+            return Restored(0)
+        self.coordinator.load_checkpoint(path, strict=strict)
+        report = self.coordinator.last_load
+        assert report is not None
+        if not report.checkpoint_id.isdecimal():
+            raise ConfigurationError(
+                f"{report.path} was restored, but its id is no step; load it with Checkpointer.coordinator"
+            )
+        self._is_known = self._is_known or Path(report.path).parent.resolve() == self._folder.resolve()
+        self._step = self._saved_step = int(report.checkpoint_id)
+        self._unsaved = None
+        self._next_look, self._last_look = 0, (self._step, time.monotonic())
+        return Restored(self._step, report)
+
+    def step(
+        self, step: int, *, metrics: Mapping[str, float] | None = None, metadata: Mapping[str, Any] | None = None
+    ) -> bool:
+        """Call it after each training step. Saves if the step is due, or if a rank was told to end. Collective.
+
+        Args: as of `save`; for a step that is not saved they have no effect.
+
+        Returns:
+            whether a save was made, or begun.
+
+        Raises:
+            SystemExit: SIGTERM has come; the step is saved.
+            CheckpointError: see `save`.
+        """
+        notes = {"metrics": metrics, "metadata": metadata}
+        self._unsaved = None if step == self._saved_step else {"step": step, **notes}
+        is_told = self._is_told_to_end(step)
+        if is_told:
+            self._end()
+            raise SystemExit(TOLD_TO_END)
+        if step % self._every or self._unsaved is None:
+            return False
+        return self.save(step, **notes) is not None
+
+    def save(
+        self, step: int, *, metrics: Mapping[str, float] | None = None, metadata: Mapping[str, Any] | None = None
+    ) -> Path | None:
+        """Save this step now. Collective.
+
+        Args:
+            metrics: name -> value, such as of the loss, for `keep_best` and `restore("best")`.
+            metadata: plain values to keep with the checkpoint; `restore` gives them back.
+
+        Returns:
+            the path; None: nothing is saved, because another save is unfinished and `SaveSettings.when_busy` is "skip".
+
+        Raises:
+            CheckpointExistsError: the folder holds checkpoints of another run, which `restore` has not been called for.
+            CheckpointError: see `CheckpointCoordinator.save_checkpoint`.
+        """
+        checkpoint_id = as_checkpoint_id(step)
+        self._require_own_folder()
+        self._step = step
+        path = self.coordinator.save_checkpoint(checkpoint_id=checkpoint_id, metrics=metrics, metadata=metadata)
+        if path is None:
+            return None
+        self._saved_step, self._unsaved = step, None
+        return Path(path)
+
+    def list(self) -> list[SavedStep]:
+        """Return the committed checkpoints in the folder, the oldest first, without damaged ones. Not collective."""
+        found = []
+        for one in self._ledger.committed():
+            try:
+                manifest = read_manifest(one.path)
+            except CheckpointError as error:
+                _log.warning("%s is not listed: %s", one.path, error)
+                continue
+            size = sum(component.size_bytes for component in manifest.components.values())
+            step = int(one.id) if one.id.isdecimal() else None
+            found.append(SavedStep(step, one.path, manifest.timestamp, size, manifest.metrics, manifest.metadata))
+        return found
+
+    def find_latest(self) -> Path | None:
+        """Return the newest committed checkpoint in the folder. Not collective."""
+        newest = self._ledger.newest()
+        return newest.path if newest is not None else None
+
+    def wait(self) -> None:
+        """Wait for saves in the background. Collective."""
+        self.coordinator.wait()
+
+    def close(self) -> None:
+        """Wait for saves in the background, and release threads, processes and memory. Collective."""
+        with self._open:  # left without an error: a signal that has come does not end the process
+            self.coordinator.close()
+
+    def __enter__(self) -> Self:
+        if self._on_sigterm:
+            self._has_sigterm_come = self._open.enter_context(self.coordinator.sigterm_noted())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            try:
+                self.coordinator.__exit__(kind, error, trace)
+            finally:
+                self._open.__exit__(kind, error, trace)  # a signal that has come ends the process, as without the block
+            return
+        if not self._save_at_end:
+            self._unsaved = None
+        self._end()
+        if self._has_sigterm_come():
+            raise SystemExit(TOLD_TO_END)
+
+    def _end(self) -> None:
+        """Save the step that `step` was called for last, unless it is saved, and close; both also if an earlier save has failed."""
+        with ExitStack() as closing:
+            closing.callback(self.close)
+            try:
+                self.coordinator.wait()  # else `when_busy="skip"` could leave the last one out
+            finally:
+                if self._unsaved is not None:
+                    self.save(**self._unsaved)
+
+    def _path_of(self, which: str | int | Path) -> Path | None:
+        if which == "latest":
+            return None
+        if which == "best":
+            return self._best()
+        if isinstance(which, int):
+            return self._folder / f"checkpoint-{as_checkpoint_id(which)}"
+        return Path(which)
+
+    def _is_empty(self) -> bool:
+        """Whether the folder holds no checkpoint, as the lead sees it. Collective."""
+        with self._topology.operation(f"look into {self._folder}"), self._topology.phase("look") as phase:
+            phase.payload = self._topology.is_lead and self.find_latest() is None
+        return bool(phase.payloads[0])
+
+    def _best(self) -> Path:
+        """The checkpoint with the best metric, as the lead sees it. Collective."""
+        if self._retention.metric is None:
+            raise ConfigurationError('restore("best") goes by a metric: give its name as metric')
+        with self._topology.operation("search for the best checkpoint"), self._topology.phase("best") as phase:
+            if self._topology.is_lead:
+                best = self._retention.best(self._ledger.committed())
+                if best is None:
+                    raise CheckpointNotFoundError(
+                        f"no checkpoint in {self._folder} was saved with the metric {self._retention.metric!r}"
+                    )
+                phase.payload = str(best.path)
+        return Path(phase.payloads[0])
+
+    def _require_own_folder(self) -> None:
+        """Before the first save without `restore`: require that the folder holds no other run's checkpoints. Collective."""
+        if self._is_known or self._overwrite:
+            return
+        with self._topology.operation(f"look into {self._folder}"), self._topology.phase("own folder"):
+            newest = self.find_latest() if self._topology.is_lead else None
+            if newest is not None:
+                raise CheckpointExistsError(
+                    f"{self._folder} holds the checkpoints of an earlier run, up to {newest.name}: call restore() first to go on "
+                    "from them, choose another folder, or replace them with overwrite=True"
+                )
+        self._is_known = True
+
+    def _is_told_to_end(self, step: int) -> bool:
+        """Whether SIGTERM has come to any rank. The ranks agree on it about every `_LOOK_S`, at the same step."""
+        if self._topology.world_size == 1 or not self._on_sigterm:
+            return self._has_sigterm_come()
+        if step < self._next_look:
+            return False
+        then, at = self._last_look
+        now = time.monotonic()
+        steps_s = (step - then) / max(now - at, 1e-6)
+        with self._topology.phase("told to end") as phase:
+            phase.payload = [self._has_sigterm_come(), min(_MOST_STEPS, max(1, round(_LOOK_S * steps_s)))]
+        self._next_look, self._last_look = step + phase.payloads[0][1], (step, now)
+        if self.coordinator.num_pending:
+            self.coordinator.maybe_finalize()
+        return any(told for told, _ in phase.payloads)
+
+
+class _RandomState(RNGState):
+    """Random generators of a program that seeds its own."""
+
+    def load_changed(self, saved: Any) -> None:
+        """On other ranks: continue from the program's own seed of this rank, and the step."""
+        self.seed(self._seed or 0, saved[0].get("step", 0))
+
+
+def _device_of(objects: Mapping[str, Any]) -> Device:
+    modules = [module for one in objects.values() if (module := module_of(one)) is not None]
+    return device_of(parameter for module in modules for parameter in module.parameters())
+
+
+def _components(objects: Mapping[str, Any], patterns: Mapping[str, str]) -> list[StateComponent]:
+    for name in patterns:
+        if name not in objects:
+            raise ConfigurationError(f"sharing_patterns: there is no object {name!r}; given were {', '.join(objects)}")
+    return [
+        replace(
+            one,
+            sharing_pattern=patterns.get(one.key, one.sharing_pattern),
+            elastic="derive" if isinstance(one.stateful, _RandomState) else None,
+        )
+        for one in components_of(objects, legacy_pattern=AUTO)
+    ]

@@ -1,0 +1,101 @@
+"""Save into a folder that does not exist yet: ranks write beside its place, and a rename puts it there. For `ckpt.save` and DCP."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ckpt.backends.base import Backend
+from ckpt.catalog.ledger import Ledger
+from ckpt.errors import ConfigurationError
+from ckpt.memory.device import device_of
+from ckpt.ranks.topology import Topology
+from ckpt.saving.checkpoint_root import SaveReport
+from ckpt.saving.manifest_writer import ManifestWriter
+from ckpt.saving.planner import Planner
+from ckpt.saving.prepared_save import Destination, PreparedSave, require_reachable
+from ckpt.saving.writing import RankWritePlan, WriteResult
+from ckpt.state.collect import RankState
+
+
+def save_into_new_folder(
+    path: Path, topology: Topology, backend: Backend, collected: Callable[[], RankState]
+) -> SaveReport:
+    """Save this rank's state, and that of the others, as a checkpoint at `path`. Collective.
+
+    Args:
+        collected: returns the state; may communicate.
+
+    Raises:
+        CheckpointExistsError: something is at `path` already, other than an empty folder.
+        CheckpointError: anything else, the same on every rank; there is nothing at `path` then.
+    """
+    started = time.perf_counter()
+    place = NewFolder(path)
+    with place.discarding(), topology.operation(place.what):
+        place.claim(topology)
+        mine = collected()
+        with topology.phase("collect") as phase:
+            phase.payload = mine.summary()
+        device = device_of(tensor for held in mine.held.values() for _, tensor in held)
+        save = Planner(topology, backend, device).prepare(place, mine, phase.payloads)
+        save.run(topology, save.live_tensors(), RankWritePlan.write, started=started)
+    assert place.report is not None, "it is published"
+    return place.report
+
+
+class NewFolder(Destination):
+    """The folder of one save, which gets its name when it is complete. See `Destination`.
+
+    A save that was killed leaves a hidden folder beside `path`; the next save there removes it, as in a checkpoint root.
+
+    Attributes:
+        report: set by `publish`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.what = f"save into {path}"
+        self.report: SaveReport | None = None
+        self._path = path
+        self._ledger = Ledger(path.parent, run_id=str(path))
+
+    def claim(self, topology: Topology) -> None:
+        """Refuse a path where something is, before anything is collected. Collective."""
+        with topology.phase("claim") as phase:
+            phase.payload = str(self._path)
+            if topology.is_lead:
+                self._ledger.require_free(self._path)
+        for rank, path in enumerate(phase.payloads):
+            if path != phase.payloads[0]:
+                raise ConfigurationError(
+                    f"path is {path} on rank {rank} and {phase.payloads[0]} on rank 0; all ranks save one checkpoint together. For one of "
+                    "each rank, give topology=Topology.alone()"
+                )
+
+    def open(self, topology: Topology) -> None:
+        with topology.phase("open") as phase:
+            if topology.is_lead:
+                phase.payload = self._ledger.open(self._path.name).name
+        self.folder = self._path.parent / phase.payloads[0]
+        with topology.phase("reach"):
+            require_reachable(self.folder, topology)
+
+    def publish(self, save: PreparedSave[Any], results: Sequence[WriteResult], topology: Topology) -> None:
+        started = time.perf_counter()
+        with topology.phase("commit") as phase:
+            if topology.is_lead:
+                added = ManifestWriter(save, results, topology).write(self._path.name)
+                phase.payload = added + sum(result.total_bytes for result in results)
+        num_bytes = phase.payloads[0]
+        with topology.phase("publish") as phase:
+            if topology.is_lead:
+                topology.require_awaited()
+                self._ledger.publish_at(self.folder, self._path)
+                phase.stands = f"{self._path} is committed"
+        seconds = max(result.write_s for result in results) + time.perf_counter() - started
+        self.report = SaveReport(str(self._path), self._path.name, num_bytes, seconds, seconds, num_bytes)
+
+    def discard(self, error: BaseException | None = None) -> None:
+        self._ledger.discard_all()

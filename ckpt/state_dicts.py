@@ -1,0 +1,167 @@
+"""Save a state dict of tensors and plain values under a path, and load it: `ckpt.save` and `ckpt.load`, on one rank or on many."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt.backends.base import Backend
+from ckpt.errors import ConfigurationError
+from ckpt.format.stored import read_manifest
+from ckpt.loading.compatibility import goes_on
+from ckpt.loading.loader import Loader
+from ckpt.loading.strategy import LoadingStrategy
+from ckpt.memory.device import device_of
+from ckpt.ranks.topology import Topology
+from ckpt.saving.arguments import as_folder, as_run, as_strategy, check_flags
+from ckpt.saving.checkpoint_root import SaveReport
+from ckpt.saving.new_folder import save_into_new_folder
+from ckpt.state.address import local_tensor
+from ckpt.state.auto_sharing import AutoSharing
+from ckpt.state.collect import RankState, collect
+from ckpt.state.flatten import flatten
+from ckpt.state.sharing import AUTO, OWN_COPIES, Sharing, SharingPattern, StateComponent
+from ckpt.state.statefuls import Filled, Given
+
+COMPONENT = "state"
+"""The component of a checkpoint that `save` writes."""
+
+_log = logging.getLogger("ckpt")
+
+
+def save(
+    state: Mapping[str, Any],
+    path: str | Path,
+    *,
+    format: Backend | str = "zarr",
+    process_groups: Mapping[str, Any] | None = None,
+    topology: Topology | None = None,
+) -> SaveReport:
+    """Save a nested state dict of tensors and plain values as a checkpoint at `path`. Collective.
+
+    On many ranks, equal tensors are saved once, and the writing is shared; the parts of a DTensor become one tensor; different keys are
+    all saved. Nothing is pickled. The folder appears by a rename, complete; a save that fails leaves nothing at `path`.
+
+    Args:
+        state: of this rank. Other ranks may hold other keys.
+        path: of a folder that does not exist, or is empty. An existing checkpoint is refused.
+        format: "zarr", "tensorstore", "kimi-engine", or a backend.
+        process_groups: name -> torch process group whose members are equal, where ranks hold different bits under one key.
+        topology: None: the ranks of torch's default process group, or this process alone.
+
+    Returns:
+        the report: `print` shows bytes, seconds and GB/s.
+
+    Raises:
+        CheckpointExistsError: something is at `path` already.
+        ReplicationError: ranks hold different bits under one key, and no group tells how they belong together.
+        ConfigurationError: a value is neither a tensor nor plain.
+
+    Example:
+        >>> _ = save({"weight": torch.arange(6.0), "step": 7}, getfixture("tmp_path") / "checkpoint")
+        >>> load(getfixture("tmp_path") / "checkpoint")
+        {'weight': tensor([0., 1., 2., 3., 4., 5.]), 'step': 7}
+    """
+    folder = as_folder("path", path)
+    run = as_run((), process_groups, topology, format, device_of(()))
+
+    def collected() -> RankState:
+        with run.topology.phase("state"):
+            component = StateComponent(COMPONENT, Given(_mapping("state", state)), AUTO)
+        components = AutoSharing([component], run.topology).settle()
+        with run.topology.phase("leaves"):
+            return collect(components, run.topology)
+
+    return save_into_new_folder(folder, run.topology, run.backend, collected)
+
+
+def load(
+    path: str | Path,
+    into: MutableMapping[str, Any] | None = None,
+    *,
+    load: LoadingStrategy | str = "direct",
+    strict: bool = True,
+    process_groups: Mapping[str, Any] | None = None,
+    topology: Topology | None = None,
+) -> dict[str, Any]:
+    """Load a checkpoint: that of `save`, or any other. Every byte is checked. Collective.
+
+    Args:
+        path: the folder of a checkpoint.
+        into: a state dict whose tensors are filled in place, DTensors of any layout among them, and whose plain values are set. None: whole
+            tensors are made, on the host.
+        load: "direct", "two-stage", or a loading strategy.
+        strict: keys on one side alone, and shapes that differ, are an error; otherwise they are left out.
+        process_groups, topology: as of `save`.
+
+    Returns:
+        the state dict. That of a checkpoint with components, as `Checkpointer` saves, has one entry for each of them; without `into`,
+        components of which other ranks have copies of their own are left out, with a warning.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint.
+        MissingStateError, ShapeMismatchError: `into` does not fit.
+        CorruptCheckpointError: bytes are missing or changed.
+    """
+    check_flags(strict=strict)
+    folder = as_folder("path", path)
+    run = as_run((), process_groups, topology, "zarr", device_of(()))
+    with run.topology.operation(f"load of {folder}"), run.topology.phase("list") as phase:
+        given = None if into is None else _mapping("into", into)
+        device = device_of([] if given is None else _tensors(given))
+        if run.topology.is_lead:
+            saved = read_manifest(folder).components
+            phase.payload = {key: [one.sharing_pattern, one.group_name] for key, one in saved.items()}
+    sharing = {key: Sharing(SharingPattern(name), group) for key, (name, group) in phase.payloads[0].items()}
+    is_one = list(sharing) == [COMPONENT]
+    objects: dict[str, Given] = {key: Given() for key in sharing}
+    components = [_for_new_tensors(StateComponent(key, one, AUTO), sharing[key]) for key, one in objects.items()]
+    if given is not None:
+        parts = {COMPONENT: given} if is_one else given
+        objects = {key: Filled(_mapping(f"into[{key!r}]", one)) for key, one in parts.items()}
+        components = [StateComponent(key, one, AUTO) for key, one in objects.items()]
+    strategy = as_strategy(load)
+    report = Loader(components, run.topology, strategy, device, verify=True, allow_pickle=False).load(
+        folder, strict=strict
+    )
+    _log.info("%s: %.4g GB in %.3g s\n%s", folder, report.bytes_needed / 1e9, report.load_s, report.summary())
+    loaded = {one.key: objects[one.key].loaded for one in report.components if goes_on(one)}
+    if into is not None:
+        _set_plain(into, loaded[COMPONENT] if is_one else loaded)
+    return loaded[COMPONENT] if is_one else loaded
+
+
+def _for_new_tensors(component: StateComponent, saved: Sharing) -> StateComponent:
+    """The component under the pattern in which every rank is given whole tensors; a copy of this rank's own is left out if it has none."""
+    if saved.pattern in OWN_COPIES:
+        return replace(component.with_sharing(saved), required=False)
+    return component.with_sharing(Sharing(SharingPattern.REPLICATED))
+
+
+def _set_plain(into: MutableMapping[str, Any], loaded: Mapping[str, Any]) -> None:
+    """Set what is not filled in place: values that are no tensors."""
+    for key, value in loaded.items():
+        own = into.get(key)
+        if isinstance(value, Mapping) and isinstance(own, MutableMapping):
+            _set_plain(own, value)
+        elif not isinstance(own, torch.Tensor):
+            into[key] = value
+
+
+@torch.no_grad()
+def _tensors(state: Mapping[str, Any]) -> list[torch.Tensor]:
+    """This rank's memory of all tensors."""
+    return [local_tensor(leaf) for leaf in flatten(state, COMPONENT).tensors.values()]
+
+
+def _mapping(name: str, given: Any) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise ConfigurationError(
+            f"{name} is a {type(given).__name__}; expected a state dict: names, and tensors or plain values"
+        )
+    return dict(given)

@@ -1,0 +1,69 @@
+"""Every program of `examples/` is killed at a random moment, and started again: it goes on to the same bits."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import processes
+from tests.pace import patience
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+_LOSS = re.compile(r"step (\d+): loss (\S+)")
+
+
+def losses_of(command: list[str], run: Path, *, kill_at: int | None = None) -> dict[int, str]:
+    """Run a program; step -> loss as it printed them. It is killed, with all its processes, when it prints the step `kill_at`."""
+    found = {}
+    environment = {**os.environ, **processes.mark(run), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, *command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as program:
+        assert program.stdout is not None
+        printed = []
+        for line in program.stdout:
+            printed.append(line)
+            if match := _LOSS.search(line):
+                found[int(match[1])] = match[2]
+            if kill_at is not None and kill_at in found:
+                for process in processes.marked(run):
+                    process.kill()
+                break
+        code = program.wait(patience(60.0))
+    assert (code == 0) == (kill_at is None), "".join(printed)
+    assert not processes.left_after(patience(10.0), lambda: processes.marked(run))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("example", "ranks"),
+    [
+        ("plain_loop.py", 0),
+        pytest.param("plain_loop.py", 2, marks=pytest.mark.full),
+        pytest.param("fsdp2.py", 2, marks=pytest.mark.full),
+    ],
+)
+def test_an_example_goes_on_to_the_bit_after_a_kill(tmp_path: Path, example: str, ranks: int) -> None:
+    command = [*TORCHRUN, str(ranks), str(EXAMPLES / example)] if ranks else [str(EXAMPLES / example)]
+    command += ["--steps", "70", "--folder"]
+    straight = losses_of([*command, str(tmp_path / "straight")], tmp_path)
+    killed_at = random.randrange(21, 69)
+    before = losses_of([*command, str(tmp_path / "killed")], tmp_path, kill_at=killed_at)
+    after = losses_of([*command, str(tmp_path / "killed")], tmp_path)
+    assert max(before) >= killed_at
+    assert 1 < min(after) <= max(before) + 1, "it went on, and did not begin anew"
+    assert after == {step: straight[step] for step in range(min(after), 71)}
+
+
+@pytest.mark.full
+def test_fsdp2_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    command = [str(EXAMPLES / "fsdp2.py"), "--folder", str(tmp_path / "saved"), "--steps"]
+    losses_of([*TORCHRUN, "2", *command, "50"], tmp_path)
+    assert sorted(losses_of([*TORCHRUN, "3", *command, "60"], tmp_path)) == list(range(51, 61))
