@@ -43,6 +43,7 @@ OURS = {
 
 PEERS: dict[str, Callable[[Workload], Contender]] = {
     "dcp": Dcp,
+    "dcp-zarr": partial(Dcp, format="zarr"),
     "safetensors": partial(Safetensors, choose=least_loaded),
     "safetensors-one-file": partial(Safetensors, choose=first),
 }

@@ -12,22 +12,35 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from ckpt.format.box import Box, overlap
+from ckpt.integrations.dcp import CkptReader, CkptWriter
 from recipes.benchmark.measuring import sync_entries, sync_file
 from recipes.benchmark.places import Choice, Source
 from recipes.benchmark.workloads import Contender, Workload
 
 
 class Dcp(Contender):
-    """torch.distributed.checkpoint with its defaults: copies deduplicated, one file per rank, fsync of each; no digests."""
+    """torch.distributed.checkpoint with its defaults: copies deduplicated, one file per rank, fsync of each; no digests.
 
-    def __init__(self, workload: Workload) -> None:
+    Args:
+        format: of our storage, for the same calls with our writer and reader; None: its own.
+    """
+
+    def __init__(self, workload: Workload, *, format: str | None = None) -> None:
         self._saved = workload.saved
         self._loaded = workload.loaded
+        self._writer = CkptWriter(format=format, topology=workload.saved.topology) if format else None
+        self._reader = CkptReader(topology=workload.loaded.topology) if format and workload.loaded else None
 
     def save(self, folder: Path) -> None:
         with _one_rank_is_meant():
-            dcp.save(dict(self._saved.tree), checkpoint_id=folder / "dcp", no_dist=not dist.is_initialized())
-        sync_entries(folder, self._saved.topology)
+            dcp.save(
+                dict(self._saved.tree),
+                checkpoint_id=folder / "dcp",
+                storage_writer=self._writer,
+                no_dist=not dist.is_initialized(),
+            )
+        if self._writer is None:  # ours is durable when it returns
+            sync_entries(folder, self._saved.topology)
 
     def load(self, folder: Path) -> None:
         assert self._loaded is not None
@@ -35,6 +48,7 @@ class Dcp(Contender):
             dcp.load(
                 dict(self._loaded.tree),
                 checkpoint_id=folder / "dcp",
+                storage_reader=self._reader,
                 process_group=self._loaded.group,
                 no_dist=not dist.is_initialized(),
             )

@@ -1,0 +1,337 @@
+"""Storage for `torch.distributed.checkpoint`: existing programs get this package's format, digests and speed by one argument.
+
+    dcp.save(state, storage_writer=CkptWriter("checkpoints/1"))
+    dcp.load(state, storage_reader=CkptReader("checkpoints/1"))
+
+DCP plans a save by gathering all ranks' items on one, as pickles. The writer keeps each rank's items back, and plans by itself: which rank
+writes what is decided as in every save of this package. What it writes, `ckpt.load` reads; the reader also reads what `Checkpointer` and
+`ckpt.save` have written.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from ckpt.backends.base import Backend
+from ckpt.errors import ConfigurationError, WorldSizeError
+from ckpt.format.box import Box
+from ckpt.format.dtypes import torch_dtype, zarr_name
+from ckpt.format.manifest import ArrayEntry
+from ckpt.format.stored import read_manifest
+from ckpt.loading.direct import DirectLoad
+from ckpt.loading.sources import CommittedSource
+from ckpt.loading.state_matching import SavedCopy
+from ckpt.loading.strategy import LoadingStrategy, ReadRequest, StoredCheckpoint
+from ckpt.memory.device import device_of, wait_for_all
+from ckpt.planning.tables import Address, Table, TablePart
+from ckpt.ranks.topology import Topology
+from ckpt.saving.arguments import as_backend, as_folder, as_strategy, as_topology
+from ckpt.saving.new_folder import save_into_new_folder
+from ckpt.state.collect import RankState
+from ckpt.state.flatten import path_to_json, to_json
+from ckpt.state.sharing import SharingPattern, StateComponent
+from ckpt.state.statefuls import Given
+from ckpt.state_dicts import COMPONENT
+
+_CACHES = (
+    "_cached_save_plan",
+    "_cached_final_save_plan",
+    "_cached_all_plans",
+    "_cached_global_plan",
+    "_cached_metadata",
+)
+"""Attributes of DCP's planners that outlive a save."""
+
+
+class CkptWriter(StorageWriter):
+    """Saves the state dict of `dcp.save` or `dcp.async_save` as a checkpoint at a path. All ranks make one.
+
+    Values that are no tensors are saved as plain values, not as pickles, and must be equal on all ranks that have them.
+
+    Args:
+        path: of a folder that does not exist, or is empty; None: the `checkpoint_id` of `dcp.save`. An existing checkpoint is refused.
+        format: "zarr", "tensorstore", "kimi-engine", or a backend.
+        topology: None: the ranks of torch's default process group, or this process alone. `dcp.save(process_group=...)` needs the
+            topology of that group.
+
+    Raises:
+        ConfigurationError: an argument is of a wrong type or value, or a value of the state dict is neither a tensor nor plain.
+    """
+
+    def __init__(
+        self, path: str | Path | None = None, *, format: Backend | str = "zarr", topology: Topology | None = None
+    ) -> None:
+        self._folder = as_folder("path", path) if path is not None else None
+        self._backend = as_backend(format)
+        self._ranks = _Ranks(as_topology(topology))
+        self._items: list[WriteItem] | None = []
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Take the path of the next save. Called by DCP."""
+        if checkpoint_id is not None:
+            self._folder = as_folder("checkpoint_id", checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:
+        """Require a path. Called by DCP."""
+        if self._folder is None:
+            raise ConfigurationError('give CkptWriter(path), or checkpoint_id="<path>" to dcp.save')
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Keep the items of this rank, and give DCP none to gather."""
+        self._items = plan.items if plan.usable else None  # None: a planner that caches says "as before"
+        return replace(plan, items=[], planner_data={})
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Save. Collective: DCP calls it on every rank, in one thread."""
+        assert self._folder is not None, "checked by `set_up_storage_writer`"
+        topology = self._ranks.topology()
+
+        def collected() -> RankState:
+            with topology.phase("state"):
+                items = self._items
+                if items is None:
+                    items = create_default_local_save_plan(planner.state_dict, topology.is_lead).items  # type: ignore[attr-defined]
+                return _rank_state(items, getattr(planner, "mappings", {}), planner)
+
+        save_into_new_folder(self._folder, topology, self._backend, collected)
+        self._items = []
+        if getattr(planner, "_enable_plan_caching", False):  # it has cached what was left of the plan
+            for cache in _CACHES:
+                getattr(SavePlanner, cache).pop(planner._cached_plans_key, None)  # type: ignore[attr-defined]
+        return _done([])
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Do nothing: `write_data` has written the manifest."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return "://" not in os.fspath(checkpoint_id)
+
+
+class CkptReader(StorageReader):
+    """Reads a checkpoint of this package into the state dict of `dcp.load`, and checks what it reads. All ranks make one.
+
+    Keys of a checkpoint with components begin with the component: "model.layer.weight". Of components that each rank has a copy of, a rank
+    sees its own.
+
+    Args:
+        path: the folder of a checkpoint; None: the `checkpoint_id` of `dcp.load`.
+        load: "direct", "two-stage", or a loading strategy.
+        topology: as of `CkptWriter`.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint.
+        CorruptCheckpointError: bytes are missing or changed.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        *,
+        load: LoadingStrategy | str = "direct",
+        topology: Topology | None = None,
+    ) -> None:
+        self._folder = as_folder("path", path) if path is not None else None
+        self._strategy = as_strategy(load)
+        self._ranks = _Ranks(as_topology(topology))
+        self._items: list[ReadItem] = []
+        self._tensors: dict[str, _StoredTensor] = {}
+        self._plain: dict[str, Any] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Take the path of the next load. Called by DCP."""
+        if checkpoint_id is not None:
+            self._folder = as_folder("checkpoint_id", checkpoint_id)
+
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
+        """Return what the checkpoint holds, in DCP's terms: each tensor as one chunk, wherever its bytes lie. Called by DCP."""
+        if self._folder is None:
+            raise ConfigurationError('give CkptReader(path), or checkpoint_id="<path>" to dcp.load')
+        topology = self._ranks.topology()
+        manifest = read_manifest(self._folder)
+        self._checkpoint = StoredCheckpoint(self._folder, manifest)
+        source = CommittedSource(self._checkpoint, "", topology, DirectLoad(), device_of(()), verify=True)
+        self._tensors, self._plain = {}, {}
+        paths: dict[str, tuple[Any, ...]] = {}
+        for key, saved in manifest.components.items():
+            component = StateComponent(key, Given(), saved.sharing_pattern, saved.group_name)
+            try:
+                start = f"{key}/{source.own_prefix(component)}"
+            except WorldSizeError:  # copies of other ranks
+                continue
+            prefix = start.removeprefix(f"{key}/")
+            copy = SavedCopy.of(start, source.entries(component, prefix), source.rows(component, prefix))
+            before = () if key == COMPONENT else (key,)
+            for name, entry in copy.entries.items():
+                self._tensors[".".join((*before, name))] = _StoredTensor(copy.name_of(name), entry)
+            for name, value in copy.plain.items():
+                self._plain[".".join((*before, name))] = value
+            for name, path in {name: (name,) for name in copy.entries}.items() | copy.paths.items():
+                paths[".".join((*before, name))] = (*before, *map(_path_part, path))
+        found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+            name: one.metadata() for name, one in self._tensors.items()
+        }
+        return Metadata(found | dict.fromkeys(self._plain, BytesStorageMetadata()), planner_data=paths)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:
+        """Do nothing: `read_metadata` has opened the checkpoint."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Keep the items of this rank, and give DCP none to gather."""
+        self._items = plan.items
+        return replace(plan, items=[])
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the tensors. Collective: DCP calls it on every rank, in one thread."""
+        topology = self._ranks.topology()
+        with topology.operation(f"load of {self._folder}"):
+            targets = []
+            for item in self._items:
+                name = item.storage_index.fqn
+                if item.type is LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, _as_torch_saves(self._plain[name]))
+                else:
+                    box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+                    targets.append((item, self._tensors[name], box, planner.resolve_tensor(item).detach()))
+            wait_for_all(tensor for *_, tensor in targets)
+            requests, copies = [], []
+            for item, stored, box, tensor in targets:
+                out = tensor
+                if tensor.dtype != torch_dtype(stored.entry.dtype):
+                    out = torch.empty(box.shape, dtype=torch_dtype(stored.entry.dtype))
+                    copies.append((tensor, out))
+                requests.append(ReadRequest(stored.name, item.storage_index.fqn, box, out))
+            device = device_of(request.out for request in requests)
+            reading = self._strategy.prepare(requests, self._checkpoint, topology, device, verify=True)
+            try:
+                with topology.phase("read"):
+                    reading.run()
+            finally:
+                reading.close()
+            for tensor, out in copies:
+                tensor.copy_(out)
+            for item, _, _, tensor in targets:
+                planner.commit_tensor(item, tensor)
+        self._items = []
+        return _done(None)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return "://" not in os.fspath(checkpoint_id)
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredTensor:
+    """A tensor of the checkpoint: the array that holds its bytes, and its entry in the manifest."""
+
+    name: str
+    entry: ArrayEntry
+
+    def metadata(self) -> TensorStorageMetadata:
+        size = torch.Size(self.entry.shape)
+        chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+        return TensorStorageMetadata(TensorProperties(dtype=torch_dtype(self.entry.dtype)), size, [chunk])
+
+
+class _Ranks:
+    """The ranks of a writer or reader. They join in the thread that saves or loads: `dcp.async_save` has one of its own."""
+
+    def __init__(self, whole: Topology) -> None:
+        self._whole = whole
+        self._name = whole.name_branch()
+        self._branch: Topology | None = None
+
+    def topology(self) -> Topology:
+        if self._branch is None:
+            self._branch = self._whole.branch(self._name)
+            weakref.finalize(self, self._branch.close)
+        return self._branch
+
+
+def _rank_state(items: Iterable[WriteItem], paths: Mapping[str, tuple[Any, ...]], planner: SavePlanner) -> RankState:
+    """This rank's state, out of the items of DCP's plan.
+
+    Raises:
+        ConfigurationError: a value is neither a tensor nor plain.
+    """
+    component = StateComponent(COMPONENT, Given(), SharingPattern.SHARDED)
+    held: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+    rows: dict[str, Any] = {}
+    addresses = []
+    for item in items:
+        fqn = item.index.fqn
+        path = path_to_json(tuple((p, "list") if isinstance(p, int) else p for p in paths.get(fqn, (fqn,))))
+        if item.type is WriteItemType.BYTE_IO:
+            rows[fqn] = [path, to_json(planner.lookup_object(item.index), f"{COMPONENT}: {fqn}")]  # type: ignore[attr-defined]
+            continue
+        rows[fqn] = [path]
+        assert item.tensor_data is not None
+        tensor = planner.resolve_data(item)
+        assert isinstance(tensor, torch.Tensor), "it is no BYTE_IO"
+        box = Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
+        name = f"{COMPONENT}/{fqn}"
+        addresses.append(Address(name, zarr_name(tensor.dtype), tuple(item.tensor_data.size), box))
+        held.setdefault(name, []).append((box, tensor.detach()))
+    wait_for_all(tensor for boxes in held.values() for _, tensor in boxes)
+    return RankState(
+        components={COMPONENT: component},
+        held={name: tuple(boxes) for name, boxes in held.items()},
+        table=Table((TablePart.of(addresses),)),
+        plain={COMPONENT: dict(sorted(rows.items()))},
+        private={COMPONENT: set()},
+    )
+
+
+def _path_part(part: Any) -> str | int:
+    """A step into a nested state dict, as DCP knows it: a position in a list, or a key."""
+    if isinstance(part, tuple) and part[1] in ("list", "tuple"):
+        return int(part[0])
+    return str(part[0] if isinstance(part, tuple) else part)
+
+
+def _as_torch_saves(value: Any) -> io.BytesIO:
+    """Serialize a value with `torch.save`, the only form that DCP's planner reads."""
+    data = io.BytesIO()
+    torch.save(value, data)
+    data.seek(0)
+    return data
+
+
+def _done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
