@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
 from ckpt import Checkpointer
-from ckpt.errors import ConfigurationError, ReplicationError, WorldSizeError
+from ckpt.errors import CheckpointError, ConfigurationError, ReplicationError, WorldSizeError
 from ckpt.format.stored import read_manifest
 from ckpt.memory.device import Device
 from ckpt.ranks.sigterm import TOLD_TO_END
-from ckpt.ranks.topology import Topology
+from ckpt.ranks.topology import Phase, Topology
 from ckpt.saving.manifest_writer import ManifestWriter
 from recipes.training.training import Training
 from tests.conf.configs import config
@@ -282,6 +285,74 @@ def test_metadata_that_the_lead_alone_gives_wrongly_is_refused_on_all_ranks(tmp_
     refusals = run_ranks(2, _bad_notes_on_the_lead, tmp_path)
     assert refusals[0] == refusals[1]
     assert "metadata cannot be stored" in refusals[0]
+
+
+PHASES = {
+    "own folder": "save",
+    "sharing": "save",
+    "told to end": "step",
+    "look": "restore",
+    "best": "best",
+    "claim": "save of a state dict",
+    "state": "save of a state dict",
+    "leaves": "save of a state dict",
+    "open": "save of a state dict",
+    "reach": "save of a state dict",
+    "write": "save of a state dict",
+    "commit": "save of a state dict",
+    "publish": "save of a state dict",
+    "list": "load of a state dict",
+}
+"""Phases -> the call that goes through them."""
+
+
+def _with_a_faulty_rank(topology: Topology, folder: Path) -> dict[str, str]:
+    """Make each call, with rank 1 failing in one phase of it; the sentences of the errors."""
+    phase_of = Topology.phase
+    failing = ""
+
+    @contextmanager
+    def phase(self: Topology, name: str) -> Iterator[Phase]:
+        with phase_of(self, name) as one:
+            yield one
+            if name == failing and self.rank == 1:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    ckpt.save({"a": torch.arange(3)}, folder / "whole", topology=topology)
+    errors = {}
+    Topology.phase = phase  # type: ignore[method-assign,assignment]
+    try:
+        for number, (name, call) in enumerate(PHASES.items()):
+            failing = name
+            new = folder / str(number)
+            made = Checkpointer(new, model=torch.nn.Linear(1, 1), topology=topology, metric="loss")
+            calls: dict[str, Callable[[], object]] = {
+                "save": partial(made.save, 1),
+                "step": partial(made.step, 1),
+                "restore": made.restore,
+                "best": partial(made.restore, "best"),
+                "save of a state dict": partial(ckpt.save, {"a": torch.arange(3)}, new, topology=topology),
+                "load of a state dict": partial(ckpt.load, folder / "whole", topology=topology),
+            }
+            with pytest.raises(CheckpointError) as raised:
+                calls[call]()
+            errors[name] = str(raised.value)
+            failing = ""
+            made.close()
+    finally:
+        Topology.phase = phase_of  # type: ignore[method-assign]
+    return errors
+
+
+def test_a_rank_that_fails_in_any_phase_is_named_on_all_and_nothing_is_committed(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _with_a_faulty_rank, tmp_path)
+    assert first == second
+    for number, name in enumerate(PHASES):
+        if name != "best":  # there is none, which the lead says
+            assert f"phase {name}" in first[name] and "on rank 1: No space left on device" in first[name], first[name]
+        committed = ["checkpoint_manifest.json"] if name == "publish" else []
+        assert [path.name for path in tmp_path.glob(f"{number}/checkpoint*")] == committed, name
+    assert "is committed" in first["publish"]
 
 
 def _killed_in_a_save(topology: Topology, folder: Path) -> None:

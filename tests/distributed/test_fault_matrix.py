@@ -240,11 +240,19 @@ NO_SAVE_OR_LOAD = (
     "state_digest",
     "timing",
     "async_utils",
-)  # joining, naming groups, digesting the state for a test, summing up times, requests of other programs (test_async_queue.py)
-OTHER_WAY_IN = ("dist_checkpointing",)  # see test_dist_checkpointing_faults.py
+    "new_folder",
+)  # joining, naming groups, digesting the state for a test, summing up times, requests of other programs (test_async_queue.py), and
+# saves of one state dict (test_checkpointer_ranks.py)
+OTHER_WAY_IN = (
+    "dist_checkpointing",  # see test_dist_checkpointing_faults.py
+    "checkpointer",
+    "state_dicts",
+    "integrations",  # see test_checkpointer_ranks.py
+)
 NO_CHECKPOINT = ("engine",)  # see test_engine_faults.py
 ONLY_WHERE_COPIES_DIFFER = {"values", "distances"}  # and are compared number by number: the save fails anyway
 OF_OTHER_CALLS = {
+    "sharing",  # where a pattern is inferred: test_checkpointer_ranks.py
     "look again",  # where a load has failed: tests/unit/catalog/test_shared_roots.py
     "look for newer",  # where a checkpoint is loaded by its path: test_coordinator.py
     "look for links",  # where a damaged file is met in the search for the newest checkpoint: test_incremental_ranks.py

@@ -27,6 +27,7 @@ import zarr
 from safetensors import safe_open
 
 from ckpt import StateComponent
+from ckpt.catalog.retention import Retention
 from ckpt.errors import CheckpointError, ConfigurationError, MissingStateError, RankAbsentError, StorageError
 from ckpt.memory.arena import Arena
 from ckpt.memory.shared_memory import segment_of, shared_memory
@@ -110,7 +111,7 @@ def _prepared(root: Path, store: str, seed: int) -> PreparedSave[CheckpointRoot]
     components = [StateComponent("model", Held(state), "global")]
     saver = Saver(SavedRun(components, topology, backend, cpu()), KnownRoots(root, "r", stale_s=1e9, shared_root=True))
     with topology.operation("save"):
-        return saver.prepare(SaveTarget(root, "1", validate=False, refused={}, keep_last=None))
+        return saver.prepare(SaveTarget(root, "1", validate=False, refused={}, retention=Retention()))
 
 
 def _staged(prepared: PreparedSave[CheckpointRoot], arena: Arena) -> Snapshot:
