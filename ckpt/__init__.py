@@ -10,23 +10,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpt.checkpointer import Checkpointer
+    from ckpt.api.checkpointer import Checkpointer
+    from ckpt.api.state_dicts import load, save
     from ckpt.coordinator import CheckpointCoordinator
     from ckpt.format.manifest import CheckpointManifest, ComponentManifest
     from ckpt.state.sharing import SharingPattern, StateComponent
-    from ckpt.state_dicts import load, save
     from ckpt.version import __version__
 
 _HOME = {
     "__version__": "ckpt.version",
     "CheckpointCoordinator": "ckpt.coordinator",
-    "Checkpointer": "ckpt.checkpointer",
+    "Checkpointer": "ckpt.api.checkpointer",
     "CheckpointManifest": "ckpt.format.manifest",
     "ComponentManifest": "ckpt.format.manifest",
     "SharingPattern": "ckpt.state.sharing",
     "StateComponent": "ckpt.state.sharing",
-    "load": "ckpt.state_dicts",
-    "save": "ckpt.state_dicts",
+    "load": "ckpt.api.state_dicts",
+    "save": "ckpt.api.state_dicts",
 }
 
 __all__ = [

@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from ckpt.api.state_dicts import COMPONENT
 from ckpt.backends.base import Backend
 from ckpt.errors import ConfigurationError, WorldSizeError
 from ckpt.format.box import Box
@@ -59,7 +60,6 @@ from ckpt.state.collect import RankState
 from ckpt.state.flatten import path_to_json, to_json
 from ckpt.state.sharing import SharingPattern, StateComponent
 from ckpt.state.statefuls import Given
-from ckpt.state_dicts import COMPONENT
 
 _CACHES = (
     "_cached_save_plan",

@@ -245,8 +245,7 @@ NO_SAVE_OR_LOAD = (
 # saves of one state dict (test_checkpointer_ranks.py)
 OTHER_WAY_IN = (
     "dist_checkpointing",  # see test_dist_checkpointing_faults.py
-    "checkpointer",
-    "state_dicts",
+    "api",
     "integrations",  # see test_checkpointer_ranks.py
 )
 NO_CHECKPOINT = ("engine",)  # see test_engine_faults.py
