@@ -220,17 +220,11 @@ class Ledger:
             StorageError: the commit failed; an old checkpoint of this id is back in its place.
         """
         target = self._root / f"{_COMMITTED}{checkpoint_id}"
-        with _told(f"{unpublished.name} cannot be published as {target}"):
-            if not (unpublished / MANIFEST_NAME).is_file():
-                raise FileNotFoundError(errno.ENOENT, "it holds no manifest", str(unpublished / MANIFEST_NAME))
-            sync_folder(unpublished)
+        with self._publishing(unpublished, target):
             aside = self._make_way(target, checkpoint_id, refused or {})
             try:
-                os.rename(unpublished, target)
-                sync_folder(self._root)
+                self._rename(unpublished, target)
             except OSError:
-                if target.exists():
-                    os.rename(target, unpublished)
                 if aside is not None:
                     os.rename(aside, target)
                 raise
@@ -260,12 +254,29 @@ class Ledger:
             CheckpointExistsError: something has come there.
             StorageError: it cannot be renamed.
         """
-        with _told(f"{unpublished.name} cannot be published as {target}"):
+        with self._publishing(unpublished, target):
             self.require_free(target)
-            sync_folder(unpublished)
-            os.rename(unpublished, target)
-            sync_folder(self._root)
+            if target.is_dir():
+                target.rmdir()  # else the rename could not be undone
+            self._rename(unpublished, target)
         self._release(unpublished)
+
+    @contextmanager
+    def _publishing(self, unpublished: Path, target: Path) -> Iterator[None]:
+        with _told(f"{unpublished.name} cannot be published as {target}"):
+            if not (unpublished / MANIFEST_NAME).is_file():
+                raise FileNotFoundError(errno.ENOENT, "it holds no manifest", str(unpublished / MANIFEST_NAME))
+            sync_folder(unpublished)
+            yield
+
+    def _rename(self, unpublished: Path, target: Path) -> None:
+        """Rename durably. If the rename cannot be made durable, it is undone."""
+        os.rename(unpublished, target)
+        try:
+            sync_folder(self._root)
+        except OSError:
+            os.rename(target, unpublished)
+            raise
 
     def quarantine(self, refused: Mapping[Path, str], *, keep: Path) -> list[Path]:
         """Quarantine checkpoints that this run found damaged, so that no later save links their files.

@@ -589,6 +589,28 @@ def test_a_file_system_that_refuses_the_commit_leaves_the_old_checkpoint_in_plac
     assert os.listdir(root) == ["checkpoint-1"]
 
 
+@pytest.mark.parametrize("fails", ["rename", "fsync"])
+@pytest.mark.parametrize("is_empty_folder", [True, False])
+def test_a_checkpoint_with_a_name_of_its_own_is_given_it_durably_or_not_at_all(
+    root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, fails: str, is_empty_folder: bool
+) -> None:
+    ledger, target = Ledger(root, run_id="a"), root / "weights"
+    unpublished = ledger.open("weights")
+    clock.fill(unpublished)
+    if is_empty_folder:
+        target.mkdir()
+    with monkeypatch.context() as patch:
+        if fails == "rename":
+            refuse_when(patch, "rename", lambda source, target: source == unpublished)
+        else:
+            refuse_when(patch, "fsync", lambda fd: os.readlink(f"/proc/self/fd/{fd}") == str(root))
+        with pytest.raises(StorageError, match=r"cannot be published as .*weights: Input/output error"):
+            ledger.publish_at(unpublished, target)
+    assert not target.exists()
+    ledger.publish_at(unpublished, target)
+    assert os.listdir(root) == ["weights"] and (target / MANIFEST_NAME).exists()
+
+
 def test_a_file_system_that_cannot_sync_folders_still_commits(
     root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
