@@ -110,22 +110,28 @@ def load(
     """
     check_flags(strict=strict)
     folder = as_folder("path", path)
-    run = as_run((), process_groups, topology, "zarr", device_of(()))
-    with run.topology.operation(f"load of {folder}"), run.topology.phase("list") as phase:
-        given = None if into is None else _mapping("into", into)
-        device = device_of([] if given is None else _tensors(given))
-        if run.topology.is_lead:
-            saved = read_manifest(folder).components
-            phase.payload = {key: [one.sharing_pattern, one.group_name] for key, one in saved.items()}
-    sharing = {key: Sharing(SharingPattern(name), group) for key, (name, group) in phase.payloads[0].items()}
-    is_one = list(sharing) == [COMPONENT]
-    objects: dict[str, Given] = {key: Given() for key in sharing}
-    components = [_for_new_tensors(StateComponent(key, one, AUTO), sharing[key]) for key, one in objects.items()]
-    if given is not None:
-        parts = {COMPONENT: given} if is_one else given
-        objects = {key: Filled(_mapping(f"into[{key!r}]", one)) for key, one in parts.items()}
-        components = [StateComponent(key, one, AUTO) for key, one in objects.items()]
     strategy = as_strategy(load)
+    run = as_run((), process_groups, topology, "zarr", device_of(()))
+    with run.topology.operation(f"load of {folder}"):
+        with run.topology.phase("list") as phase:
+            given = None if into is None else _mapping("into", into)
+            if run.topology.is_lead:
+                saved = read_manifest(folder).components
+                phase.payload = {key: [one.sharing_pattern, one.group_name] for key, one in saved.items()}
+        sharing = {key: Sharing(SharingPattern(name), group) for key, (name, group) in phase.payloads[0].items()}
+        is_one = list(sharing) == [COMPONENT]
+        with run.topology.phase("into"):
+            device = device_of([] if given is None else _tensors(given))
+            objects: dict[str, Given]
+            if given is None:
+                objects = {key: Given() for key in sharing}
+                components = [
+                    _for_new_tensors(StateComponent(key, objects[key], AUTO), sharing[key]) for key in sharing
+                ]
+            else:
+                parts = {COMPONENT: given} if is_one else given
+                objects = {key: Filled(_mapping(f"into[{key!r}]", one)) for key, one in parts.items()}
+                components = [StateComponent(key, one, AUTO) for key, one in objects.items()]
     report = Loader(components, run.topology, strategy, device, verify=True, allow_pickle=False).load(
         folder, strict=strict
     )

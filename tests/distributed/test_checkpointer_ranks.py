@@ -302,6 +302,7 @@ PHASES = {
     "commit": "save of a state dict",
     "publish": "save of a state dict",
     "list": "load of a state dict",
+    "into": "load of a state dict",
 }
 """Phases -> the call that goes through them."""
 
@@ -353,6 +354,27 @@ def test_a_rank_that_fails_in_any_phase_is_named_on_all_and_nothing_is_committed
         committed = ["checkpoint_manifest.json"] if name == "publish" else []
         assert [path.name for path in tmp_path.glob(f"{number}/checkpoint*")] == committed, name
     assert "is committed" in first["publish"]
+
+
+def _load_what_rank_1_cannot(topology: Topology, folder: Path) -> dict[str, str]:
+    with Checkpointer(folder, model=torch.nn.Linear(2, 1), topology=topology) as checkpoints:
+        path = checkpoints.save(1)
+    assert path is not None
+    errors = {}
+    for name, wrong in {"itself": 7, "a component": {"model": 7}}.items():
+        right = {"model": torch.nn.Linear(2, 1).state_dict()}
+        with pytest.raises(ConfigurationError) as raised:
+            ckpt.load(path, into=wrong if topology.rank == 1 else right, topology=topology)  # type: ignore[arg-type]
+        errors[name] = str(raised.value)
+    return errors
+
+
+def test_what_one_rank_cannot_load_into_is_said_on_all(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _load_what_rank_1_cannot, tmp_path / "checkpoints")
+    assert first == second
+    for name, said in first.items():
+        where = {"itself": "into", "a component": "into['model']"}[name]
+        assert f"on rank 1: {where} is a int; expected a state dict" in said
 
 
 def _killed_in_a_save(topology: Topology, folder: Path) -> None:
