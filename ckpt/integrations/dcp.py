@@ -44,7 +44,7 @@ from ckpt.api.state_dicts import COMPONENT
 from ckpt.backends.base import Backend
 from ckpt.errors import ConfigurationError, WorldSizeError
 from ckpt.format.box import Box
-from ckpt.format.dtypes import torch_dtype, zarr_name
+from ckpt.format.dtypes import torch_dtype
 from ckpt.format.manifest import ArrayEntry
 from ckpt.format.stored import read_manifest
 from ckpt.loading.direct import DirectLoad
@@ -52,7 +52,6 @@ from ckpt.loading.sources import CommittedSource
 from ckpt.loading.state_matching import SavedCopy
 from ckpt.loading.strategy import LoadingStrategy, ReadRequest, StoredCheckpoint
 from ckpt.memory.device import device_of, wait_for_all
-from ckpt.planning.tables import Address, Table, TablePart
 from ckpt.ranks.topology import Topology
 from ckpt.saving.arguments import as_backend, as_folder, as_strategy, as_topology
 from ckpt.saving.new_folder import save_into_new_folder
@@ -288,10 +287,8 @@ def _rank_state(items: Iterable[WriteItem], paths: Mapping[str, tuple[Any, ...]]
     Raises:
         ConfigurationError: a value is neither a tensor nor plain.
     """
-    component = StateComponent(COMPONENT, Given(), SharingPattern.SHARDED)
-    held: dict[str, list[tuple[Box, torch.Tensor]]] = {}
     rows: dict[str, Any] = {}
-    addresses = []
+    pieces = []
     for item in items:
         fqn = item.index.fqn
         path = path_to_json(tuple((p, "list") if isinstance(p, int) else p for p in paths.get(fqn, (fqn,))))
@@ -300,20 +297,13 @@ def _rank_state(items: Iterable[WriteItem], paths: Mapping[str, tuple[Any, ...]]
             continue
         rows[fqn] = [path]
         assert item.tensor_data is not None
-        tensor = planner.resolve_data(item)
+        tensor, chunk = planner.resolve_data(item), item.tensor_data.chunk
         assert isinstance(tensor, torch.Tensor), "it is no BYTE_IO"
-        box = Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
-        name = f"{COMPONENT}/{fqn}"
-        addresses.append(Address(name, zarr_name(tensor.dtype), tuple(item.tensor_data.size), box))
-        held.setdefault(name, []).append((box, tensor.detach()))
-    wait_for_all(tensor for boxes in held.values() for _, tensor in boxes)
-    return RankState(
-        components={COMPONENT: component},
-        held={name: tuple(boxes) for name, boxes in held.items()},
-        table=Table((TablePart.of(addresses),)),
-        plain={COMPONENT: dict(sorted(rows.items()))},
-        private={COMPONENT: set()},
-    )
+        pieces.append((fqn, item.tensor_data.size, Box(tuple(chunk.offsets), tuple(chunk.sizes)), tensor))
+    wait_for_all(tensor for *_, tensor in pieces)
+    mine = RankState.of_pieces(StateComponent(COMPONENT, Given(), SharingPattern.SHARDED), pieces)
+    mine.plain, mine.private = {COMPONENT: dict(sorted(rows.items()))}, {COMPONENT: set()}
+    return mine
 
 
 def _path_part(part: Any) -> str | int:

@@ -10,8 +10,7 @@ from typing import Any
 from ckpt.backends.base import Backend
 from ckpt.catalog.ledger import Ledger
 from ckpt.errors import ConfigurationError
-from ckpt.memory.device import device_of
-from ckpt.ranks.topology import Topology
+from ckpt.ranks.topology import Topology, first_difference
 from ckpt.saving.checkpoint_root import SaveReport
 from ckpt.saving.manifest_writer import ManifestWriter
 from ckpt.saving.planner import Planner
@@ -37,10 +36,7 @@ def save_into_new_folder(
     with place.discarding(), topology.operation(place.what):
         place.claim(topology)
         mine = collected()
-        with topology.phase("collect") as phase:
-            phase.payload = mine.summary()
-        device = device_of(tensor for held in mine.held.values() for _, tensor in held)
-        save = Planner(topology, backend, device).prepare(place, mine, phase.payloads)
+        save = Planner(topology, backend, mine.device).collect_and_prepare(place, mine)
         save.run(topology, save.live_tensors(), RankWritePlan.write, started=started)
     assert place.report is not None, "it is published"
     return place.report
@@ -64,15 +60,15 @@ class NewFolder(Destination):
     def claim(self, topology: Topology) -> None:
         """Refuse a path where something is, before anything is collected. Collective."""
         with topology.phase("claim") as phase:
-            phase.payload = str(self._path)
+            phase.payload = {"path": str(self._path)}
             if topology.is_lead:
                 self._ledger.require_free(self._path)
-        for rank, path in enumerate(phase.payloads):
-            if path != phase.payloads[0]:
-                raise ConfigurationError(
-                    f"path is {path} on rank {rank} and {phase.payloads[0]} on rank 0; all ranks save one checkpoint together. For one of "
-                    "each rank, give topology=Topology.alone()"
-                )
+        if (difference := first_difference(phase.payloads)) is not None:
+            _, rank, here, on_lead = difference
+            raise ConfigurationError(
+                f"path is {here} on rank {rank} and {on_lead} on rank 0; all ranks save one checkpoint together. For one of "
+                "each rank, give topology=Topology.alone()"
+            )
 
     def open(self, topology: Topology) -> None:
         with topology.phase("open") as phase:

@@ -65,6 +65,12 @@ class Planner:
         files = plain_files(plain, mine.components, self.topology)
         return PreparedSave(place, mine, plan, share, files, self._backend, self._device)
 
+    def collect_and_prepare(self, place: Place, mine: RankState) -> PreparedSave[Place]:
+        """Exchange summaries, and `prepare`. Collective."""
+        with self.topology.phase("collect") as phase:
+            phase.payload = mine.summary()
+        return self.prepare(place, mine, phase.payloads)
+
     def _planned(self, mine: RankState, table_digests: list[str]) -> tuple[SavePlan, RankWritePlan]:
         """The plan, the same on every rank, and this rank's share of it."""
         if table_digests != self._key or self._found is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -14,10 +14,11 @@ import torch
 from ckpt.errors import ConfigurationError, ReplicationError, ShardingError, describe, rebuild, sentence
 from ckpt.format import strict_json
 from ckpt.format.box import Box
+from ckpt.format.dtypes import zarr_name
 from ckpt.format.gc_pause import gc_paused
 from ckpt.format.manifest import digest_of
-from ckpt.memory.device import wait_for_all
-from ckpt.planning.tables import Table, TablePart, piece_from_json, table_of_pieces, table_to_json
+from ckpt.memory.device import Device, device_of, wait_for_all
+from ckpt.planning.tables import Address, Table, TablePart, piece_from_json, table_of_pieces, table_to_json
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import Prepared, offers, tied_names
 from ckpt.state.address import local_tensor
@@ -88,6 +89,32 @@ class RankState:
     copies: dict[str, Copies] = field(default_factory=dict)
     seen: dict[str, dict[str, Fingerprint]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_pieces(
+        cls, component: StateComponent, pieces: Iterable[tuple[str, Sequence[int], Box, torch.Tensor]]
+    ) -> RankState:
+        """Describe tensors that are located already, without plain values.
+
+        Args:
+            pieces: (key of the array in the component, its global shape, box of this piece, its values). Several may be of one array.
+        """
+        held: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+        addresses = []
+        for key, shape, box, values in pieces:
+            name = f"{component.key}/{key}"
+            addresses.append(Address(name, zarr_name(values.dtype), tuple(shape), box))
+            held.setdefault(name, []).append((box, values.detach()))
+        return cls(
+            components={component.key: component},
+            held={name: tuple(boxes) for name, boxes in held.items()},
+            table=Table((TablePart.of(addresses),)),
+        )
+
+    @property
+    def device(self) -> Device:
+        """The device of the tensors."""
+        return device_of(tensor for boxes in self.held.values() for _, tensor in boxes)
 
     def summary(self) -> dict[str, Any]:
         """Return digests of this rank's state, for the other ranks to compare with theirs."""

@@ -14,15 +14,11 @@ from ckpt.dist_checkpointing.folder.destination import GivenFolder
 from ckpt.dist_checkpointing.mapping import is_main_replica
 from ckpt.errors import ConfigurationError, ShardingError
 from ckpt.format.box import Box, whole
-from ckpt.format.dtypes import zarr_name
 from ckpt.format.manifest import SHARDED
 from ckpt.memory.arena import Arena
-from ckpt.memory.device import device_of
-from ckpt.planning.tables import Address, Table, TablePart
 from ckpt.ranks.topology import Topology, first_difference
 from ckpt.saving.background.snapshot import Snapshot, arena_bytes
 from ckpt.saving.planner import Planner
-from ckpt.saving.prepared_save import PreparedSave
 from ckpt.saving.writing import RankWritePlan
 from ckpt.state.collect import RankState, collect
 from ckpt.state.sharded_tensor import ShardedTensor
@@ -50,7 +46,7 @@ class FolderSave:
         """
         started = time.perf_counter()
         with self._folder.discarding(), self._topology.operation(self._folder.what):
-            save = self._planned()
+            save = self._planner.collect_and_prepare(self._folder, self._mine)
             save.run(self._topology, save.live_tensors(), RankWritePlan.write, started=started)
 
     def prepare(self, arena: Arena) -> None:
@@ -60,7 +56,7 @@ class FolderSave:
             CheckpointExistsError: a checkpoint, or a part of one, is in the folder.
             ShardingError, ShapeMismatchError, ReplicationError: the states of the ranks do not make up one.
         """
-        self._save = save = self._planned()
+        self._save = save = self._planner.collect_and_prepare(self._folder, self._mine)
         snapshot = Snapshot(save.share, save.plan, save.mine, arena, watched=None, pinned_bytes=None)
         _, num_bytes = arena_bytes(save.share, is_pinned=save.device.type != "cpu")
         arena.grow(num_bytes, lambda: None)
@@ -88,11 +84,6 @@ class FolderSave:
         if self._snapshot is not None:
             self._snapshot.give_up()
         self._folder.discard()
-
-    def _planned(self) -> PreparedSave[GivenFolder]:
-        with self._topology.phase("collect") as phase:
-            phase.payload = self._mine.summary()
-        return self._planner.prepare(self._folder, self._mine, phase.payloads)
 
 
 def require_alike(said: Sequence[Mapping[str, Any]]) -> None:
@@ -122,9 +113,8 @@ def save_state(
             folder.mkdir(exist_ok=True)
     with topology.phase("collect"):
         mine = collect([StateComponent(key, Given(state), pattern)], topology)
-    device = device_of(tensor for held in mine.held.values() for _, tensor in held)
     place = GivenFolder(folder, mine.components, is_marked=True)
-    FolderSave(place, mine, Planner(topology, backend, device)).run()
+    FolderSave(place, mine, Planner(topology, backend, mine.device)).run()
 
 
 def contribution_of(tensors: Iterable[ShardedTensor], *, spread_replicas: bool) -> RankState:
@@ -137,23 +127,16 @@ def contribution_of(tensors: Iterable[ShardedTensor], *, spread_replicas: bool) 
     Raises:
         ShardingError: a main replica has no data.
     """
-    held: dict[str, list[tuple[Box, torch.Tensor]]] = {}
-    addresses = []
+    pieces = []
     for tensor in tensors:
         is_main = is_main_replica(tensor.replica_id)
         if not (is_main or (spread_replicas and tensor.data is not None)):
             continue
         if tensor.data is None:
             raise ShardingError(f"{tensor.key}: the main replica of a shard has no data to save")
-        name = f"{SHARDED}/{tensor.key}"
         for box, values in tensor.pieces() or _all_of_nothing(tensor):
-            addresses.append(Address(name, zarr_name(tensor.dtype), tuple(tensor.global_shape), box))
-            held.setdefault(name, []).append((box, values.detach()))
-    return RankState(
-        components={SHARDED: StateComponent(SHARDED, Given({}), SharingPattern.SHARDED)},
-        held={name: tuple(boxes) for name, boxes in held.items()},
-        table=Table((TablePart.of(addresses),)),
-    )
+            pieces.append((tensor.key, tensor.global_shape, box, values))
+    return RankState.of_pieces(StateComponent(SHARDED, Given({}), SharingPattern.SHARDED), pieces)
 
 
 def _all_of_nothing(tensor: ShardedTensor) -> list[tuple[Box, torch.Tensor]]:
