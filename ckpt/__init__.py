@@ -1,5 +1,14 @@
 """Distributed checkpoints for PyTorch: standard files, saved on all ranks or on none.
 
+    save, load                  save one state dict under a path, and load it
+    Checkpointer                makes a training loop save and resume
+    CheckpointCoordinator       does so with components, backend, loading strategy, device and ranks of your choice
+    StateComponent              one part of a run's state: a key, an object and a sharing pattern
+    SharingPattern              how the ranks hold a component: replicated, sharded, per rank, ...
+    CheckpointManifest          the record of a checkpoint
+    ComponentManifest           the record of one component in it
+    __version__                 of this package
+
 The public names are imported when they are first used: `import ckpt` alone does not import torch, so a command can check the
 machine and print clear errors before torch and its plugins load.
 """
@@ -46,3 +55,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -92,6 +92,16 @@ class CheckpointCoordinator:
     Raises:
         ConfigurationError: an argument is of a wrong type or value, two components share a key, one names a group that does not
             exist, or `output_dir` is the address of an object store.
+
+    Example:
+        >>> model = ckpt.StateComponent("model", torch.nn.Linear(3, 1), ckpt.SharingPattern.REPLICATED)
+        >>> with ckpt.CheckpointCoordinator(
+        ...     [model], None, None, "checkpoints", backend="zarr", strategy="direct", device="cpu"
+        ... ) as coordinator:
+        ...     path = coordinator.save_checkpoint(checkpoint_id="1")
+        ...     coordinator.load_checkpoint()  # the newest
+        >>> path
+        'checkpoints/checkpoint-1'
     """
 
     def __init__(

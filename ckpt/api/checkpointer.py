@@ -107,12 +107,6 @@ class Checkpointer:
     Every rank makes one with the same arguments, and calls its methods in the same order. Ranks are those of `torch.distributed`, if it is
     initialized, else this process alone.
 
-        with Checkpointer("checkpoints", model=model, optimizer=optimizer, data=loader, keep_last=3) as checkpoints:
-            start = checkpoints.restore()
-            for step in range(start + 1, steps + 1):
-                train(...)
-                checkpoints.step(step)
-
     Leaving the block saves the last step, if it was not saved. SIGTERM to any rank inside the block saves one step on all ranks, and ends
     the program with exit code 143.
 
@@ -138,6 +132,18 @@ class Checkpointer:
 
     Raises:
         ConfigurationError: an object has no state, or an argument is of a wrong type or value.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with ckpt.Checkpointer("checkpoints", model=model, optimizer=optimizer, every=2, keep_last=3) as checkpoints:
+        ...     start = checkpoints.restore()
+        ...     for step in range(start + 1, 6):
+        ...         model(torch.ones(3)).sum().backward()
+        ...         optimizer.step()
+        ...         saved = checkpoints.step(step)
+        >>> print(start, [one.step for one in checkpoints.list()])
+        0 [2, 4, 5]
     """
 
     def __init__(

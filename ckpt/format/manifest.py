@@ -131,6 +131,12 @@ class ComponentManifest:
         size_bytes: bytes of its tensors, each counted once, and of its plain values as stored.
         checksum: xxh3-128 over every writer's digests of it, in rank order.
         plain_in: pattern prefix -> the rank that wrote `<component>/<prefix>plain.json`.
+
+    Example:
+        >>> from ckpt.format.stored import read_manifest
+        >>> _ = ckpt.save({"weight": torch.arange(6.0)}, "checkpoint")
+        >>> read_manifest(Path("checkpoint")).components["state"].sharing_pattern
+        'replicated'
     """
 
     key: str
@@ -165,6 +171,12 @@ class CheckpointManifest:
         training_args_hash: xxh3-128 of config.yaml; None where no config was given.
         arrays: array name -> entry.
         files: path -> (size in bytes, xxh3-128) of every file the lead rank wrote beside its own index's.
+
+    Example:
+        >>> from ckpt.format.stored import read_manifest
+        >>> _ = ckpt.save({"weight": torch.arange(6.0)}, "checkpoint")
+        >>> read_manifest(Path("checkpoint")).arrays["state/weight"].shape
+        (6,)
     """
 
     checkpoint_id: str

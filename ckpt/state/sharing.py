@@ -31,6 +31,10 @@ class SharingPattern(Enum):
         PER_GROUP: the members of an instance of the named process group have the same bits; instances differ.
         PER_NODE: the ranks of a host have the same bits; hosts differ.
         SHARDED: together the ranks hold one global state: boxes of tensors, or different keys, or both.
+
+    Example:
+        >>> ckpt.SharingPattern("per_rank")
+        <SharingPattern.PER_RANK: 'per_rank'>
     """
 
     GLOBAL = "global"
@@ -146,6 +150,10 @@ class StateComponent:
 
     Raises:
         ConfigurationError: the attributes contradict each other.
+
+    Example:
+        >>> ckpt.StateComponent("data", stateful, ckpt.SharingPattern.PER_RANK, elastic="refuse").pattern
+        <SharingPattern.PER_RANK: 'per_rank'>
     """
 
     key: str
