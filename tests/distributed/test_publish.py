@@ -72,7 +72,9 @@ def publish(checkpoints: CheckpointCoordinator, engine: Any, step: int) -> dict[
     return asyncio.run(checkpoints.publish(engine, step))
 
 
-def train_and_publish(topology: Topology, root: Path, num_trainers: int, mode: str, name: str) -> None:
+def train_and_publish(
+    topology: Topology, root: Path, num_trainers: int, mode: str, name: str, pattern: str
+) -> None:
     trainers = topology.part("trainers", range(num_trainers)) if topology.rank < num_trainers else None
     with joined(topology, num_trainers, topology.world_size - num_trainers, name) as engine:
         if trainers is None:
@@ -82,7 +84,7 @@ def train_and_publish(topology: Topology, root: Path, num_trainers: int, mode: s
                 require_holds(live, engine, step)
             return
         model = MixedModel(99)
-        with made(trainers, root, model, mode) as checkpoints:
+        with made(trainers, root, model, mode, pattern=pattern) as checkpoints:
             for step in (1, 2, 3):
                 become(model, MixedModel(step))
                 checkpoints.save_checkpoint(checkpoint_id=f"{step:08d}")
@@ -92,13 +94,15 @@ def train_and_publish(topology: Topology, root: Path, num_trainers: int, mode: s
         trainers.close()
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize(("mode", "pattern"), [("sync", "replicated"), ("async", "auto")])
 @pytest.mark.parametrize("name", ["broadcast", pytest.param("kimi_ckpt_engine", marks=pytest.mark.full)])
-def test_rollouts_get_a_step_as_it_was_saved_whatever_training_does_since(tmp_path: Path, mode: str, name: str) -> None:
-    run_ranks(3, train_and_publish, tmp_path, 2, mode, name)
+def test_rollouts_get_a_step_as_it_was_saved_whatever_training_does_since(
+    tmp_path: Path, mode: str, pattern: str, name: str
+) -> None:
+    run_ranks(3, train_and_publish, tmp_path, 2, mode, name, pattern)
 
 
-def publish_shards(topology: Topology, root: Path, mode: str) -> None:
+def publish_shards(topology: Topology, root: Path, mode: str, pattern: str) -> None:
     """Parts of tensors on every rank, of several types, cut unevenly; some tensors whole."""
     mesh = init_device_mesh("cpu", (topology.world_size,))
     whole = MixedModel(3)
@@ -111,7 +115,7 @@ def publish_shards(topology: Topology, root: Path, mode: str) -> None:
         put(model, name, tensor if name == "head.weight" else torch.nn.Parameter(tensor, requires_grad=False))
     given = WholeWeights(ModelState(model), topology)
     wanted = [(name, tensor.clone()) for name, tensor in given]
-    with made(topology, root, model, mode, pattern="sharded") as checkpoints:
+    with made(topology, root, model, mode, pattern=pattern) as checkpoints:
         for step in (1, 2):
             checkpoints.save_checkpoint(checkpoint_id=f"{step}")
             taken = Taken()
@@ -122,9 +126,9 @@ def publish_shards(topology: Topology, root: Path, mode: str) -> None:
                 assert same_bits(tensor, expected), name
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_it_yields_what_whole_weights_would_have_gathered(tmp_path: Path, mode: str) -> None:
-    run_ranks(3, publish_shards, tmp_path, mode, process_group=True)
+@pytest.mark.parametrize(("mode", "pattern"), [("sync", "auto"), ("async", "sharded"), ("incremental", "auto")])
+def test_it_yields_what_whole_weights_would_have_gathered(tmp_path: Path, mode: str, pattern: str) -> None:
+    run_ranks(3, publish_shards, tmp_path, mode, pattern, process_group=True)
 
 
 def refuse(topology: Topology, root: Path) -> None:
