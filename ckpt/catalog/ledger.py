@@ -332,6 +332,10 @@ class Ledger:
         for unpublished in list(self._owners):
             self.discard(unpublished)
 
+    def remove(self, checkpoint: Path) -> None:
+        """Remove a checkpoint below the root, whatever its name: rename it, then delete it. If that fails, it stays, with a warning."""
+        self._remove(checkpoint, checkpoint.name, self._delete)
+
     def retain(
         self, *, keep: Path, own: Collection[str | None] | None = None, remove_others: bool = False
     ) -> list[Path]:

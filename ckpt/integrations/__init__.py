@@ -3,4 +3,5 @@
 Files:
 
     dcp                     `torch.distributed.checkpoint.save` and `load`, by one argument
+    torchtitan              the checkpoint manager of torchtitan's trainer, by one word on its command line
 """

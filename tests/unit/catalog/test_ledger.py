@@ -250,6 +250,19 @@ def test_a_discarded_save_leaves_nothing(root: Path, clock: Clock) -> None:
     assert os.listdir(root) == []
 
 
+def test_a_checkpoint_of_any_name_is_removed_at_once_and_deleted_by_the_next_save_at_the_latest(
+    root: Path, clock: Clock
+) -> None:
+    later: list[Path] = []
+    (root / "step-5").mkdir(parents=True)
+    clock.fill(root / "step-5")
+    Ledger(root, run_id="a", delete=later.append).remove(root / "step-5")
+    assert os.listdir(root) == [later[0].name]
+    ledger = Ledger(root, run_id="a")
+    ledger.discard(ledger.open("1"))
+    assert os.listdir(root) == []
+
+
 @pytest.mark.parametrize("bad", ["", "a/b", "..\\x/", "über", "x" * 201, "a b", "a\n"])
 def test_an_id_that_is_no_file_name_is_refused(root: Path, bad: str) -> None:
     with pytest.raises(ConfigurationError, match=r"checkpoint id .* is part of a folder's name"):

@@ -1,0 +1,172 @@
+"""Checkpoint manager for torchtitan 0.3: its trainer saves and loads here, with the options of its own manager.
+
+On the command line of any program of torchtitan:
+
+    torchrun ... -m torchtitan.train ... --checkpoint.enable --override.imports ckpt.integrations.torchtitan.ckpt_manager
+
+or, in a function that makes a config:
+
+    checkpoint=CkptManager.Config(enable=True, interval=500, format="zarr"),
+
+A checkpoint is `<dump_folder>/<folder>/step-<N>`, as torchtitan names it. `ckpt.load` reads it, and so does `CkptReader`. Checkpoints that
+torchtitan has saved by itself in the same folder, or at `initial_load_path`, are still loaded, and count for `keep_latest_k`.
+"""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torchtitan.components.checkpointer import AsyncMode, BaseCheckpointManager, CheckpointManager
+from torchtitan.components.checkpointer.base import MODEL
+from torchtitan.config.override import derive, override
+from torchtitan.tools import filesystem
+from torchtitan.tools.utils import GarbageCollection
+
+from ckpt.catalog.ledger import Ledger
+from ckpt.errors import CheckpointExistsError, ConfigurationError
+from ckpt.format.manifest import MANIFEST_NAME
+from ckpt.integrations.dcp import CkptReader, CkptWriter
+from ckpt.saving.arguments import as_folder, as_strategy, as_topology
+
+_STEP = re.compile(r"step-(\d+)")
+_COMPLETE = (MANIFEST_NAME, ".metadata", "model.safetensors.index.json")
+"""A folder with one of these is a checkpoint: of this package, of DCP, of Hugging Face."""
+
+
+class CkptManager(CheckpointManager):  # type: ignore[misc]
+    """Saves and loads the states of torchtitan's trainer. Every rank makes one; methods are collective.
+
+    All options of torchtitan's `CheckpointManager` hold, but for `async_mode="async_with_pinned_mem"`. With `last_save_in_hf` and
+    `initial_load_in_hf`, torchtitan itself writes and reads its safetensors. A step folder appears by a rename, complete, and is never
+    overwritten. `keep_latest_k` does not count a save that is still in the background. Plain values must be equal on all ranks that have
+    them: torchtitan alone would keep those of one rank. As there, random generators are not saved, and the position in the data fits the
+    number of data-parallel ranks that saved it.
+
+    Raises:
+        ConfigurationError: an option is not supported.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):  # type: ignore[misc]
+        """The options of torchtitan's manager, and two more."""
+
+        format: str = "zarr"
+        """Storage format: zarr, tensorstore or kimi-engine."""
+
+        load: str = "direct"
+        """How ranks share a load: direct or two-stage."""
+
+    def __init__(self, config: Config, **states: Any) -> None:
+        self.enable = False  # `close` has nothing to do until all is made
+        self.save_future: Future[Any] | None = None
+        if config.enable and config.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
+            raise ConfigurationError(
+                "checkpoint.async_mode=async_with_pinned_mem hands the save to another process of DCP, which this manager cannot follow; "
+                'choose "async" or "disabled"'
+            )
+        if config.enable:
+            self._root = as_folder("checkpoint.folder", filesystem.join(states.get("base_folder", ""), config.folder))
+            self._load_strategy = as_strategy(config.load)
+            self._topology = as_topology(None)
+            self._writer = CkptWriter(format=config.format, topology=self._topology)
+        super().__init__(config, **states)
+
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Future[Any] | None:
+        """Save. Called by torchtitan, which waits for the save before."""
+        if to_hf:
+            super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf=True)
+            return None
+        if async_mode == AsyncMode.ASYNC:
+            saving = state_dict_saver.async_save(
+                state_dict, checkpoint_id=checkpoint_id, storage_writer=self._writer, process_group=self.pg
+            )
+            assert isinstance(saving, Future), "there is no stager"
+            return saving
+        state_dict_saver.save(state_dict, checkpoint_id=checkpoint_id, storage_writer=self._writer)
+        if enable_garbage_collection:
+            GarbageCollection.collect("GC collection invoked by checkpointer.")
+        return None
+
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        """Load. Called by torchtitan. A checkpoint that is not of this package is left to it."""
+        with self._topology.operation(f"look into {checkpoint_id}"), self._topology.phase("look") as phase:
+            phase.payload = self._topology.is_lead and not from_hf and (Path(checkpoint_id) / MANIFEST_NAME).is_file()
+        if not phase.payloads[0]:
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        reader = CkptReader(checkpoint_id, load=self._load_strategy, topology=self._topology)
+        state_dict_loader.load(state_dict, storage_reader=reader)
+        self.states[MODEL].load_state_dict(state_dict)
+
+    def _load(self, step: int = -1) -> bool:
+        """Load the step that the lead finds, on all ranks.
+
+        Raises:
+            CheckpointExistsError: there is a newer folder, which a save of this run would meet.
+        """
+        with self._topology.operation(f"look into {self._root}"), self._topology.phase("look") as phase:
+            if self._topology.is_lead:
+                phase.payload = self._find_load_step() if step == -1 else step
+                newer = [path for number, path in self._steps() if number > phase.payload]
+                if newer and not self.load_only:
+                    raise CheckpointExistsError(
+                        f"{newer[0]} is newer than what is loaded, {'nothing' if phase.payload < 0 else f'step {phase.payload}'}, and "
+                        "saves replace no folder: move it away, choose another checkpoint.folder with this one's step as "
+                        "checkpoint.initial_load_path, or set checkpoint.load_only"
+                    )
+        return bool(super()._load(phase.payloads[0]))
+
+    def _find_load_step(self, folder: str = "") -> int:
+        complete = [
+            number for number, path in self._steps(folder) if any((path / name).is_file() for name in _COMPLETE)
+        ]
+        return complete[-1] if complete else -1
+
+    def _steps(self, folder: str = "") -> list[tuple[int, Path]]:
+        """Every folder with the name of a step, the oldest first."""
+        root = Path(folder or self._root)
+        found = [(match, path) for path in root.glob("step-*") if (match := _STEP.fullmatch(path.name))]
+        return sorted((int(match[1]), path) for match, path in found)
+
+    def _purge_stale_checkpoints(self) -> None:
+        if self._should_purge():
+            ledger = Ledger(self._root, run_id="purge", delete=lambda removed: self.purge_queue.put(str(removed)))
+            for _, path in self._steps()[: -self.keep_latest_k]:
+                ledger.remove(path)
+
+    def _wait_for_saving(self) -> None:
+        saving, self.save_future = self.save_future, None  # its error is raised once
+        assert saving is not None, "torchtitan calls this for an unfinished save only"
+        saving.result()
+
+    def _close(self) -> None:
+        try:
+            self.maybe_wait_for_saving()
+        finally:
+            super()._close()
+
+
+@override(target=BaseCheckpointManager.Config)  # type: ignore[untyped-decorator]
+def ckpt_manager(config: BaseCheckpointManager.Config, **options: Any) -> CkptManager.Config:
+    """Replace torchtitan's checkpoint manager in a config; for its `--override.imports`, where options can follow as JSON.
+
+    Raises:
+        ConfigurationError: the config has a manager that this one cannot replace.
+    """
+    if type(config) not in (CheckpointManager.Config, CkptManager.Config):
+        raise ConfigurationError(
+            f"checkpoint is a {type(config).__qualname__}, with options of its own; only torchtitan's CheckpointManager can be replaced"
+        )
+    return derive(config, CkptManager.Config, **options)  # type: ignore[no-any-return]
