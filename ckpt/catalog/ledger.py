@@ -50,7 +50,7 @@ from ckpt.errors import (
     sentence,
 )
 from ckpt.format.checkpoint_files import CheckpointFolder
-from ckpt.format.durable import sync_folder
+from ckpt.format.durable import exchange, sync_folder
 from ckpt.format.manifest import MANIFEST_NAME, MAX_COMMIT_NUMBER
 
 _COMMITTED = "checkpoint-"
@@ -247,18 +247,31 @@ class Ledger:
         if os.path.lexists(target) and not (target.is_dir() and not target.is_symlink() and not os.listdir(target)):
             raise CheckpointExistsError(f"{target} exists, and is no empty folder; save into another one")
 
-    def publish_at(self, unpublished: Path, target: Path) -> None:
+    def publish_at(self, unpublished: Path, target: Path, *, replaces: bool = False) -> None:
         """Commit a complete and durable folder by giving it a name of its own, which is free.
+
+        Args:
+            replaces: the name need not be free. A checkpoint or a symbolic link is removed, once the new one has taken its name, which is
+                atomic where the file system can swap two names. Elsewhere a kill between two renames leaves the old one as
+                `<stem>.replaced-<nonce><suffix>`. Anything else is kept under such a name, with a warning.
 
         Raises:
             CheckpointExistsError: something has come there.
             StorageError: it cannot be renamed.
         """
+        is_ours, old = is_removable(target), None
         with self._publishing(unpublished, target):
-            self.require_free(target)
-            if target.is_dir():
-                target.rmdir()  # else the rename could not be undone
-            self._rename(unpublished, target)
+            if replaces and os.path.lexists(target):
+                old = self._put_in_place_of(target, unpublished, swap=is_ours)
+            else:
+                self.require_free(target)
+                if target.is_dir():
+                    target.rmdir()  # else the rename could not be undone
+                self._rename(unpublished, target)
+        if old is not None and is_ours:
+            self._remove(old, safe_id(target.name), self._delete)
+        elif old is not None:
+            _log.warning("what was at %s is no checkpoint of this package, and is now %s", target, old)
         self._release(unpublished)
 
     @contextmanager
@@ -277,6 +290,24 @@ class Ledger:
         except OSError:
             os.rename(target, unpublished)
             raise
+
+    def _put_in_place_of(self, target: Path, unpublished: Path, *, swap: bool) -> Path:
+        """Give a folder the name of what is at `target`; return the new path of that: with `swap`, that of the folder, if possible."""
+        if swap and exchange(unpublished, target):
+            try:
+                sync_folder(self._root)
+            except OSError:
+                exchange(unpublished, target)
+                raise
+            return unpublished
+        aside = target.with_name(f"{target.stem}.replaced-{secrets.token_hex(4)}{target.suffix}")
+        os.rename(target, aside)
+        try:
+            self._rename(unpublished, target)
+        except OSError:
+            os.rename(aside, target)
+            raise
+        return aside
 
     def quarantine(self, refused: Mapping[Path, str], *, keep: Path) -> list[Path]:
         """Quarantine checkpoints that this run found damaged, so that no later save links their files.
@@ -334,7 +365,7 @@ class Ledger:
 
     def remove(self, checkpoint: Path) -> None:
         """Remove a checkpoint below the root, whatever its name: rename it, then delete it. If that fails, it stays, with a warning."""
-        self._remove(checkpoint, checkpoint.name, self._delete)
+        self._remove(checkpoint, safe_id(checkpoint.name), self._delete)
 
     def retain(
         self, *, keep: Path, own: Collection[str | None] | None = None, remove_others: bool = False
@@ -461,6 +492,16 @@ class Ledger:
         if owner is not None:
             with _warned(f"cannot remove {owner_file(unpublished)}"):
                 owner.release()
+
+
+def safe_id(name: str) -> str:
+    """Return a valid id that resembles the name of a folder, for the names of hidden folders beside it."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:200]
+
+
+def is_removable(path: Path) -> bool:
+    """Whether a path holds a checkpoint, or is a symbolic link, of which the link alone is removed."""
+    return path.is_symlink() or (path / MANIFEST_NAME).is_file()
 
 
 def _look(checkpoint_id: str, path: Path) -> Committed | None:

@@ -1,13 +1,18 @@
-"""Write small files durably: bytes and names survive a power cut."""
+"""Write small files durably: bytes and names survive a power cut. Swap two names atomically."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import secrets
+import sys
 from pathlib import Path
+from typing import Any
 
 _CANNOT_SYNC_FOLDERS = (errno.EINVAL, errno.EOPNOTSUPP)
+_CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -41,6 +46,33 @@ def sync_folder(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap what two names stand for, atomically. Return False where the system or the file system cannot.
+
+    Source: renameat2(2) with RENAME_EXCHANGE, Linux 3.15.
+    """
+    if _RENAMEAT2 is None:
+        return False
+    if _RENAMEAT2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _CANNOT_EXCHANGE:
+        return False
+    raise OSError(code, os.strerror(code), str(one), None, str(other))
+
+
+def _renameat2() -> Any:
+    if sys.platform != "linux":
+        return None
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # glibc 2.28
+    if call is not None:
+        call.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+    return call
+
+
+_RENAMEAT2 = _renameat2()
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -11,6 +11,7 @@ Files, in the order in which data travels:
     writing                 one rank's share: chunks, packs, plain values, index
     checkpoint_root         the usual destination: one rename makes the folder visible, which is the commit
     new_folder              the destination of one state dict: a folder of its own
+    folder_saves            save after save into folders that a framework names and retires, also beside training
     manifest_writer         the lead's part: the manifest
     stale_state_check       warns if saved tensors have not changed since an earlier step
     host_cache, weights_to_rollouts   the newest save in host memory; sends its weights to rollouts

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.backends.base import Backend
-from ckpt.catalog.ledger import Ledger
+from ckpt.catalog.ledger import Ledger, safe_id
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology, first_difference
 from ckpt.saving.checkpoint_root import SaveReport
@@ -34,12 +34,23 @@ def save_into_new_folder(
     started = time.perf_counter()
     place = NewFolder(path)
     with place.discarding(), topology.operation(place.what):
-        place.claim(topology)
-        mine = collected()
-        save = Planner(topology, backend, mine.device).collect_and_prepare(place, mine)
+        save = prepare(place, topology, backend, collected)
         save.run(topology, save.live_tensors(), RankWritePlan.write, started=started)
     assert place.report is not None, "it is published"
     return place.report
+
+
+def prepare(
+    place: NewFolder, topology: Topology, backend: Backend, collected: Callable[[], RankState]
+) -> PreparedSave[NewFolder]:
+    """Collect the state of all ranks, and agree on who writes what. Writes nothing. Collective, in an operation of the caller.
+
+    Args:
+        collected: as of `save_into_new_folder`.
+    """
+    place.claim(topology)
+    mine = collected()
+    return Planner(topology, backend, mine.device).collect_and_prepare(place, mine)
 
 
 class NewFolder(Destination):
@@ -47,21 +58,22 @@ class NewFolder(Destination):
 
     A save that was killed leaves a hidden folder beside `path`; the next save there removes it, as in a checkpoint root.
 
-    Attributes:
-        report: set by `publish`.
+    Args:
+        replaces: what is at `path` is replaced: see `Ledger.publish_at`. Otherwise it is refused.
+        delete: deletes what was replaced, now or later; it has been renamed already.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, replaces: bool = False, delete: Callable[[Path], None] | None = None) -> None:
         self.what = f"save into {path}"
-        self.report: SaveReport | None = None
         self._path = path
-        self._ledger = Ledger(path.parent, run_id=str(path))
+        self._replaces = replaces
+        self._ledger = Ledger(path.parent, run_id=str(path), delete=delete)
 
     def claim(self, topology: Topology) -> None:
-        """Refuse a path where something is, before anything is collected. Collective."""
+        """Refuse a path where something is that is not to be replaced, before anything is collected. Collective."""
         with topology.phase("claim") as phase:
             phase.payload = {"path": str(self._path)}
-            if topology.is_lead:
+            if topology.is_lead and not self._replaces:
                 self._ledger.require_free(self._path)
         if (difference := first_difference(phase.payloads)) is not None:
             _, rank, here, on_lead = difference
@@ -73,7 +85,7 @@ class NewFolder(Destination):
     def open(self, topology: Topology) -> None:
         with topology.phase("open") as phase:
             if topology.is_lead:
-                phase.payload = self._ledger.open(self._path.name).name
+                phase.payload = self._ledger.open(safe_id(self._path.name)).name
         self.folder = self._path.parent / phase.payloads[0]
         with topology.phase("reach"):
             require_reachable(self.folder, topology)
@@ -88,7 +100,7 @@ class NewFolder(Destination):
         with topology.phase("publish") as phase:
             if topology.is_lead:
                 topology.require_awaited()
-                self._ledger.publish_at(self.folder, self._path)
+                self._ledger.publish_at(self.folder, self._path, replaces=self._replaces)
                 phase.stands = f"{self._path} is committed"
         seconds = max(result.write_s for result in results) + time.perf_counter() - started
         self.report = SaveReport(str(self._path), self._path.name, num_bytes, seconds, seconds, num_bytes)

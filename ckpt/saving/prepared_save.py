@@ -3,6 +3,7 @@
 | destination | the ranks write into | published by |
 |---|---|---|
 | `ckpt.saving.checkpoint_root.CheckpointRoot` | a new folder, which readers ignore | a rename |
+| `ckpt.saving.new_folder.NewFolder` | a new folder, beside the path that the user has given | a rename |
 | `ckpt.dist_checkpointing.folder.destination.GivenFolder` | a folder that the user has made | its manifest, written last |
 """
 
@@ -15,7 +16,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
 
 from ckpt.backends.base import Backend, Previous
 from ckpt.errors import StorageError
@@ -25,6 +28,9 @@ from ckpt.ranks.topology import Topology
 from ckpt.saving.gathering import ByteSource, LiveTensors
 from ckpt.saving.writing import PlainFiles, RankWritePlan, Write, WriteJob, WriteResult
 from ckpt.state.collect import RankState
+
+if TYPE_CHECKING:
+    from ckpt.saving.checkpoint_root import SaveReport
 
 Place = TypeVar("Place", bound="Destination")
 
@@ -39,10 +45,12 @@ class Destination(ABC):
     Attributes:
         what: name of the save in errors; equal on all ranks.
         folder: the ranks write into it. Set by `open` at the latest.
+        report: set by `publish`, if the destination makes one.
     """
 
     what: str
     folder: Path
+    report: SaveReport | None = None
 
     @abstractmethod
     def open(self, topology: Topology) -> None:
@@ -59,6 +67,10 @@ class Destination(ABC):
     def previous(self, rank: int) -> Previous | None:
         """The checkpoint that unchanged chunks are linked to; None: no chunk is linked."""
         return None
+
+    def rooms(self, share: RankWritePlan, backend: Backend) -> Mapping[int, torch.Tensor]:
+        """Number of an item -> its place in memory that is kept, for a snapshot to copy it there."""
+        return {}
 
     @contextmanager
     def discarding(self) -> Iterator[None]:

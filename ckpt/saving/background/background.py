@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -30,7 +31,7 @@ from ckpt.saving.background.async_utils import AsyncCallsQueue, AsyncRequest
 from ckpt.saving.background.priority import Throttle, in_background, write_throttled
 from ckpt.saving.background.snapshot import Snapshot, arena_bytes
 from ckpt.saving.background.writer_process import WriterProcess
-from ckpt.saving.checkpoint_root import CheckpointRoot, SaveReport
+from ckpt.saving.checkpoint_root import SaveReport
 from ckpt.saving.prepared_save import PreparedSave
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.saving.saver import SavedRun
@@ -56,7 +57,9 @@ class _Pending:
 
 
 class Background:
-    """Runs the background saves of one coordinator, one after another. Called by the training thread, unless a method says otherwise.
+    """Runs the background saves of a coordinator, or of a `FolderSaves`, one after another.
+
+    Called by the training thread, unless a method says otherwise.
 
     Args:
         run: components, backend and device; its topology is that of the training thread.
@@ -76,6 +79,7 @@ class Background:
         self._last: _Pending | None = None
         self._finalized: list[SaveReport] = []
         self._deletions: list[threading.Thread] = []
+        self._deleting = threading.Lock()
         self._given_up = threading.Event()
         self._has_told = False
         throttle = None if settings.writer_mib_s is None else Throttle(settings.writer_mib_s)
@@ -95,7 +99,7 @@ class Background:
         """Number of saves that have begun and are not finalized. Equal on all ranks."""
         return self._queue.get_num_unfinalized_calls()
 
-    def begin(self, prepared: PreparedSave[CheckpointRoot], started: float, watched: Watched | None) -> None:
+    def begin(self, prepared: PreparedSave[Any], started: float, watched: Watched | None) -> None:
         """Copy the state, or begin to, and start the thread that writes it. An error from here on is raised by `finalize`.
 
         Args:
@@ -122,10 +126,11 @@ class Background:
         pending.blocked_s = time.perf_counter() - started
 
     def delete(self, folder: Path) -> None:
-        """Delete a folder that was renamed out of the way, in a thread: freeing gigabytes takes file systems long."""
-        self._deletions = [thread for thread in self._deletions if thread.is_alive()]
-        self._deletions.append(threading.Thread(target=_delete, args=(folder,), name="deletion", daemon=True))
-        self._deletions[-1].start()
+        """Delete a folder that was renamed out of the way, in a thread: freeing gigabytes takes file systems long. Any thread."""
+        with self._deleting:
+            self._deletions = [thread for thread in self._deletions if thread.is_alive()]
+            self._deletions.append(threading.Thread(target=_delete, args=(folder,), name="deletion", daemon=True))
+            self._deletions[-1].start()
 
     def wait_for_snapshots(self) -> None:
         """Wait until no save copies state any more. Any thread, before it changes state."""
@@ -196,7 +201,7 @@ class Background:
         self._last = None  # its snapshot holds views of kept memory, each with a descriptor
         self._arena.let_go()
 
-    def _snapshot(self, prepared: PreparedSave[CheckpointRoot], watched: Watched | None) -> Snapshot:
+    def _snapshot(self, prepared: PreparedSave[Any], watched: Watched | None) -> Snapshot:
         """Make a snapshot of the share, and room for it in the arena; without memory it is one that fails the save."""
         placed, error = _rooms_in(prepared)
         is_pinned = self._device.type != "cpu" and self._process is None and not placed
@@ -242,7 +247,7 @@ class Background:
         return staging_memory(num_bytes) if self._process is None else shared_memory(num_bytes)
 
     def _run(
-        self, prepared: PreparedSave[CheckpointRoot], pending: _Pending, started: float, before: threading.Event | None
+        self, prepared: PreparedSave[Any], pending: _Pending, started: float, before: threading.Event | None
     ) -> None:
         """Write and commit one save, after the one before it is over. In a thread of its own."""
         try:
@@ -301,7 +306,7 @@ class Background:
             thread.join()
 
 
-def _rooms_in(prepared: PreparedSave[CheckpointRoot]) -> tuple[Mapping[int, torch.Tensor], Exception | None]:
+def _rooms_in(prepared: PreparedSave[Any]) -> tuple[Mapping[int, torch.Tensor], Exception | None]:
     """The places of items in memory that is kept, or the error of making that memory."""
     try:
         return prepared.destination.rooms(prepared.share, prepared.backend), None
