@@ -4,4 +4,5 @@ Files:
 
     dcp                     `torch.distributed.checkpoint.save` and `load`, by one argument
     torchtitan              the checkpoint manager of torchtitan's trainer, by one word on its command line
+    lightning               Lightning's Trainer: a `CheckpointIO`, a strategy for sharded state, and the random generators
 """
