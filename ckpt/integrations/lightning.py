@@ -225,6 +225,8 @@ class CkptModelParallelStrategy(ModelParallelStrategy):
         ConfigurationError: the trainer's `CheckpointIO` is another one, or `save_distributed_checkpoint` is false.
     """
 
+    _checkpoint_io: CheckpointIO | None
+
     @property
     def checkpoint_io(self) -> CkptCheckpointIO:
         if self._checkpoint_io is None:

@@ -38,7 +38,7 @@ _COMPLETE = (MANIFEST_NAME, ".metadata", "model.safetensors.index.json")
 """A folder with one of these is a checkpoint: of this package, of DCP, of Hugging Face."""
 
 
-class CkptManager(CheckpointManager):  # type: ignore[misc]
+class CkptManager(CheckpointManager):
     """Saves and loads the states of torchtitan's trainer. Every rank makes one; methods are collective.
 
     All options of torchtitan's `CheckpointManager` hold, but for `async_mode="async_with_pinned_mem"`. With `last_save_in_hf` and
@@ -52,7 +52,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(CheckpointManager.Config):  # type: ignore[misc]
+    class Config(CheckpointManager.Config):
         """The options of torchtitan's manager, and two more."""
 
         format: str = "zarr"
@@ -169,4 +169,4 @@ def ckpt_manager(config: BaseCheckpointManager.Config, **options: Any) -> CkptMa
         raise ConfigurationError(
             f"checkpoint is a {type(config).__qualname__}, with options of its own; only torchtitan's CheckpointManager can be replaced"
         )
-    return derive(config, CkptManager.Config, **options)  # type: ignore[no-any-return]
+    return derive(config, CkptManager.Config, **options)

@@ -72,9 +72,7 @@ def publish(checkpoints: CheckpointCoordinator, engine: Any, step: int) -> dict[
     return asyncio.run(checkpoints.publish(engine, step))
 
 
-def train_and_publish(
-    topology: Topology, root: Path, num_trainers: int, mode: str, name: str, pattern: str
-) -> None:
+def train_and_publish(topology: Topology, root: Path, num_trainers: int, mode: str, name: str, pattern: str) -> None:
     trainers = topology.part("trainers", range(num_trainers)) if topology.rank < num_trainers else None
     with joined(topology, num_trainers, topology.world_size - num_trainers, name) as engine:
         if trainers is None:
