@@ -401,6 +401,14 @@ class CheckpointCoordinator:
             self.last_load = self._history.load_newest(partial(self._loader.load, strict=strict))
         self._history.go_on_from(self.last_load)
 
+    def require_no_newer(self) -> None:
+        """Refuse at once what the next save into output_dir would refuse: to come after checkpoints newer than the loaded one.
+
+        Raises:
+            CheckpointExistsError: there are some, and `overwrite` is false; on every rank.
+        """
+        self._history.require_no_newer(self.output_dir)
+
     def _named(self, checkpoint_path: str | Path | None, checkpoint_id: str | int | None) -> tuple[Path, str]:
         named = None if checkpoint_id is None else as_checkpoint_id(checkpoint_id)
         if checkpoint_path is None:

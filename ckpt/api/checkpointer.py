@@ -193,9 +193,9 @@ class Checkpointer:
         given = {name: one for name, one in objects.items() if one is not None}
         device = _device_of(given) if device is None else as_device(device)
         if save_rng:
-            given.setdefault("rng", _RandomState(device, seed=torch.initial_seed(), step=lambda: self._step))
+            given.setdefault("rng", ProgramRNG(device, seed=torch.initial_seed(), step=lambda: self._step))
         self.coordinator = CheckpointCoordinator(
-            _components(given, sharing_patterns or {}),
+            auto_components(given, sharing_patterns or {}),
             process_groups,
             self._topology,
             self._folder,
@@ -253,7 +253,7 @@ class Checkpointer:
         """
         notes = {"metrics": metrics, "metadata": metadata}
         self._unsaved = None if step == self._saved_step else {"step": step, **notes}
-        is_told = self._is_told_to_end(step)
+        is_told = self.is_told_to_end(step)
         if is_told:
             self._end()
             raise SystemExit(TOLD_TO_END)
@@ -285,6 +285,34 @@ class Checkpointer:
             return None
         self._saved_step, self._unsaved = step, None
         return Path(path)
+
+    def check_folder(self) -> None:
+        """Refuse at once what the first `save` would refuse. Collective.
+
+        Raises:
+            CheckpointExistsError: the folder holds checkpoints of another run, or newer ones than the restored one.
+        """
+        self._require_own_folder()
+        self.coordinator.require_no_newer()
+
+    def is_told_to_end(self, step: int) -> bool:
+        """Whether SIGTERM has come to any rank. For loops that do not call `step`, after each step. Collective.
+
+        The ranks agree on it about every `_LOOK_S`, at the same step. A loop that is told saves, and leaves the block.
+        """
+        if self._topology.world_size == 1 or not self._on_sigterm:
+            return self._has_sigterm_come()
+        if step < self._next_look:
+            return False
+        then, at = self._last_look
+        now = time.monotonic()
+        steps_s = (step - then) / max(now - at, 1e-6)
+        with self._topology.phase("told to end") as phase:
+            phase.payload = [self._has_sigterm_come(), min(_MOST_STEPS, max(1, round(_LOOK_S * steps_s)))]
+        self._next_look, self._last_look = step + phase.payloads[0][1], (step, now)
+        if self.coordinator.num_pending:
+            self.coordinator.maybe_finalize()
+        return any(told for told, _ in phase.payloads)
 
     def list(self) -> list[SavedStep]:
         """Return the committed checkpoints in the folder, the oldest first, without damaged ones. Not collective."""
@@ -384,24 +412,8 @@ class Checkpointer:
                 )
         self._is_known = True
 
-    def _is_told_to_end(self, step: int) -> bool:
-        """Whether SIGTERM has come to any rank. The ranks agree on it about every `_LOOK_S`, at the same step."""
-        if self._topology.world_size == 1 or not self._on_sigterm:
-            return self._has_sigterm_come()
-        if step < self._next_look:
-            return False
-        then, at = self._last_look
-        now = time.monotonic()
-        steps_s = (step - then) / max(now - at, 1e-6)
-        with self._topology.phase("told to end") as phase:
-            phase.payload = [self._has_sigterm_come(), min(_MOST_STEPS, max(1, round(_LOOK_S * steps_s)))]
-        self._next_look, self._last_look = step + phase.payloads[0][1], (step, now)
-        if self.coordinator.num_pending:
-            self.coordinator.maybe_finalize()
-        return any(told for told, _ in phase.payloads)
 
-
-class _RandomState(RNGState):
+class ProgramRNG(RNGState):
     """Random generators of a program that seeds its own."""
 
     def load_changed(self, saved: Any) -> None:
@@ -414,7 +426,8 @@ def _device_of(objects: Mapping[str, Any]) -> Device:
     return device_of(parameter for module in modules for parameter in module.parameters())
 
 
-def _components(objects: Mapping[str, Any], patterns: Mapping[str, str]) -> list[StateComponent]:
+def auto_components(objects: Mapping[str, Any], patterns: Mapping[str, str]) -> list[StateComponent]:
+    """Return objects as components whose sharing patterns are inferred, but for those in `patterns`."""
     for name in patterns:
         if name not in objects:
             raise ConfigurationError(f"sharing_patterns: there is no object {name!r}; given were {', '.join(objects)}")
@@ -422,7 +435,7 @@ def _components(objects: Mapping[str, Any], patterns: Mapping[str, str]) -> list
         replace(
             one,
             sharing_pattern=patterns.get(one.key, one.sharing_pattern),
-            elastic="derive" if isinstance(one.stateful, _RandomState) else None,
+            elastic="derive" if isinstance(one.stateful, ProgramRNG) else None,
         )
         for one in components_of(objects, legacy_pattern=AUTO)
     ]

@@ -185,7 +185,7 @@ class Background:
         try:
             yield
         finally:
-            if self.num_pending:
+            if self._pending:  # none after `close`, which may leave saves that no call has reported
                 self._sigterm.arm()
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,29 @@ def test_to_go_on_from_an_older_checkpoint_newer_ones_are_set_aside(tmp_path: Pa
         checkpoints.restore(2)
         checkpoints.save(4)
     assert steps_of(checkpoints) == [1, 2, 4]
+
+
+def test_a_block_that_is_left_by_an_error_beside_a_save_leaves_no_handler_of_sigterm(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), Checkpointer(tmp_path, model=torch.nn.Linear(1, 1), mode="async") as checkpoints:
+        checkpoints.save(1)
+        raise KeyError
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert checkpoints.find_latest() is not None
+
+
+def test_checkpoints_are_checked_before_the_first_save(tmp_path: Path) -> None:
+    model = torch.nn.Linear(1, 1)
+    with Checkpointer(tmp_path, model=model, save_at_end=False) as checkpoints:
+        checkpoints.check_folder()
+        checkpoints.save(1)
+        checkpoints.save(2)
+        checkpoints.check_folder()
+    with Checkpointer(tmp_path, model=model, save_at_end=False) as checkpoints:
+        with pytest.raises(CheckpointExistsError, match="call restore"):
+            checkpoints.check_folder()
+        checkpoints.restore(1)
+        with pytest.raises(CheckpointExistsError, match="newer checkpoints: checkpoint-00000002"):
+            checkpoints.check_folder()
 
 
 def test_weights_from_elsewhere_do_not_make_the_folder_this_run_s(tmp_path: Path) -> None:
