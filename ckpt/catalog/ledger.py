@@ -390,10 +390,6 @@ class Ledger:
         surplus += self._retention.surplus(ours, newest)
         return [old.path for old in surplus if self._remove(old.path, old.id, self._delete)]
 
-    def remove(self, path: Path) -> None:
-        """Remove a checkpoint of any name, by a rename first. Lead rank only."""
-        self._remove(path, path.name, self._delete)
-
     def _names(self) -> list[str]:
         try:
             return sorted(os.listdir(self._root))

@@ -50,6 +50,10 @@ def losses_of(command: list[str], run: Path, *, kill_at: int | None = None) -> d
         pytest.param("fsdp2.py", 2, marks=pytest.mark.full),
         pytest.param("lightning_trainer.py", 0, marks=pytest.mark.full),
         pytest.param("lightning_trainer.py", 2, marks=pytest.mark.full),
+        pytest.param("accelerate_loop.py", 0, marks=pytest.mark.full),
+        pytest.param("accelerate_loop.py", 2, marks=pytest.mark.full),
+        pytest.param("hf_trainer.py", 0, marks=pytest.mark.full),
+        pytest.param("hf_trainer.py", 2, marks=pytest.mark.full),
     ],
 )
 def test_an_example_goes_on_to_the_bit_after_a_kill(tmp_path: Path, example: str, ranks: int) -> None:

@@ -1,0 +1,356 @@
+"""Hugging Face transformers: `Trainer`, and trainers made from it such as TRL's, save and resume checkpoints of this package.
+
+    class MyTrainer(CkptTrainerMixin, SFTTrainer): ...
+
+    trainer = MyTrainer(model, args, train_dataset=data, ckpt={"mode": "async"})
+    trainer.train(resume_from_checkpoint="latest")
+
+A `TrainerCallback` can save, but not resume: the first one that `train` calls comes after the epoch to begin with and the batches to
+skip were read from `trainer_state.json`. So this is a mixin. It replaces what `Trainer` writes and reads itself. The small files of a
+checkpoint, `trainer_state.json` and those that a subclass adds, pass through a temporary folder, and are a component here.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from numbers import Real
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import Trainer
+from transformers.trainer_utils import HubStrategy, SaveStrategy, get_last_checkpoint
+from transformers.utils import is_peft_available, is_sagemaker_mp_enabled
+
+from ckpt.api.checkpointer import Checkpointer
+from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
+from ckpt.format.manifest import MANIFEST_NAME
+from ckpt.integrations.huggingface_accelerate import require_covered
+from ckpt.memory.device import device_of
+from ckpt.ranks.sigterm import TOLD_TO_END
+from ckpt.saving.arguments import as_checkpoint_id, as_folder, as_topology
+from ckpt.state.statefuls import RNGState
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+else:
+    _Base = object
+
+FOLDER = "ckpt"
+"""Below `output_dir`: the checkpoint root, where `Trainer` looks for no checkpoints of its own."""
+_STATE = "trainer_state.json"
+_BEST = "best_at_step"
+"""The metric of checkpoints that were the best when they were saved, as `Trainer` judges it: their step."""
+_MOST_BYTES = 64 << 20
+_GIVEN = {
+    "keep_last": "TrainingArguments(save_total_limit=...)",
+    "keep_best": "TrainingArguments(metric_for_best_model=...)",
+    "metric": "TrainingArguments(metric_for_best_model=...)",
+    "greater_is_better": "TrainingArguments(greater_is_better=...)",
+    "every": "TrainingArguments(save_steps=...)",
+    "save_at_end": "TrainingArguments(save_strategy=...)",
+    "save_rng": "TrainingArguments(save_only_model=...)",
+    "model": "Trainer itself",
+    "optimizer": "Trainer itself",
+    "scheduler": "Trainer itself",
+    "scaler": "Trainer itself",
+    "trainer": "Trainer itself",
+    "rng": "Trainer itself",
+}
+"""Arguments of `Checkpointer` that follow from something else."""
+
+
+class CkptTrainerMixin(_Base):
+    """Gives a trainer checkpoints of this package. It is named before the trainer's class: `class MyTrainer(CkptTrainerMixin, SFTTrainer)`.
+
+    A checkpoint is `<output_dir>/ckpt/checkpoint-<step>`, saved by all ranks and committed by one rename. It holds the model, optimizer,
+    schedule, gradient scaler, the random generators of each rank, and the small files that `Trainer` or a subclass adds to a checkpoint.
+    `TrainingArguments` say when to save, and what: `save_strategy`, `save_steps`, `save_only_model`; after the last one training goes on
+    with a new optimizer, as in `Trainer`. The `save_total_limit` newest checkpoints stay, and beside them the best one if there is
+    `metric_for_best_model`. What was logged at a step is in the manifest as its metrics. SIGTERM to any rank saves after its step, and
+    ends the program with exit code 143, without `enable_jit_checkpoint`.
+
+    `train(resume_from_checkpoint=...)` takes "latest": the newest checkpoint, or the start of training if there is none; True: the
+    newest, or an error; a path, also of a checkpoint that `Trainer` saved. As in `Trainer`, batches are skipped, and the random generators
+    are set after that. Other numbers of ranks go on from the same step, with generators derived from the program's seed. Training that
+    begins anew where checkpoints are is refused, as is one that goes on from an older checkpoint than the newest: with
+    `ckpt={"overwrite": True}` it replaces them, or sets the newer ones aside.
+
+    `save_model`, `save_state`, `push_to_hub` and `hub_strategy="end"` write what they do without it.
+
+    Args:
+        ckpt: arguments of `ckpt.Checkpointer` by name: `format`, `load`, `mode`, `keep_every`, `overwrite`, ..., and further objects with
+            `state_dict` and `load_state_dict` to save.
+        args, kwargs: of the trainer.
+
+    Raises:
+        ConfigurationError: DeepSpeed, FSDP1, SageMaker or XLA; a PEFT model; an option of `TrainingArguments` that needs the
+            files of `Trainer`'s own checkpoints; or an argument in `ckpt` that follows from `TrainingArguments`.
+    """
+
+    def __init__(self, *args: Any, ckpt: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self._ckpt_options = dict(ckpt or {})
+        self._ckpt_files = _Files()
+        self._ckpt_path: Path | None = None  # of the checkpoint to resume from, if it is not Trainer's own
+        self._ckpt_rng: dict[str, Any] | None = None
+        self._ckpt_saves_into: str | None = None
+        for name in self._ckpt_options.keys() & _GIVEN.keys():
+            raise ConfigurationError(f"ckpt[{name!r}] follows from {_GIVEN[name]}; leave it out")
+        super().__init__(*args, **kwargs)
+        require_covered(self.accelerator)
+        if reason := _not_covered(self):
+            raise ConfigurationError(f"{type(self).__name__} cannot save with ckpt: {reason}")
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Train, and go on from a checkpoint: see the class. Collective.
+
+        Raises:
+            CheckpointNotFoundError: there is no checkpoint to resume from.
+            CheckpointExistsError: training is to begin anew, or from an older checkpoint, where others are.
+            CorruptCheckpointError: the checkpoint is damaged; an older one is named by its path, with `ckpt={"overwrite": True}`.
+            SystemExit: SIGTERM has come; the step is saved.
+        """
+        self._ckpt_folder = Path(self._get_output_dir(trial)) / FOLDER
+        self._ckpt_path = self._ckpt_rng = None
+        self._ckpt_is_told = False
+        is_ours = self._ckpt_agreed(resume_from_checkpoint)
+        with tempfile.TemporaryDirectory(prefix="ckpt-trainer-") as files, ExitStack() as self._ckpt_open:
+            if resume_from_checkpoint and is_ours:
+                self._ckpt_path = self._ckpt_found(resume_from_checkpoint, Path(files))
+                resume_from_checkpoint = files if self._ckpt_path is not None else None
+            output = super().train(resume_from_checkpoint, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
+        if self._ckpt_is_told:
+            raise SystemExit(TOLD_TO_END)
+        return output
+
+    def _ckpt_agreed(self, resume: str | bool | None) -> bool:
+        """Whether the checkpoint to resume from is none of `Trainer` itself. Collective.
+
+        Raises:
+            ConfigurationError: ranks are to resume from different ones.
+        """
+        is_ours = not isinstance(resume, str | PathLike) or not (Path(resume) / _STATE).is_file()
+        topology = as_topology(None)
+        with topology.operation("start of training"), topology.phase("resume") as phase:
+            phase.payload = [str(resume), str(self._ckpt_folder), is_ours]
+        for rank, payload in enumerate(phase.payloads):
+            if payload != phase.payloads[0]:
+                raise ConfigurationError(
+                    f"ranks would resume from different checkpoints: [resume_from_checkpoint, folder, not Trainer's own] is {payload} on "
+                    f"rank {rank}, and {phase.payloads[0]} on rank 0"
+                )
+        return is_ours
+
+    def _ckpt_found(self, resume: str | bool, files: Path) -> Path | None:
+        """Return the checkpoint to resume from, and write its small files; None: there is none yet. Collective."""
+        which = "latest" if resume in (True, "latest") else as_folder("resume_from_checkpoint", str(resume))
+        with Checkpointer(self._ckpt_folder, trainer=self._ckpt_files, save_rng=False, on_sigterm=False) as checkpoints:
+            path = checkpoints.restore(which).path
+        if path is None:
+            own = get_last_checkpoint(str(self._ckpt_folder.parent)) if self._ckpt_folder.parent.is_dir() else None
+            if own is not None:
+                raise CheckpointNotFoundError(
+                    f"there is no checkpoint in {self._ckpt_folder}, but Trainer itself has saved {own}; name its path in "
+                    "resume_from_checkpoint to go on from it"
+                )
+            if resume is True:
+                raise CheckpointNotFoundError(
+                    f'there is no checkpoint in {self._ckpt_folder}; resume_from_checkpoint="latest" begins anew then'
+                )
+        if path is not None:
+            self._ckpt_files.write_to(files)
+        return path
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        self._ckpt_open.close()  # that of a batch size that did not fit
+        self._ckpt = self._ckpt_open.enter_context(self._checkpointer())
+        if self._ckpt_path is not None:
+            # Batches are skipped with the generators as they are now, and training goes on with the saved ones.
+            generators = self._generators()
+            now = generators.state_dict()
+            self._ckpt.restore(self._ckpt_path)
+            if not self.args.save_only_model:
+                self._ckpt_rng = generators.state_dict()
+            generators.load_state_dict(now)
+        if self.args.save_strategy != SaveStrategy.NO:
+            try:
+                self._ckpt.check_folder()
+            except CheckpointExistsError as error:
+                raise CheckpointExistsError(
+                    f'{error}. Of a Trainer: train(resume_from_checkpoint="latest"), or ckpt={{"overwrite": True}}'
+                ) from error
+        return prepared
+
+    def _checkpointer(self) -> Checkpointer:
+        objects: dict[str, Any] = {"model": self.model_wrapped, "trainer": self._ckpt_files}
+        if not self.args.save_only_model:
+            optimizer = self.optimizer.optimizer  # without Accelerate's wrapper
+            objects |= {"optimizer": optimizer, "scheduler": self.lr_scheduler, "scaler": self.accelerator.scaler}
+        limit = self.args.save_total_limit
+        has_best = limit is not None and limit > 0 and self.args.metric_for_best_model is not None
+        return Checkpointer(
+            self._ckpt_folder,
+            keep_last=limit if limit is not None and limit > 0 else None,
+            keep_best=1 if has_best else None,
+            metric=_BEST if has_best else None,
+            greater_is_better=True,
+            save_rng=not self.args.save_only_model,
+            save_at_end=False,
+            **objects,
+            **({"on_sigterm": False} if self.args.save_strategy == SaveStrategy.NO else {}) | self._ckpt_options,
+        )
+
+    def _generators(self) -> RNGState:
+        return RNGState(device_of(self.model.parameters()))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self._ckpt_path is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._ckpt_path is None:
+            super()._load_rng_state(checkpoint)
+        elif self._ckpt_rng is not None:
+            self._generators().load_state_dict(self._ckpt_rng)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if not self._ckpt_is_told and self._ckpt.is_told_to_end(self.state.global_step):
+            self._ckpt_is_told = True
+            self.control.should_save = self.control.should_training_stop = True
+            if self.args.save_strategy == SaveStrategy.BEST:  # an evaluation would decide on the save
+                self.control.should_evaluate = False
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Have the trainer write its small files into a temporary folder, and save these and all state. Collective."""
+        step, best_before = self.state.global_step, self.state.best_model_checkpoint
+        with tempfile.TemporaryDirectory(prefix="ckpt-trainer-") as folder:
+            files = Path(folder) / f"checkpoint-{step}"
+            files.mkdir()
+            self._ckpt_saves_into = folder
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._ckpt_saves_into = None
+            is_best = self.state.best_global_step == step
+            best = str(self._ckpt_folder / f"checkpoint-{as_checkpoint_id(step)}") if is_best else best_before
+            self.state.best_model_checkpoint = best
+            if self.args.should_save:
+                self.state.save_to_json(str(files / _STATE))
+            self._ckpt_files.read_from(files, type(self).__name__)
+        logged = [entry for entry in self.state.log_history if entry.get("step") == step]
+        metrics = {name: value for entry in logged for name, value in entry.items() if isinstance(value, Real)}
+        metrics.pop("step", None)
+        if self._ckpt.save(step, metrics=metrics | ({_BEST: step} if is_best else {})) is None:  # skipped
+            self.state.best_model_checkpoint = best_before
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._ckpt_saves_into or str(super()._get_output_dir(trial))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self._ckpt_saves_into is None:
+            super().save_model(output_dir, _internal_call)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._ckpt_saves_into is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        if self._ckpt_saves_into is None:
+            super()._save_scaler(output_dir)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self._ckpt_saves_into is None:
+            super()._save_rng_state(output_dir)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._ckpt.wait()
+        return super()._finalize_training(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        best = Path(self.state.best_model_checkpoint)
+        if not (best / MANIFEST_NAME).exists():  # of an earlier run without this class
+            super()._load_best_model()
+            return
+        load = self._ckpt_options.get("load")
+        load = load if isinstance(load, str) else "direct"  # an object is in use
+        with Checkpointer(
+            best.parent, model=self.model_wrapped, load=load, save_rng=False, on_sigterm=False
+        ) as checkpoints:
+            checkpoints.restore(best)
+
+
+class CkptTrainer(CkptTrainerMixin, Trainer):
+    """`transformers.Trainer` with checkpoints of this package: see `CkptTrainerMixin`."""
+
+
+def _not_covered(trainer: Any) -> str | None:
+    """What of a trainer cannot be saved here, or would be lost."""
+    args = trainer.args
+    if is_sagemaker_mp_enabled():
+        return "it trains with SageMaker's model parallelism"
+    if is_peft_available():
+        from peft import PeftModel
+
+        if isinstance(trainer.accelerator.unwrap_model(trainer.model), PeftModel):
+            return "PEFT saves adapters without the model below them, a checkpoint here would hold both"
+    if args.push_to_hub and args.hub_strategy != HubStrategy.END:
+        return f'hub_strategy="{args.hub_strategy.value}" pushes files of Trainer\'s own checkpoints; use hub_strategy="end"'
+    if args.save_on_each_node:
+        return "save_on_each_node=True: all nodes save one checkpoint together, in a folder that they share"
+    if args.enable_jit_checkpoint:
+        return "enable_jit_checkpoint=True: ranks would save at different steps; SIGTERM saves without it"
+    return None
+
+
+class _Files:
+    """The small files of a checkpoint of `Trainer`, from all ranks together."""
+
+    sharing_pattern = "sharded"
+
+    def __init__(self) -> None:
+        self._files: dict[str, bytes] = {}
+        self._refusal: str | None = None
+
+    def read_from(self, folder: Path, owner: str) -> None:
+        self._files = {}
+        files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        size = sum(path.stat().st_size for path in files.values())
+        self._refusal = None
+        if size > _MOST_BYTES:
+            names = ", ".join(files)
+            self._refusal = f"{owner} adds {size >> 20} MiB of files to a checkpoint ({names}), expected at most {_MOST_BYTES >> 20}; give"
+            self._refusal += ' an object with so much state in ckpt={"<name>": <object>}'
+            return
+        self._files = {name: path.read_bytes() for name, path in files.items()}
+
+    def write_to(self, folder: Path) -> None:
+        """Write the files.
+
+        Raises:
+            CorruptCheckpointError: a name leads out of the folder.
+        """
+        for name, data in self._files.items():
+            path = Path(name)
+            if path.is_absolute() or ".." in path.parts:
+                raise CorruptCheckpointError(
+                    f"a file of the component trainer is named {name!r}, which leads out of its folder"
+                )
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(data)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._refusal is not None:
+            raise ConfigurationError(self._refusal)
+        return {"files": self._files}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._files = dict(state_dict["files"])

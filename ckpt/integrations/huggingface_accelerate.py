@@ -1,0 +1,291 @@
+"""Hugging Face Accelerate: `accelerator.save_state(folder)` and `load_state(folder)` save and load checkpoints of this package.
+
+    from ckpt.integrations.huggingface_accelerate import CkptAccelerator as Accelerator
+
+Accelerate's hooks can take over the weights alone: `save_state` writes optimizers, schedules, samplers, registered objects and random
+generators as pickles after the last hook, into a folder that was there before the first one. So a save with hooks would be complete only
+when more has been written than they know of. This is a subclass instead, that writes everything, once, and commits it by a rename.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import SeedableRandomSampler
+from accelerate.utils import DistributedType
+
+from ckpt.api.checkpointer import ProgramRNG, auto_components
+from ckpt.backends.base import Backend
+from ckpt.catalog.ledger import Ledger
+from ckpt.errors import CheckpointNotFoundError, ConfigurationError
+from ckpt.format.manifest import MANIFEST_NAME
+from ckpt.loading.loader import Loader
+from ckpt.loading.strategy import LoadingStrategy
+from ckpt.memory.device import device_of
+from ckpt.saving.arguments import as_backend, as_folder, as_run, as_strategy
+from ckpt.saving.new_folder import save_into_new_folder
+from ckpt.saving.saver import SavedRun
+from ckpt.state.auto_sharing import AutoSharing
+from ckpt.state.collect import RankState, collect
+
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
+_OWN_FILE = "random_states_0.pkl"
+"""In every folder that Accelerate itself has saved."""
+
+
+class CkptAccelerator(Accelerator):
+    """`accelerate.Accelerator` with checkpoints of this package.
+
+    A checkpoint holds what `save_state` of Accelerate holds: models, optimizers, schedules, the gradient scaler, random generators of each
+    rank, objects of `register_for_checkpointing`, `step`, and of data loaders the epoch, the seed of a seedable sampler, and the state of a
+    stateful one. Of objects that differ between ranks, each rank's state is saved. Nothing is pickled.
+
+    The position within an epoch is the program's, as ever: `skip_first_batches`. Two things make the batches and the numbers drawn after
+    it those of the run that was killed: `set_epoch` before each epoch, and a `DataLoader(generator=...)` of its own, since a loader draws
+    from the default generator whenever it begins. Saves are synchronous; `ckpt.Checkpointer` takes prepared objects, too, and can save
+    beside training.
+
+    Args:
+        format: "zarr", "tensorstore", "kimi-engine", or a backend.
+        load: "direct", "two-stage", or a loading strategy.
+        args, kwargs: of `Accelerator`.
+
+    Raises:
+        ConfigurationError: DeepSpeed, Megatron-LM, FSDP1 or XLA, whose state this package does not know.
+    """
+
+    def __init__(
+        self, *args: Any, format: Backend | str = "zarr", load: LoadingStrategy | str = "direct", **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        require_covered(self)
+        self._ckpt_backend = as_backend(format)
+        self._ckpt_strategy = as_strategy(load)
+        self._ckpt_known: _Known | None = None
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> Path:
+        """Save all state as a checkpoint in `output_dir`, which appears complete, by a rename. Collective.
+
+        Args:
+            output_dir: of a folder that does not exist, or is empty. With `automatic_checkpoint_naming` the folder is
+                `<project_dir>/checkpoints/checkpoint_<n>`, whatever is given here, and `total_limit` of these stay.
+            safe_serialization: no effect: nothing is pickled.
+            save_model_func_kwargs: refused; they are DeepSpeed's.
+
+        Raises:
+            CheckpointExistsError: something is at `output_dir` already.
+            ConfigurationError: a hook of `register_save_state_pre_hook` is to write into a folder that is not there yet.
+        """
+        self._ckpt_require_no("save_state", self._save_model_state_pre_hook, save_model_func_kwargs)
+        project = self.project_configuration
+        if project.save_on_each_node:
+            raise ConfigurationError(
+                "save_on_each_node=True: all nodes save one checkpoint together, in a folder that they share"
+            )
+        path = self._ckpt_named(None if project.automatic_checkpoint_naming else output_dir)
+        path = path or self._ckpt_root / f"checkpoint_{project.iteration}"
+        known = self._ckpt_objects()
+        run = known.run
+
+        def collected() -> RankState:
+            components = known.sharing.settle()
+            with run.topology.phase("leaves"):
+                return collect(components, run.topology)
+
+        save_into_new_folder(path, run.topology, run.backend, collected)
+        project.iteration += 1
+        if project.automatic_checkpoint_naming and project.total_limit is not None:
+            with run.topology.operation(f"save into {path}"), run.topology.phase("retain"):
+                if run.topology.is_lead:
+                    ledger = Ledger(self._ckpt_root, run_id=str(self._ckpt_root))
+                    for old in _numbered(self._ckpt_root)[: -project.total_limit]:
+                        ledger.remove(old)
+        return path
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: Mapping[str, Any] | None = None, **load_model_func_kwargs: Any
+    ) -> None:
+        """Load a checkpoint in place, random generators last. Collective.
+
+        Args:
+            input_dir: of a checkpoint; also one that Accelerate itself saved. None: the newest of `automatic_checkpoint_naming`; the next
+                save gets the number after it.
+            load_kwargs, load_model_func_kwargs: passed on for a checkpoint that Accelerate itself saved, otherwise refused.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+            CorruptCheckpointError: bytes are missing or changed.
+            CheckpointError: it does not fit the objects of this program.
+        """
+        given = self._ckpt_named(input_dir)
+        if given is not None and (given / _OWN_FILE).is_file() and not (given / MANIFEST_NAME).exists():
+            super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+            return
+        self._ckpt_require_no("load_state", self._load_model_state_pre_hook, load_kwargs, load_model_func_kwargs)
+        run = self._ckpt_objects().run
+        with run.topology.operation("load_state"), run.topology.phase("find") as phase:
+            if run.topology.is_lead:
+                found = given or self.find_latest()
+                if found is None:
+                    raise CheckpointNotFoundError(f"there is no checkpoint in {self._ckpt_root}")
+                phase.payload = str(found)
+        path = Path(phase.payloads[0])
+        loader = Loader(run.components, run.topology, self._ckpt_strategy, run.device, verify=True, allow_pickle=False)
+        loader.load(path, strict=True)
+        if given is None:
+            self.project_configuration.iteration = _number(path) + 1
+
+    def find_latest(self) -> Path | None:
+        """Return the newest checkpoint of `automatic_checkpoint_naming`, or None. Not collective."""
+        return next(reversed(_numbered(self._ckpt_root)), None)
+
+    @property
+    def _ckpt_root(self) -> Path:
+        if self.project_dir is None:
+            raise ConfigurationError(
+                "automatic_checkpoint_naming needs a folder: give ProjectConfiguration(project_dir=...)"
+            )
+        return Path(self.project_dir) / "checkpoints"
+
+    def _ckpt_named(self, folder: str | None) -> Path | None:
+        """The folder of a call; None: it is to be found, or numbered.
+
+        Raises:
+            ConfigurationError: none is named, and none can be found.
+        """
+        if self.project_configuration.automatic_checkpoint_naming and folder is None:
+            return None
+        if folder is None:
+            raise ConfigurationError(
+                "name a folder, or make the accelerator with ProjectConfiguration(automatic_checkpoint_naming=True)"
+            )
+        return as_folder("the folder of a state", folder).expanduser()
+
+    def _ckpt_require_no(self, method: str, hooks: Mapping[Any, Any], *options: Mapping[str, Any] | None) -> None:
+        names = [name for given in options for name in given or ()]
+        if names:
+            raise ConfigurationError(
+                f"{method}({', '.join(names)}=...) has no effect on checkpoints of ckpt; leave it out"
+            )
+        if hooks:
+            raise ConfigurationError(
+                f"{method} calls no hooks: a checkpoint of ckpt is complete when its folder appears. Remove the hooks, and give "
+                "register_for_checkpointing an object that holds what they saved"
+            )
+
+    def _ckpt_objects(self) -> _Known:
+        """What is to be saved now. The sharing patterns of models and optimizers are found once."""
+        kinds = {
+            "model": self._models,
+            "optimizer": [one.optimizer for one in self._optimizers],
+            "scheduler": self._schedulers,
+            "dataloader": self._dataloaders,
+            "object": self._custom_objects,
+            "scaler": [self.scaler] if self.scaler is not None else [],
+        }
+        named = {f"{kind}_{at}" if at else kind: one for kind, ones in kinds.items() for at, one in enumerate(ones)}
+        known = self._ckpt_known
+        if known is None or [*map(id, known.objects.values())] != [*map(id, named.values())]:
+            device = device_of(parameter for model in self._models for parameter in model.parameters())
+            own: dict[str, Any] = {n: _LoaderState(one) for n, one in named.items() if n.startswith("dataloader")}
+            own["accelerator"] = _StepState(self)
+            own["rng"] = ProgramRNG(device, seed=torch.initial_seed(), step=lambda: int(self.step))
+            run = as_run(auto_components(named | own, {}), None, None, self._ckpt_backend, device)
+            self._ckpt_known = known = _Known(named, run, AutoSharing(run.components, run.topology))
+        return known
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Release what was prepared: see `Accelerator.free_memory`."""
+        self._ckpt_known = None
+        return super().free_memory(*objects)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """The objects of an accelerator by name, and how they are saved."""
+
+    objects: Mapping[str, Any]
+    run: SavedRun
+    sharing: AutoSharing
+
+
+def require_covered(accelerator: Any) -> None:
+    """Refuse ways to train whose state this package does not know.
+
+    Raises:
+        ConfigurationError: DeepSpeed, Megatron-LM, FSDP1 or XLA.
+    """
+    kind = accelerator.distributed_type
+    if kind is DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise ConfigurationError(
+            "FSDP1 keeps its state in flat parameters, which ckpt does not save; use fsdp_version=2"
+        )
+    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA):
+        raise ConfigurationError(
+            f"ckpt does not save the state of {kind.value}; use DDP or FSDP2, or the checkpoints of {kind.value} itself"
+        )
+
+
+class _StepState:
+    """`Accelerator.step`, the number of batches of gradients that are being added up."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._accelerator.step}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._accelerator.step = state_dict["step"]
+
+
+class _LoaderState:
+    """What Accelerate keeps of a prepared data loader; of a stateful one, its state."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"epoch": self._loader.iteration}
+        if (sampler := _seedable(self._loader)) is not None:
+            state["seed"] = sampler.initial_seed
+        if self._loader.use_stateful_dataloader:
+            state["loader"] = self._loader.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        if (sampler := _seedable(self._loader)) is not None and "seed" in state_dict:
+            sampler.initial_seed = state_dict["seed"]
+        self._loader.set_epoch(state_dict["epoch"])
+        if self._loader.use_stateful_dataloader:
+            self._loader.load_state_dict(state_dict["loader"])
+
+
+def _seedable(loader: Any) -> Any:
+    """The sampler of a loader that draws its order from a seed and the epoch; None: it has no such one."""
+    found = loader.sampler if isinstance(loader.sampler, SeedableRandomSampler) else loader.batch_sampler
+    while found is not None and not isinstance(found, SeedableRandomSampler):
+        found = getattr(found, "batch_sampler", None) or getattr(found, "sampler", None)
+    return found
+
+
+def _numbered(root: Path) -> list[Path]:
+    """The checkpoints of automatic naming, the oldest first."""
+    found = [
+        one for one in root.glob("checkpoint_*") if _NUMBERED.fullmatch(one.name) and (one / MANIFEST_NAME).exists()
+    ]
+    return sorted(found, key=_number)
+
+
+def _number(path: Path) -> int:
+    match = _NUMBERED.fullmatch(path.name)
+    assert match is not None, "the name is that of a checkpoint"
+    return int(match[1])

@@ -1,0 +1,92 @@
+"""Accelerate with checkpoints of this package, on several ranks that are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ckpt.errors import CheckpointError
+from ckpt.integrations.huggingface_accelerate import CkptAccelerator
+from ckpt.ranks.topology import Topology
+from ckpt.saving.manifest_writer import ManifestWriter
+from tests.ranks import run_ranks
+from tests.states import Held
+
+STEPS = 14
+
+
+def _train(topology: Topology, root: Path, killed_at: int | None = None) -> tuple[int, list[float], list[list[float]]]:
+    """Train over epochs of six batches of each rank, and save every fourth step. The first step, and from there on losses; last weights."""
+    world_size = str(topology.world_size)
+    os.environ.update({"RANK": str(topology.rank), "LOCAL_RANK": str(topology.rank)})
+    os.environ.update({"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size})
+    accelerator = CkptAccelerator(
+        cpu=True,
+        project_config=ProjectConfiguration(str(root), automatic_checkpoint_naming=True, total_limit=2),
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+    )
+    assert accelerator.num_processes == topology.world_size
+    set_seed(0, device_specific=True)
+    data = TensorDataset(torch.arange(96.0).reshape(24, 4).cos())
+    loader = DataLoader(data, batch_size=2, shuffle=True, generator=torch.Generator())
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    step, own = Held({"step": 0}), Held({"rank": topology.rank})
+    accelerator.register_for_checkpointing(step, own)
+    if accelerator.find_latest() is not None:
+        accelerator.load_state()
+        step.state = dict(step.loaded)
+        assert own.loaded == {"rank": topology.rank}, "Accelerate would have kept that of rank 0"
+    start, losses = step.state["step"], []
+    while step.state["step"] < STEPS:
+        epoch, position = divmod(step.state["step"], len(loader))
+        loader.set_epoch(epoch)
+        for (batch,) in accelerator.skip_first_batches(loader, position):
+            loss = model(batch).square().mean()
+            optimizer.zero_grad()
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            losses.append(loss.item())
+            step.state = {"step": step.state["step"] + 1}
+            if step.state["step"] == killed_at:
+                _die_in_a_save(topology)
+            if step.state["step"] % 4 == 0:
+                accelerator.save_state()
+            if step.state["step"] == STEPS:
+                break
+    return start, losses, next(model.parameters()).tolist()
+
+
+def _die_in_a_save(topology: Topology) -> None:
+    """Let the lead be killed when all files but the manifest are written, the others as soon as they hear of it."""
+    if topology.is_lead:
+        ManifestWriter.write = lambda *_args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment]
+
+
+def test_ranks_that_are_killed_in_a_save_go_on_to_the_bit(tmp_path: Path) -> None:
+    straight: list[Any] = run_ranks(2, _train, tmp_path / "straight", process_group=True, is_only=True)
+    run_ranks(2, _killed, tmp_path / "killed", process_group=True, expect_dead=[0])
+    assert sorted(path.name for path in (tmp_path / "killed/checkpoints").glob("checkpoint*")) == ["checkpoint_0"]
+    resumed = run_ranks(2, _train, tmp_path / "killed", process_group=True, is_only=True)
+    for (_, losses, weights), (start, again, weights_again) in zip(straight, resumed, strict=True):
+        assert start == 4
+        assert again == losses[4:]
+        assert weights == weights_again
+    assert straight[0][1] != straight[1][1], "each rank has its own batches and generators"
+    assert sorted(path.name for path in (tmp_path / "killed/checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]
+
+
+def _killed(topology: Topology, root: Path) -> None:
+    with pytest.raises(CheckpointError, match="rank 0"):
+        _train(topology, root, 8)

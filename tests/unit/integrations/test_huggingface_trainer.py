@@ -1,0 +1,262 @@
+"""Trainer with checkpoints of this package, in one process. The oracle is Trainer with its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from accelerate.utils import DistributedType
+from transformers import Trainer
+
+from ckpt import Checkpointer
+from ckpt.catalog.ledger import Ledger
+from ckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    MissingStateError,
+)
+from ckpt.format.stored import read_manifest
+from ckpt.integrations.huggingface import CkptTrainer, CkptTrainerMixin, _Files
+from ckpt.integrations.huggingface_accelerate import require_covered
+from ckpt.ranks.sigterm import TOLD_TO_END
+from tests.trainers import STEPS, Seen, Stopped, state_of, stop, trainer
+from tests.values import same_values
+
+
+def saved_in(folder: Path) -> list[str]:
+    return [one.id.lstrip("0") for one in Ledger(folder / "ckpt", run_id="reader").committed()]
+
+
+def stopped_at(step: int, folder: Path, **arguments: Any) -> None:
+    """Train until a step has begun, as if the process was killed then."""
+    with pytest.raises(Stopped):
+        trainer(folder, Seen(step, stop), **arguments).train(resume_from_checkpoint="latest")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ckpt_options"),
+    [
+        ({}, {"mode": "async", "format": "tensorstore", "load": "two-stage"}),
+        ({"gradient_accumulation_steps": 3, "save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 3}, {}),
+        ({"ignore_data_skip": True, "logging_steps": 1}, {"format": "kimi-engine"}),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 2}, {}),
+    ],
+    ids=["async", "accumulation-and-epochs", "ignore_data_skip", "plateau"],
+)
+def test_it_goes_on_to_the_same_bits_as_trainer_with_its_own_checkpoints(
+    tmp_path: Path, arguments: dict[str, Any], ckpt_options: dict[str, Any]
+) -> None:
+    own, straight = trainer(tmp_path / "own", before := Seen(), kind=Trainer, **arguments), Seen()
+    own.train()
+    at = before.saved[1]
+    stopped_at(at + 1, tmp_path / "ours", ckpt=ckpt_options, **arguments)
+    resumed = trainer(tmp_path / "ours", straight, ckpt=ckpt_options, **arguments)
+    resumed.train(resume_from_checkpoint=True)
+    assert min(straight.losses) == at + 1
+    assert straight.saved == [step for step in before.saved if step > at]
+    if arguments.get("ignore_data_skip"):  # other batches than in the run without a break
+        own = trainer(tmp_path / "own", before := Seen(), kind=Trainer, **arguments)
+        own.train(resume_from_checkpoint=str(tmp_path / f"own/checkpoint-{at}"))
+    assert straight.losses == {step: loss for step, loss in before.losses.items() if step > at}
+    assert same_values(state_of(resumed), state_of(own))
+    assert not list((tmp_path / "ours").glob("checkpoint-*")), "Trainer's own name is left alone"
+
+
+def test_a_run_with_checkpoints_of_trainer_goes_on_with_ours(tmp_path: Path) -> None:
+    own = trainer(tmp_path, before := Seen(), kind=Trainer)
+    own.train()
+    for resume in (True, "latest"):
+        with pytest.raises(CheckpointNotFoundError, match="Trainer itself has saved .*checkpoint-12; name its path"):
+            trainer(tmp_path).train(resume_from_checkpoint=resume)
+    resumed = trainer(tmp_path, after := Seen())
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    assert after.losses == {step: before.losses[step] for step in range(9, STEPS + 1)}
+    assert same_values(state_of(resumed), state_of(own))
+    assert saved_in(tmp_path) == ["12"]
+
+
+class Graded(CkptTrainer):
+    """The metric of step 4n is the n-th one."""
+
+    grades = (3.0, 1.0, 1.0, 2.0, 2.5)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        metrics = {"eval_grade": self.grades[self.state.global_step // 4 - 1]}
+        self.log(metrics)
+        return metrics
+
+
+class GradedByTrainer(Trainer):
+    evaluate = Graded.evaluate
+    grades = Graded.grades
+
+
+BEST = {
+    "eval_strategy": "steps",
+    "eval_steps": 4,
+    "metric_for_best_model": "grade",
+    "greater_is_better": False,
+    "max_steps": 20,
+}
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_best_checkpoint_stays_and_is_loaded_at_the_end(tmp_path: Path, mode: str) -> None:
+    arguments = BEST | {"load_best_model_at_end": True, "save_total_limit": 1}
+    one = trainer(tmp_path / "ours", kind=Graded, ckpt={"mode": mode}, **arguments)
+    stopped = Seen(14, stop)
+    with pytest.raises(Stopped):
+        trainer(tmp_path / "ours", stopped, kind=Graded, ckpt={"mode": mode}, **arguments).train()
+    one.train(resume_from_checkpoint=True)
+    own = trainer(tmp_path / "own", kind=GradedByTrainer, **arguments)
+    own.train()
+    assert saved_in(tmp_path / "ours") == ["8", "20"], "of equal ones the first is the best, as Trainer judges"
+    assert one.state.best_model_checkpoint == str(tmp_path / "ours/ckpt/checkpoint-00000008")
+    assert same_values(one.model.state_dict(), own.model.state_dict())
+    metrics = read_manifest(tmp_path / "ours/ckpt/checkpoint-00000008").metrics
+    assert metrics["eval_grade"] == 1.0
+    assert {"loss", "learning_rate", "grad_norm"} <= metrics.keys()
+
+
+def test_save_strategy_best_and_save_only_model_are_trainers(tmp_path: Path) -> None:
+    seen = Seen()
+    trainer(tmp_path, seen, kind=Graded, save_strategy="best", save_only_model=True, **BEST).train()
+    assert seen.saved == [4, 8]
+    assert set(read_manifest(tmp_path / "ckpt/checkpoint-00000008").components) == {"model", "trainer"}
+    with pytest.raises(MissingStateError, match="optimizer"):
+        trainer(tmp_path, kind=Graded, save_strategy="best", **BEST).train(resume_from_checkpoint="latest")
+    resumed = trainer(tmp_path, after := Seen(), kind=Graded, save_strategy="best", save_only_model=True, **BEST)
+    resumed.train(resume_from_checkpoint="latest")
+    assert min(after.losses) == 9
+
+
+def test_training_that_would_mix_with_other_checkpoints_is_refused_before_its_first_step(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match='resume_from_checkpoint="latest" begins anew'):
+        trainer(tmp_path).train(resume_from_checkpoint=True)
+    trainer(tmp_path).train()
+    for resume, why in (
+        (None, "holds the checkpoints of an earlier run"),
+        (tmp_path / "ckpt/checkpoint-00000004", "newer"),
+    ):
+        seen = Seen()
+        with pytest.raises(CheckpointExistsError, match=f"{why}.*Of a Trainer: train\\(resume"):
+            trainer(tmp_path, seen).train(resume_from_checkpoint=resume)
+        assert not seen.losses
+    assert saved_in(tmp_path) == ["4", "8", "12"]
+    older = trainer(tmp_path, Seen(6, stop), ckpt={"overwrite": True})
+    with pytest.raises(Stopped):
+        older.train(resume_from_checkpoint=str(tmp_path / "ckpt/checkpoint-00000004"))
+    assert saved_in(tmp_path) == ["4"]
+    anew = trainer(tmp_path, ckpt={"overwrite": True}, save_steps=12)
+    anew.train()
+    assert saved_in(tmp_path) == ["12"]
+
+
+def test_sigterm_saves_the_step_and_ends_the_program(tmp_path: Path) -> None:
+    told = Seen(6, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as ended:
+        trainer(tmp_path, told, ckpt={"mode": "async"}).train()
+    assert ended.value.code == TOLD_TO_END
+    assert told.saved == [4, 7]
+    assert saved_in(tmp_path) == ["4", "7"]
+    trainer(tmp_path, after := Seen()).train(resume_from_checkpoint=True)
+    assert min(after.losses) == 8
+    told = Seen(11, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        trainer(tmp_path / "best", told, kind=Graded, save_strategy="best", **BEST).train()
+    assert told.saved == [4, 8, 12], "though the last one is not the best"
+
+
+class _OwnFiles(Trainer):
+    num_bytes = 10
+    kept: Any = None
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        (folder / "below").mkdir()
+        (folder / "below/own.json").write_text(json.dumps("x" * self.num_bytes))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self.kept = json.loads((Path(checkpoint or "") / "below/own.json").read_text())
+
+
+class OwnFiles(CkptTrainerMixin, _OwnFiles):
+    """Keeps something in a file of the checkpoint, as trainers of TRL do."""
+
+
+def test_files_that_a_trainer_adds_to_its_checkpoints_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped_at(6, tmp_path, kind=OwnFiles)
+    resumed = trainer(tmp_path, kind=OwnFiles)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.kept == "x" * 10
+    monkeypatch.setattr(_OwnFiles, "num_bytes", 65 << 20)
+    with pytest.raises(ConfigurationError, match=r"OwnFiles adds 65 MiB of files.*below/own.json"):
+        trainer(tmp_path / "large", kind=OwnFiles).train()
+    assert saved_in(tmp_path / "large") == []
+
+
+def test_files_of_a_checkpoint_stay_in_their_folder(tmp_path: Path) -> None:
+    for name in ("../out", str(tmp_path / "out")):
+        files = _Files()
+        files.load_state_dict({"files": {name: b"x"}})
+        with pytest.raises(CorruptCheckpointError, match="leads out of its folder"):
+            files.write_to(tmp_path / "in")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_save_that_is_skipped_is_not_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = trainer(tmp_path, kind=Graded, **BEST)
+    monkeypatch.setattr(Checkpointer, "save", lambda *_args, **_options: None)  # as with `when_busy="skip"`
+    one.train()
+    assert one.state.best_model_checkpoint is None
+
+
+def test_a_damaged_checkpoint_is_not_trained_from(tmp_path: Path) -> None:
+    trainer(tmp_path).train()
+    file = next((tmp_path / "ckpt/checkpoint-00000012/optimizer").rglob("c/0*"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    seen = Seen()
+    with pytest.raises(CorruptCheckpointError, match="checkpoint-00000012"):
+        trainer(tmp_path, seen, max_steps=20).train(resume_from_checkpoint="latest")
+    assert not seen.losses
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refusal"),
+    [
+        ({"ckpt": {"keep_last": 3}}, "follows from TrainingArguments\\(save_total_limit"),
+        ({"ckpt": {"rng": object()}}, "follows from Trainer itself"),
+        ({"save_on_each_node": True}, "all nodes save one checkpoint together"),
+        ({"enable_jit_checkpoint": True}, "SIGTERM saves without it"),
+    ],
+)
+def test_what_is_not_covered_is_refused_when_the_trainer_is_made(
+    tmp_path: Path, arguments: dict[str, Any], refusal: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=refusal):
+        trainer(tmp_path, **arguments)
+
+
+def test_pushes_of_trainers_own_checkpoints_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trainer, "init_hf_repo", lambda self: None)
+    with pytest.raises(ConfigurationError, match='hub_strategy="every_save" pushes files'):
+        trainer(tmp_path, push_to_hub=True)
+    trainer(tmp_path, push_to_hub=True, hub_strategy="end")
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA", "FSDP"])
+def test_unknown_ways_to_train_are_refused(kind: str) -> None:
+    with pytest.raises(ConfigurationError, match="ckpt does not save"):
+        require_covered(SimpleNamespace(distributed_type=DistributedType[kind], is_fsdp2=False))
+    require_covered(SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=True))

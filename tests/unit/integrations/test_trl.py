@@ -1,0 +1,60 @@
+"""A trainer of TRL with checkpoints of this package. TRL is in no extra: `pip install trl`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt.integrations.huggingface import CkptTrainerMixin
+
+pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
+STEPS = 12
+
+
+def _trainer(folder: Path, *callbacks: Any) -> Any:
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from tests.trainers import model
+
+    class Tuner(CkptTrainerMixin, trl.SFTTrainer):
+        pass
+
+    words = ["<eos>", *(f"word{number}" for number in range(15))]
+    tokens = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<eos>"))
+    tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="<eos>", eos_token="<eos>")
+    texts = [" ".join(words[1 + (first * at) % 15] for at in range(6)) for first in range(30)]
+    arguments = trl.SFTConfig(
+        str(folder),
+        max_steps=STEPS,
+        save_steps=4,
+        per_device_train_batch_size=2,
+        logging_steps=1,
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    data = Dataset.from_dict({"text": texts})
+    return Tuner(model(), arguments, train_dataset=data, processing_class=tokenizer, callbacks=[*callbacks])
+
+
+def test_sft_goes_on_to_the_bit(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="TRL is not installed")
+    from tests.trainers import Seen, Stopped, state_of, stop
+    from tests.values import same_values
+
+    straight = _trainer(tmp_path / "straight", before := Seen())
+    straight.train()
+    with pytest.raises(Stopped):
+        _trainer(tmp_path / "stopped", Seen(10, stop)).train(resume_from_checkpoint="latest")
+    resumed = _trainer(tmp_path / "stopped", after := Seen())
+    resumed.train(resume_from_checkpoint="latest")
+    assert after.losses == {step: before.losses[step] for step in range(9, STEPS + 1)}
+    assert same_values(state_of(resumed), state_of(straight))
+    assert (tmp_path / "stopped/README.md").exists(), "TRL's own part of a save is done"
