@@ -4,7 +4,7 @@ Files:
 
     dcp                     `torch.distributed.checkpoint.save` and `load`, by one argument
     torchtitan              the checkpoint manager of torchtitan's trainer, by one word on its command line
-    lightning               Lightning's Trainer: a `CheckpointIO`, a strategy for sharded state, and the random generators
     huggingface_accelerate  Hugging Face Accelerate: `save_state` and `load_state` of an `Accelerator`
     huggingface             Hugging Face transformers: `Trainer`, and trainers made from it, such as TRL's
+    lightning               Lightning's Trainer: a `CheckpointIO`, a strategy for sharded state, and the random generators
 """
