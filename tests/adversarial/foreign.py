@@ -115,6 +115,7 @@ def _attempts(craft: Craft, place: Path) -> Iterator[Outcome]:
 
 def _attempt(attempt: str, place: Path, way: str) -> _Answer:
     root, printed = place / "root", io.StringIO()
+    sys.dont_write_bytecode = True  # of what is imported late
     try:
         with redirect_stdout(printed):
             text = _do(attempt, root, root / "checkpoint-2", place / "out" / "converted", _ranks_of(way))

@@ -18,6 +18,8 @@ KEYS = re.compile(
 """The keys of a config replace argument names."""
 TO_BE_WRITTEN_ANEW = {"ledger.py", "owner.py", "save_settings.py"}
 """Files some of whose sentences still do so."""
+WITH_SUCH_AN_ARGUMENT = {"huggingface.py"}
+"""`CkptTrainer(ckpt={...})`."""
 
 
 def test_no_sentence_of_the_library_speaks_to_a_command_line() -> None:
@@ -30,7 +32,7 @@ def test_no_sentence_of_the_library_speaks_to_a_command_line() -> None:
         said = [text for text in texts if isinstance(text, str) and KEYS.search(text)]
         if said:
             found[path.name] = said
-    assert {name: said for name, said in found.items() if name not in TO_BE_WRITTEN_ANEW} == {}
+    assert {name: said for name, said in found.items() if name not in TO_BE_WRITTEN_ANEW | WITH_SUCH_AN_ARGUMENT} == {}
 
 
 @pytest.mark.parametrize(

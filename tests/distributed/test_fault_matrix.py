@@ -241,8 +241,9 @@ NO_SAVE_OR_LOAD = (
     "timing",
     "async_utils",
     "new_folder",
-)  # joining, naming groups, digesting the state for a test, summing up times, requests of other programs (test_async_queue.py), and
-# saves of one state dict (test_checkpointer_ranks.py)
+    "folder_saves",
+)  # joining, naming groups, digesting the state for a test, summing up times, requests of other programs (test_async_queue.py),
+# saves of one state dict (test_checkpointer_ranks.py), and those that a framework names (test_folder_saves.py)
 OTHER_WAY_IN = (
     "dist_checkpointing",  # see test_dist_checkpointing_faults.py
     "api",
