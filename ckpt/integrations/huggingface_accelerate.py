@@ -28,6 +28,7 @@ from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.loading.loader import Loader
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.memory.device import device_of
+from ckpt.ranks.topology import Topology
 from ckpt.saving.arguments import as_backend, as_folder, as_run, as_strategy
 from ckpt.saving.new_folder import save_into_new_folder
 from ckpt.saving.saver import SavedRun
@@ -35,8 +36,8 @@ from ckpt.state.auto_sharing import AutoSharing
 from ckpt.state.collect import RankState, collect
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
-_OWN_FILE = "random_states_0.pkl"
-"""In every folder that Accelerate itself has saved."""
+_OWN_FILES = "random_states_*.pkl"
+"""In every folder that Accelerate itself has saved: one of each rank, perhaps on the disk of its node."""
 
 
 class CkptAccelerator(Accelerator):
@@ -76,7 +77,8 @@ class CkptAccelerator(Accelerator):
 
         Args:
             output_dir: of a folder that does not exist, or is empty. With `automatic_checkpoint_naming` the folder is
-                `<project_dir>/checkpoints/checkpoint_<n>`, whatever is given here, and `total_limit` of these stay.
+                `<project_dir>/checkpoints/checkpoint_<n>`, whatever is given here; n is greater than that of every checkpoint there, and
+                at least `ProjectConfiguration.iteration`. `total_limit` of them stay, the new one always.
             safe_serialization: no effect: nothing is pickled.
             save_model_func_kwargs: refused; they are DeepSpeed's.
 
@@ -90,10 +92,10 @@ class CkptAccelerator(Accelerator):
             raise ConfigurationError(
                 "save_on_each_node=True: all nodes save one checkpoint together, in a folder that they share"
             )
-        path = self._ckpt_named(None if project.automatic_checkpoint_naming else output_dir)
-        path = path or self._ckpt_root / f"checkpoint_{project.iteration}"
+        named = self._ckpt_named(None if project.automatic_checkpoint_naming else output_dir)
         known = self._ckpt_objects()
         run = known.run
+        path = named or self._ckpt_next(run.topology)
 
         def collected() -> RankState:
             components = known.sharing.settle()
@@ -101,12 +103,12 @@ class CkptAccelerator(Accelerator):
                 return collect(components, run.topology)
 
         save_into_new_folder(path, run.topology, run.backend, collected)
-        project.iteration += 1
-        if project.automatic_checkpoint_naming and project.total_limit is not None:
+        project.iteration = project.iteration + 1 if named else _number(path) + 1
+        if named is None and project.total_limit is not None:
             with run.topology.operation(f"save into {path}"), run.topology.phase("retain"):
                 if run.topology.is_lead:
                     ledger = Ledger(self._ckpt_root, run_id=str(self._ckpt_root))
-                    for old in _numbered(self._ckpt_root)[: -project.total_limit]:
+                    for old in _numbered(self._ckpt_root)[: -max(project.total_limit, 1)]:
                         ledger.remove(old)
         return path
 
@@ -116,8 +118,8 @@ class CkptAccelerator(Accelerator):
         """Load a checkpoint in place, random generators last. Collective.
 
         Args:
-            input_dir: of a checkpoint; also one that Accelerate itself saved. None: the newest of `automatic_checkpoint_naming`; the next
-                save gets the number after it.
+            input_dir: of a checkpoint; also one that Accelerate itself saved. None: the newest of `automatic_checkpoint_naming`. A
+                checkpoint of that folder sets `ProjectConfiguration.iteration` to the number after it.
             load_kwargs, load_model_func_kwargs: passed on for a checkpoint that Accelerate itself saved, otherwise refused.
 
         Raises:
@@ -126,21 +128,24 @@ class CkptAccelerator(Accelerator):
             CheckpointError: it does not fit the objects of this program.
         """
         given = self._ckpt_named(input_dir)
-        if given is not None and (given / _OWN_FILE).is_file() and not (given / MANIFEST_NAME).exists():
-            super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
-            return
-        self._ckpt_require_no("load_state", self._load_model_state_pre_hook, load_kwargs, load_model_func_kwargs)
         run = self._ckpt_objects().run
         with run.topology.operation("load_state"), run.topology.phase("find") as phase:
-            if run.topology.is_lead:
-                found = given or self.find_latest()
-                if found is None:
-                    raise CheckpointNotFoundError(f"there is no checkpoint in {self._ckpt_root}")
-                phase.payload = str(found)
-        path = Path(phase.payloads[0])
-        loader = Loader(run.components, run.topology, self._ckpt_strategy, run.device, verify=True, allow_pickle=False)
-        loader.load(path, strict=True)
-        if given is None:
+            found = given or (self.find_latest() if run.topology.is_lead else None)
+            if found is None and run.topology.is_lead:
+                raise CheckpointNotFoundError(f"there is no checkpoint in {self._ckpt_root}")
+            is_own = given is not None and any(given.glob(_OWN_FILES)) and not (given / MANIFEST_NAME).exists()
+            phase.payload = [str(found), is_own]
+        path = Path(phase.payloads[0][0])
+        if any(is_own for _, is_own in phase.payloads):
+            super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+        else:
+            self._ckpt_require_no("load_state", self._load_model_state_pre_hook, load_kwargs, load_model_func_kwargs)
+            loader = Loader(
+                run.components, run.topology, self._ckpt_strategy, run.device, verify=True, allow_pickle=False
+            )
+            loader.load(path, strict=True)
+        is_in_root = self.project_dir is not None and path.parent.resolve() == self._ckpt_root.resolve()
+        if is_in_root and _NUMBERED.fullmatch(path.name):
             self.project_configuration.iteration = _number(path) + 1
 
     def find_latest(self) -> Path | None:
@@ -154,6 +159,15 @@ class CkptAccelerator(Accelerator):
                 "automatic_checkpoint_naming needs a folder: give ProjectConfiguration(project_dir=...)"
             )
         return Path(self.project_dir) / "checkpoints"
+
+    def _ckpt_next(self, topology: Topology) -> Path:
+        """The next folder of `automatic_checkpoint_naming`, as the lead sees it. Collective."""
+        with topology.operation("save_state"), topology.phase("number") as phase:
+            if topology.is_lead:
+                newest = self.find_latest()
+                least = 0 if newest is None else _number(newest) + 1
+                phase.payload = str(self._ckpt_root / f"checkpoint_{max(self.project_configuration.iteration, least)}")
+        return Path(phase.payloads[0])
 
     def _ckpt_named(self, folder: str | None) -> Path | None:
         """The folder of a call; None: it is to be found, or numbered.

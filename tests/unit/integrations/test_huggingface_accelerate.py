@@ -121,6 +121,39 @@ def test_checkpoints_are_numbered_and_the_newest_ones_stay(tmp_path: Path) -> No
     assert program.accelerator.save_state() == root / "checkpoint_3"
 
 
+def test_a_numbered_save_is_newer_than_all_there_and_stays(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+
+    def program(limit: int) -> CkptAccelerator:
+        project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=limit)
+        accelerator = CkptAccelerator(cpu=True, project_config=project)
+        accelerator.register_for_checkpointing(Held({}))
+        return accelerator
+
+    one = program(2)
+    for _ in range(3):
+        one.save_state()
+    another = program(2)
+    another.load_state(str(root / "checkpoint_1"))
+    assert another.save_iteration == 2, "the folder of its own, before it has looked for newer ones"
+    assert another.save_state() == root / "checkpoint_3"
+    assert program(2).save_state() == root / "checkpoint_4", "of a process that has loaded nothing"
+    assert sorted(path.name for path in root.iterdir()) == ["checkpoint_3", "checkpoint_4"]
+    assert program(0).save_state() == root / "checkpoint_5"
+    assert [path.name for path in root.iterdir()] == ["checkpoint_5"], "one stays, as in Accelerate"
+
+
+def test_a_state_of_accelerate_on_the_disks_of_its_nodes_is_known_by_all_ranks(tmp_path: Path) -> None:
+    own = Accelerator(cpu=True)
+    own.register_for_checkpointing(Held({"a": 1}))
+    own.save_state(str(tmp_path))
+    (tmp_path / "random_states_0.pkl").rename(tmp_path / "random_states_8.pkl")  # as on the second node
+    accelerator = CkptAccelerator(cpu=True)
+    accelerator.register_for_checkpointing(held := Held({}))
+    accelerator.load_state(str(tmp_path))
+    assert held.loaded == {"a": 1}
+
+
 def test_a_state_that_accelerate_has_saved_is_loaded(tmp_path: Path) -> None:
     program = Program(Accelerator)
     program.train(0, 4)
