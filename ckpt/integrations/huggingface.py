@@ -7,13 +7,15 @@
 
 A `TrainerCallback` can save, but not resume: the first one that `train` calls comes after the epoch to begin with and the batches to
 skip were read from `trainer_state.json`. So this is a mixin. It replaces what `Trainer` writes and reads itself. The small files of a
-checkpoint, `trainer_state.json` and those that a subclass adds, pass through a temporary folder, and are a component here.
+checkpoint, `trainer_state.json` and those that `_save_checkpoint` of a subclass adds, pass through a temporary folder, and are a component
+here.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import ExitStack
 from numbers import Real
 from os import PathLike
@@ -21,17 +23,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer
+from transformers.integrations import ClearMLCallback, MLflowCallback, WandbCallback
 from transformers.trainer_utils import HubStrategy, SaveStrategy, get_last_checkpoint
-from transformers.utils import is_peft_available, is_sagemaker_mp_enabled
+from transformers.utils import ENV_VARS_TRUE_VALUES, is_peft_available, is_sagemaker_mp_enabled
 
 from ckpt.api.checkpointer import Checkpointer
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.manifest import MANIFEST_NAME
+from ckpt.format.stored import read_manifest
 from ckpt.integrations.huggingface_accelerate import require_covered
 from ckpt.memory.device import device_of
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.saving.arguments import as_checkpoint_id, as_folder, as_topology
-from ckpt.state.statefuls import RNGState
+from ckpt.state.statefuls import OptimizerState, RNGState
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -44,6 +48,17 @@ _STATE = "trainer_state.json"
 _BEST = "best_at_step"
 """The metric of checkpoints that were the best when they were saved, as `Trainer` judges it: their step."""
 _MOST_BYTES = 64 << 20
+_NOT_CALLED = (
+    "save_model",
+    "_save",
+    "_save_optimizer_and_scheduler",
+    "_save_scaler",
+    "_save_rng_state",
+    "_load_from_checkpoint",
+    "_load_rng_state",
+    "_load_best_model",
+)
+"""Methods of `Trainer` that write or read files which a checkpoint of this package does not have."""
 _GIVEN = {
     "keep_last": "TrainingArguments(save_total_limit=...)",
     "keep_best": "TrainingArguments(metric_for_best_model=...)",
@@ -60,23 +75,36 @@ _GIVEN = {
     "rng": "Trainer itself",
 }
 """Arguments of `Checkpointer` that follow from something else."""
+_UPLOADS: dict[type, tuple[str, str, Set[str]]] = {
+    WandbCallback: ("WANDB_LOG_MODEL", "FALSE", {"CHECKPOINT"}),
+    MLflowCallback: ("HF_MLFLOW_LOG_ARTIFACTS", "FALSE", ENV_VARS_TRUE_VALUES),
+    ClearMLCallback: ("CLEARML_LOG_MODEL", "TRUE", ENV_VARS_TRUE_VALUES),
+}
+"""Callbacks that read `<output_dir>/checkpoint-<step>` after a save: the environment variable, its default, and values that say so."""
 
 
 class CkptTrainerMixin(_Base):
     """Gives a trainer checkpoints of this package. It is named before the trainer's class: `class MyTrainer(CkptTrainerMixin, SFTTrainer)`.
 
     A checkpoint is `<output_dir>/ckpt/checkpoint-<step>`, saved by all ranks and committed by one rename. It holds the model, optimizer,
-    schedule, gradient scaler, the random generators of each rank, and the small files that `Trainer` or a subclass adds to a checkpoint.
-    `TrainingArguments` say when to save, and what: `save_strategy`, `save_steps`, `save_only_model`; after the last one training goes on
-    with a new optimizer, as in `Trainer`. The `save_total_limit` newest checkpoints stay, and beside them the best one if there is
-    `metric_for_best_model`. What was logged at a step is in the manifest as its metrics. SIGTERM to any rank saves after its step, and
-    ends the program with exit code 143, without `enable_jit_checkpoint`.
+    schedule, gradient scaler, the random generators of each rank, and the small files that `_save_checkpoint` of `Trainer` or a subclass
+    adds. It is no folder for `from_pretrained`: `trainer.save_model(folder)` writes one, and `ckpt.load` reads a checkpoint.
+
+    `TrainingArguments` say when to save, and what: `save_strategy`, `save_steps`, `save_only_model`. With the last one, as in `Trainer`,
+    an optimizer that the checkpoint holds is restored all the same; otherwise training goes on with a new one. The `save_total_limit`
+    newest checkpoints stay, and beside them the best one if there is `metric_for_best_model`. What was logged at a step is in the
+    manifest as its metrics.
+
+    SIGTERM to any rank saves after its step, without the evaluation if one is due, and ends the program with exit code 143, without
+    `enable_jit_checkpoint`. `SaveSettings.grace_s`, 20 s, is the time for all of that: a step or an evaluation that goes on for longer
+    ends unsaved. `ckpt={"mode": SaveSettings(grace_s=...)}` sets it (`ckpt.saving.save_settings`).
 
     `train(resume_from_checkpoint=...)` takes "latest": the newest checkpoint, or the start of training if there is none; True: the
     newest, or an error; a path, also of a checkpoint that `Trainer` saved. As in `Trainer`, batches are skipped, and the random generators
-    are set after that. Other numbers of ranks go on from the same step, with generators derived from the program's seed. Training that
-    begins anew where checkpoints are is refused, as is one that goes on from an older checkpoint than the newest: with
-    `ckpt={"overwrite": True}` it replaces them, or sets the newer ones aside.
+    are set after that. Other numbers of ranks go on from the same step, with generators derived from the program's seed. A run that has
+    ended trains no further step. Training that begins anew where checkpoints are is refused, as is one that goes on from an older
+    checkpoint than the newest: with `ckpt={"overwrite": True}` it replaces them, or sets the newer ones aside. `auto_find_batch_size`
+    does so with what an attempt has saved that ran out of memory.
 
     `save_model`, `save_state`, `push_to_hub` and `hub_strategy="end"` write what they do without it.
 
@@ -86,16 +114,20 @@ class CkptTrainerMixin(_Base):
         args, kwargs: of the trainer.
 
     Raises:
-        ConfigurationError: DeepSpeed, FSDP1, SageMaker or XLA; a PEFT model; an option of `TrainingArguments` that needs the
-            files of `Trainer`'s own checkpoints; or an argument in `ckpt` that follows from `TrainingArguments`.
+        ConfigurationError: DeepSpeed, FSDP1, SageMaker or XLA; a PEFT model; an option of `TrainingArguments`, a callback, or a method of
+            the trainer's class that needs the files of `Trainer`'s own checkpoints; or an argument in `ckpt` that follows from
+            `TrainingArguments`.
     """
+
+    _ckpt: Checkpointer  # while it trains
 
     def __init__(self, *args: Any, ckpt: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._ckpt_options = dict(ckpt or {})
         self._ckpt_files = _Files()
         self._ckpt_path: Path | None = None  # of the checkpoint to resume from, if it is not Trainer's own
         self._ckpt_rng: dict[str, Any] | None = None
-        self._ckpt_saves_into: str | None = None
+        self._ckpt_output: str | None = None  # in place of `output_dir`
+        self._ckpt_is_saving = False
         for name in self._ckpt_options.keys() & _GIVEN.keys():
             raise ConfigurationError(f"ckpt[{name!r}] follows from {_GIVEN[name]}; leave it out")
         super().__init__(*args, **kwargs)
@@ -114,14 +146,16 @@ class CkptTrainerMixin(_Base):
         Raises:
             CheckpointNotFoundError: there is no checkpoint to resume from.
             CheckpointExistsError: training is to begin anew, or from an older checkpoint, where others are.
-            CorruptCheckpointError: the checkpoint is damaged; an older one is named by its path, with `ckpt={"overwrite": True}`.
+            CorruptCheckpointError: the checkpoint is damaged. Of "latest" the error names an older, sound one; but if the damage is in the
+                small files, which are read first, training goes on from that one.
             SystemExit: SIGTERM has come; the step is saved.
         """
         self._ckpt_folder = Path(self._get_output_dir(trial)) / FOLDER
         self._ckpt_path = self._ckpt_rng = None
-        self._ckpt_is_told = False
+        self._ckpt_is_told = self._ckpt_is_retry = False
         is_ours = self._ckpt_agreed(resume_from_checkpoint)
         with tempfile.TemporaryDirectory(prefix="ckpt-trainer-") as files, ExitStack() as self._ckpt_open:
+            self._ckpt_is_latest = resume_from_checkpoint in (True, "latest")
             if resume_from_checkpoint and is_ours:
                 self._ckpt_path = self._ckpt_found(resume_from_checkpoint, Path(files))
                 resume_from_checkpoint = files if self._ckpt_path is not None else None
@@ -150,9 +184,8 @@ class CkptTrainerMixin(_Base):
 
     def _ckpt_found(self, resume: str | bool, files: Path) -> Path | None:
         """Return the checkpoint to resume from, and write its small files; None: there is none yet. Collective."""
-        which = "latest" if resume in (True, "latest") else as_folder("resume_from_checkpoint", str(resume))
-        with Checkpointer(self._ckpt_folder, trainer=self._ckpt_files, save_rng=False, on_sigterm=False) as checkpoints:
-            path = checkpoints.restore(which).path
+        which = "latest" if self._ckpt_is_latest else as_folder("resume_from_checkpoint", str(resume))
+        path = self._ckpt_read(which, trainer=self._ckpt_files)
         if path is None:
             own = get_last_checkpoint(str(self._ckpt_folder.parent)) if self._ckpt_folder.parent.is_dir() else None
             if own is not None:
@@ -168,18 +201,24 @@ class CkptTrainerMixin(_Base):
             self._ckpt_files.write_to(files)
         return path
 
+    def _ckpt_read(self, which: str | Path, *, save_rng: bool = False, **objects: Any) -> Path | None:
+        """Restore objects, and nothing else. Collective."""
+        load = self._ckpt_options.get("load")
+        load = load if isinstance(load, str) else "direct"  # an object is in use
+        device = device_of(self.model.parameters())
+        with Checkpointer(
+            self._ckpt_folder, load=load, device=device, save_rng=save_rng, on_sigterm=False, **objects
+        ) as checkpoints:
+            return checkpoints.restore(which).path
+
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        prepared = super()._prepare_for_training(*args, **kwargs)
         self._ckpt_open.close()  # that of a batch size that did not fit
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        self._ckpt_open.callback(self.__dict__.pop, "_ckpt", None)  # it holds model and optimizer
         self._ckpt = self._ckpt_open.enter_context(self._checkpointer())
         if self._ckpt_path is not None:
-            # Batches are skipped with the generators as they are now, and training goes on with the saved ones.
-            generators = self._generators()
-            now = generators.state_dict()
-            self._ckpt.restore(self._ckpt_path)
-            if not self.args.save_only_model:
-                self._ckpt_rng = generators.state_dict()
-            generators.load_state_dict(now)
+            self._ckpt_restore(self._ckpt_path)
+        self._ckpt_is_retry, self._ckpt_is_latest = True, False  # the next time
         if self.args.save_strategy != SaveStrategy.NO:
             try:
                 self._ckpt.check_folder()
@@ -189,11 +228,52 @@ class CkptTrainerMixin(_Base):
                 ) from error
         return prepared
 
+    def _ckpt_restore(self, path: Path) -> None:
+        """Restore all state of the checkpoint whose small files have been read. Collective.
+
+        Raises:
+            CorruptCheckpointError: it was the newest one, and is damaged.
+        """
+        # Batches are skipped with the generators as they are now, and training goes on with the saved ones.
+        generators = self._generators()
+        now = generators.state_dict()
+        passes_over = self._ckpt_is_latest and not self._ckpt_options_now.get("overwrite")
+        restored = self._ckpt.restore("latest" if passes_over else path).path
+        if restored != path:
+            raise CorruptCheckpointError(
+                f"{path} is damaged; to go on from {restored}, the newest sound one, name its path in resume_from_checkpoint, with "
+                'ckpt={"overwrite": True}'
+            )
+        has_rng = True
+        if self.args.save_only_model:
+            topology = as_topology(None)
+            with topology.operation(f"load of {path.name}"), topology.phase("components") as phase:
+                if topology.is_lead:
+                    phase.payload = [*read_manifest(path).components]
+            state = self._training_state()
+            state["optimizer"] = OptimizerState(state["optimizer"], self.model_wrapped)
+            saved = {name: one for name, one in state.items() if name in phase.payloads[0]}
+            has_rng = "rng" in phase.payloads[0]
+            if saved or has_rng:
+                self._ckpt_read(path, save_rng=has_rng, **saved)
+        if has_rng:
+            self._ckpt_rng = generators.state_dict()
+        generators.load_state_dict(now)
+
+    @property
+    def _ckpt_options_now(self) -> dict[str, Any]:
+        """As given; what an attempt has saved that ran out of memory gives way to the next."""
+        overwrites = self._ckpt_is_retry and not self._ckpt_options.get("shared_root")
+        return self._ckpt_options | ({"overwrite": True} if overwrites else {})
+
+    def _training_state(self) -> dict[str, Any]:
+        optimizer = self.optimizer.optimizer  # without Accelerate's wrapper
+        return {"optimizer": optimizer, "scheduler": self.lr_scheduler, "scaler": self.accelerator.scaler}
+
     def _checkpointer(self) -> Checkpointer:
         objects: dict[str, Any] = {"model": self.model_wrapped, "trainer": self._ckpt_files}
         if not self.args.save_only_model:
-            optimizer = self.optimizer.optimizer  # without Accelerate's wrapper
-            objects |= {"optimizer": optimizer, "scheduler": self.lr_scheduler, "scaler": self.accelerator.scaler}
+            objects |= self._training_state()
         limit = self.args.save_total_limit
         has_best = limit is not None and limit > 0 and self.args.metric_for_best_model is not None
         return Checkpointer(
@@ -205,7 +285,7 @@ class CkptTrainerMixin(_Base):
             save_rng=not self.args.save_only_model,
             save_at_end=False,
             **objects,
-            **({"on_sigterm": False} if self.args.save_strategy == SaveStrategy.NO else {}) | self._ckpt_options,
+            **({"on_sigterm": False} if self.args.save_strategy == SaveStrategy.NO else {}) | self._ckpt_options_now,
         )
 
     def _generators(self) -> RNGState:
@@ -221,12 +301,20 @@ class CkptTrainerMixin(_Base):
         elif self._ckpt_rng is not None:
             self._generators().load_state_dict(self._ckpt_rng)
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.state.global_step >= self.state.max_steps:  # Trainer would train one step more
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        if not self._ckpt_is_told and self._ckpt.is_told_to_end(self.state.global_step):
-            self._ckpt_is_told = True
-            self.control.should_save = self.control.should_training_stop = True
-            if self.args.save_strategy == SaveStrategy.BEST:  # an evaluation would decide on the save
-                self.control.should_evaluate = False
+        if self._ckpt_is_told:  # the end of an epoch that was cut short after the save
+            self.control.should_log = self.control.should_evaluate = self.control.should_save = False
+            return
+        if self._ckpt.is_told_to_end(self.state.global_step):
+            self._ckpt.wait()  # else `when_busy="skip"` could leave this save out
+            self._ckpt_is_told = self.control.should_save = self.control.should_training_stop = True
+            self.control.should_evaluate = False  # it may take longer than is left
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -235,11 +323,11 @@ class CkptTrainerMixin(_Base):
         with tempfile.TemporaryDirectory(prefix="ckpt-trainer-") as folder:
             files = Path(folder) / f"checkpoint-{step}"
             files.mkdir()
-            self._ckpt_saves_into = folder
+            self._ckpt_output, self._ckpt_is_saving = folder, True
             try:
                 super()._save_checkpoint(model, trial)
             finally:
-                self._ckpt_saves_into = None
+                self._ckpt_output, self._ckpt_is_saving = None, False
             is_best = self.state.best_global_step == step
             best = str(self._ckpt_folder / f"checkpoint-{as_checkpoint_id(step)}") if is_best else best_before
             self.state.best_model_checkpoint = best
@@ -253,39 +341,39 @@ class CkptTrainerMixin(_Base):
             self.state.best_model_checkpoint = best_before
 
     def _get_output_dir(self, trial: Any) -> str:
-        return self._ckpt_saves_into or str(super()._get_output_dir(trial))
+        return self._ckpt_output or str(super()._get_output_dir(trial))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if self._ckpt_saves_into is None:
+        if not self._ckpt_is_saving:
             super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self._ckpt_saves_into is None:
+        if not self._ckpt_is_saving:
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _save_scaler(self, output_dir: str) -> None:
-        if self._ckpt_saves_into is None:
+        if not self._ckpt_is_saving:
             super()._save_scaler(output_dir)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        if self._ckpt_saves_into is None:
+        if not self._ckpt_is_saving:
             super()._save_rng_state(output_dir)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._ckpt.wait()
-        return super()._finalize_training(*args, **kwargs)
+        with tempfile.TemporaryDirectory(prefix="ckpt-trainer-") as empty:
+            self._ckpt_output = empty  # Trainer deletes checkpoints of its own, of an earlier run
+            try:
+                return super()._finalize_training(*args, **kwargs)
+            finally:
+                self._ckpt_output = None
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
         if not (best / MANIFEST_NAME).exists():  # of an earlier run without this class
             super()._load_best_model()
-            return
-        load = self._ckpt_options.get("load")
-        load = load if isinstance(load, str) else "direct"  # an object is in use
-        with Checkpointer(
-            best.parent, model=self.model_wrapped, load=load, save_rng=False, on_sigterm=False
-        ) as checkpoints:
-            checkpoints.restore(best)
+        else:
+            self._ckpt_read(best, model=self.model_wrapped)
 
 
 class CkptTrainer(CkptTrainerMixin, Trainer):
@@ -308,6 +396,23 @@ def _not_covered(trainer: Any) -> str | None:
         return "save_on_each_node=True: all nodes save one checkpoint together, in a folder that they share"
     if args.enable_jit_checkpoint:
         return "enable_jit_checkpoint=True: ranks would save at different steps; SIGTERM saves without it"
+    for kind, (variable, default, values) in _UPLOADS.items():
+        value = os.getenv(variable, default)
+        if value.upper() in values and any(isinstance(one, kind) for one in trainer.callback_handler.callbacks):
+            return f"{variable}={value}: {kind.__name__} would upload a checkpoint of Trainer's own; set it to FALSE"
+    return _hidden(type(trainer))
+
+
+def _hidden(kind: type) -> str | None:
+    """The first method of `_NOT_CALLED` that is overridden after the mixin, and not before it."""
+    kinds = kind.__mro__
+    for name in _NOT_CALLED:
+        owner = next(one for one in kinds if one is not CkptTrainerMixin and name in vars(one))
+        if owner is not Trainer and kinds.index(owner) > kinds.index(CkptTrainerMixin):
+            return (
+                f"{owner.__name__}.{name} would not be called, for a checkpoint here has no files of that kind; leave that to "
+                f"_save_checkpoint, or to a {name} of {kind.__name__}"
+            )
     return None
 
 

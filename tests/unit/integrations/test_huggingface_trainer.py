@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
+import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from accelerate.utils import DistributedType
-from transformers import Trainer
+from transformers import Seq2SeqTrainer, Trainer
+from transformers.integrations import MLflowCallback, WandbCallback
 
 from ckpt import Checkpointer
 from ckpt.catalog.ledger import Ledger
@@ -23,9 +27,11 @@ from ckpt.errors import (
     MissingStateError,
 )
 from ckpt.format.stored import read_manifest
-from ckpt.integrations.huggingface import CkptTrainer, CkptTrainerMixin, _Files
+from ckpt.integrations.huggingface import CkptTrainer, CkptTrainerMixin, _Files, _hidden
 from ckpt.integrations.huggingface_accelerate import require_covered
 from ckpt.ranks.sigterm import TOLD_TO_END
+from ckpt.saving.manifest_writer import ManifestWriter
+from ckpt.saving.save_settings import SaveSettings
 from tests.trainers import STEPS, Seen, Stopped, state_of, stop, trainer
 from tests.values import same_values
 
@@ -114,10 +120,12 @@ def test_the_best_checkpoint_stays_and_is_loaded_at_the_end(tmp_path: Path, mode
     stopped = Seen(14, stop)
     with pytest.raises(Stopped):
         trainer(tmp_path / "ours", stopped, kind=Graded, ckpt={"mode": mode}, **arguments).train()
+    (tmp_path / "ours/checkpoint-4").mkdir()
     one.train(resume_from_checkpoint=True)
     own = trainer(tmp_path / "own", kind=GradedByTrainer, **arguments)
     own.train()
     assert saved_in(tmp_path / "ours") == ["8", "20"], "of equal ones the first is the best, as Trainer judges"
+    assert (tmp_path / "ours/checkpoint-4").is_dir(), "of Trainer's own, in an earlier run"
     assert one.state.best_model_checkpoint == str(tmp_path / "ours/ckpt/checkpoint-00000008")
     assert same_values(one.model.state_dict(), own.model.state_dict())
     metrics = read_manifest(tmp_path / "ours/ckpt/checkpoint-00000008").metrics
@@ -135,6 +143,51 @@ def test_save_strategy_best_and_save_only_model_are_trainers(tmp_path: Path) -> 
     resumed = trainer(tmp_path, after := Seen(), kind=Graded, save_strategy="best", save_only_model=True, **BEST)
     resumed.train(resume_from_checkpoint="latest")
     assert min(after.losses) == 9
+
+
+def test_save_only_model_restores_all_that_a_checkpoint_holds(tmp_path: Path) -> None:
+    straight = trainer(tmp_path / "straight", before := Seen())
+    straight.train()
+    stopped_at(6, tmp_path / "ours")
+    resumed = trainer(tmp_path / "ours", after := Seen(), save_only_model=True)
+    resumed.train(resume_from_checkpoint="latest")
+    assert after.losses == {step: before.losses[step] for step in range(5, STEPS + 1)}
+    assert same_values(state_of(resumed), state_of(straight))
+
+
+def test_a_run_that_has_ended_trains_no_further_step(tmp_path: Path) -> None:
+    straight = trainer(tmp_path, max_steps=4)
+    straight.train()
+    again = trainer(tmp_path, seen := Seen(), max_steps=4)
+    assert again.train(resume_from_checkpoint="latest").global_step == 4
+    assert (seen.losses, seen.saved) == ({}, [])
+    assert same_values(again.model.state_dict(), straight.model.state_dict())
+    trainer(tmp_path, seen, max_steps=5).train(resume_from_checkpoint="latest")
+    assert [*seen.losses] == [5]
+
+
+@pytest.mark.parametrize("resume", [None, "latest"])
+def test_a_smaller_batch_after_out_of_memory_replaces_what_was_saved_before(tmp_path: Path, resume: str | None) -> None:
+    num_failures, checkpointers = 0, []
+
+    def out_of_memory() -> None:
+        nonlocal num_failures
+        checkpointers.append(weakref.ref(one._ckpt))
+        num_failures += 1
+        if num_failures == 1:
+            raise RuntimeError("CUDA out of memory.")
+
+    options = {"auto_find_batch_size": True, "per_device_train_batch_size": 4, "save_steps": 2, "max_steps": 6}
+    if resume:
+        stopped_at(3, tmp_path, **options)
+    one = trainer(tmp_path, Seen(5, out_of_memory), **options)
+    one.train(resume_from_checkpoint=resume)
+    assert num_failures == 2
+    assert one._train_batch_size == 3
+    assert saved_in(tmp_path) == ["2", "4", "6"]
+    assert len([*(tmp_path / "ckpt").glob(".abandoned-*")]) == (1 if resume else 0)
+    gc.collect()
+    assert [held() for held in checkpointers] == [None, None], "they hold model and optimizer"
 
 
 def test_training_that_would_mix_with_other_checkpoints_is_refused_before_its_first_step(tmp_path: Path) -> None:
@@ -172,6 +225,25 @@ def test_sigterm_saves_the_step_and_ends_the_program(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         trainer(tmp_path / "best", told, kind=Graded, save_strategy="best", **BEST).train()
     assert told.saved == [4, 8, 12], "though the last one is not the best"
+
+
+def test_after_sigterm_one_save_is_made_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Graded, "evaluate", lambda self: pytest.fail("it may take longer than is left"))
+    told = Seen(7, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    arguments = {"save_strategy": "epoch", "eval_strategy": "steps", "eval_steps": 8}
+    with pytest.raises(SystemExit):
+        trainer(tmp_path, told, kind=Graded, **arguments).train()
+    assert told.saved == [8], "neither at the end of the epoch"
+    assert [*told.losses] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_the_save_after_sigterm_is_not_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = ManifestWriter.write
+    monkeypatch.setattr(ManifestWriter, "write", lambda *args: (time.sleep(0.5), write(*args))[1])
+    told = Seen(4, lambda: os.kill(os.getpid(), signal.SIGTERM))  # the save of step 4 has begun
+    with pytest.raises(SystemExit):
+        trainer(tmp_path, told, ckpt={"mode": SaveSettings(mode="async", when_busy="skip")}).train()
+    assert saved_in(tmp_path) == ["4", "5"]
 
 
 class _OwnFiles(Trainer):
@@ -213,6 +285,54 @@ def test_files_of_a_checkpoint_stay_in_their_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+class _Hidden(Trainer):
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        raise AssertionError("it is not called")
+
+
+class Hiding(CkptTrainerMixin, _Hidden):
+    """Never calls what it inherits."""
+
+
+class Deciding(Hiding):
+    """Has a method of its own, which is called."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        CkptTrainerMixin._load_rng_state(self, checkpoint)
+
+
+def test_methods_that_would_not_be_called_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"Hiding cannot save with ckpt: _Hidden\._load_rng_state would not be"
+    ):
+        trainer(tmp_path, kind=Hiding)
+    for kind in (Deciding, OwnFiles, CkptTrainer, type("Other", (CkptTrainerMixin, Seq2SeqTrainer), {})):
+        assert _hidden(kind) is None
+
+
+class Uploading(MLflowCallback):
+    """Of a package that is not installed."""
+
+    _auto_end_run = False
+
+    def __init__(self) -> None:
+        pass
+
+
+def test_callbacks_that_upload_trainers_own_checkpoints_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer(tmp_path, Uploading())
+    monkeypatch.setenv("HF_MLFLOW_LOG_ARTIFACTS", "1")
+    trainer(tmp_path)
+    with pytest.raises(ConfigurationError, match="HF_MLFLOW_LOG_ARTIFACTS=1: MLflowCallback would upload"):
+        trainer(tmp_path, Uploading())
+    monkeypatch.setattr(WandbCallback, "__init__", lambda self: None)
+    monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
+    with pytest.raises(ConfigurationError, match="WANDB_LOG_MODEL=checkpoint: WandbCallback would upload"):
+        trainer(tmp_path, report_to="wandb")
+
+
 def test_a_save_that_is_skipped_is_not_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = trainer(tmp_path, kind=Graded, **BEST)
     monkeypatch.setattr(Checkpointer, "save", lambda *_args, **_options: None)  # as with `when_busy="skip"`
@@ -230,6 +350,20 @@ def test_a_damaged_checkpoint_is_not_trained_from(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match="checkpoint-00000012"):
         trainer(tmp_path, seen, max_steps=20).train(resume_from_checkpoint="latest")
     assert not seen.losses
+    with pytest.raises(CorruptCheckpointError, match="to go on from .*checkpoint-00000008, the newest sound one, name"):
+        trainer(tmp_path, seen, max_steps=20).train(resume_from_checkpoint=True)
+    older = trainer(tmp_path, seen, ckpt={"overwrite": True})
+    older.train(resume_from_checkpoint=str(tmp_path / "ckpt/checkpoint-00000008"))
+    assert [*seen.losses] == [9, 10, 11, 12]
+
+
+def test_damaged_small_files_have_training_go_on_from_an_older_checkpoint(tmp_path: Path) -> None:
+    trainer(tmp_path, before := Seen()).train()
+    (tmp_path / "ckpt/checkpoint-00000012/trainer/plain.json").write_text("{}")
+    trainer(tmp_path, after := Seen()).train(resume_from_checkpoint="latest")
+    assert after.losses == {step: before.losses[step] for step in range(9, STEPS + 1)}
+    assert saved_in(tmp_path) == ["4", "8", "12"]
+    assert [*(tmp_path / "ckpt").glob(".quarantined-00000012-*.reason.txt")], "as with Checkpointer.restore"
 
 
 @pytest.mark.parametrize(

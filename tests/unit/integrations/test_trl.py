@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.integrations.huggingface import CkptTrainerMixin
+from ckpt.integrations.huggingface import CkptTrainerMixin, _hidden
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 STEPS = 12
@@ -58,3 +58,12 @@ def test_sft_goes_on_to_the_bit(tmp_path: Path) -> None:
     assert after.losses == {step: before.losses[step] for step in range(9, STEPS + 1)}
     assert same_values(state_of(resumed), state_of(straight))
     assert (tmp_path / "stopped/README.md").exists(), "TRL's own part of a save is done"
+
+
+def test_no_trainer_overrides_what_would_not_be_called() -> None:
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    kinds = [getattr(trl, name) for name in dir(trl) if name.endswith("Trainer")]
+    assert trl.SFTTrainer in kinds
+    assert trl.GRPOTrainer in kinds
+    for kind in kinds:
+        assert _hidden(type(kind.__name__, (CkptTrainerMixin, kind), {})) is None
