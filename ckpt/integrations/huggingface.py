@@ -399,7 +399,7 @@ def _not_covered(trainer: Any) -> str | None:
     for kind, (variable, default, values) in _UPLOADS.items():
         value = os.getenv(variable, default)
         if value.upper() in values and any(isinstance(one, kind) for one in trainer.callback_handler.callbacks):
-            return f"{variable}={value}: {kind.__name__} would upload a checkpoint of Trainer's own; set it to FALSE"
+            return f"{variable}={value}: {kind.__name__} would upload a checkpoint of Trainer's own; set it to false"
     return _hidden(type(trainer))
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,11 +27,8 @@ STEPS = 14
 
 def _train(topology: Topology, root: Path, killed_at: int | None = None) -> tuple[int, list[float], list[list[float]]]:
     """Train over epochs of six batches of each rank, and save every fourth step. The first step, and from there on losses; last weights."""
-    world_size = str(topology.world_size)
-    os.environ.update({"RANK": str(topology.rank), "LOCAL_RANK": str(topology.rank)})
-    os.environ.update({"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size})
-    accelerator = CkptAccelerator(
-        cpu=True,
+    accelerator = _accelerator(
+        topology,
         project_config=ProjectConfiguration(str(root), automatic_checkpoint_naming=True, total_limit=2),
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
     )
@@ -68,6 +67,13 @@ def _train(topology: Topology, root: Path, killed_at: int | None = None) -> tupl
     return start, losses, next(model.parameters()).tolist()
 
 
+def _accelerator(topology: Topology, **options: Any) -> CkptAccelerator:
+    world_size = str(topology.world_size)
+    os.environ.update({"RANK": str(topology.rank), "LOCAL_RANK": str(topology.rank)})
+    os.environ.update({"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size})
+    return CkptAccelerator(cpu=True, **options)
+
+
 def _die_in_a_save(topology: Topology) -> None:
     """Let the lead be killed when all files but the manifest are written, the others as soon as they hear of it."""
     if topology.is_lead:
@@ -90,3 +96,21 @@ def test_ranks_that_are_killed_in_a_save_go_on_to_the_bit(tmp_path: Path) -> Non
 def _killed(topology: Topology, root: Path) -> None:
     with pytest.raises(CheckpointError, match="rank 0"):
         _train(topology, root, 8)
+
+
+def test_ranks_agree_on_whether_a_folder_is_accelerates_own(tmp_path: Path) -> None:
+    run_ranks(2, _load_own_state, tmp_path, process_group=True)
+
+
+def _load_own_state(topology: Topology, root: Path) -> None:
+    """Load a state that Accelerate itself has saved; the disk of rank 1 holds it without the random generators."""
+    accelerator = _accelerator(topology)
+    accelerator.register_for_checkpointing(held := Held({"a": 1}))
+    folder = root / f"disk{topology.rank}"
+    Accelerator.save_state(accelerator, str(root / "disk0"))
+    accelerator.wait_for_everyone()
+    if not topology.is_lead:
+        shutil.copytree(root / "disk0", folder, ignore=shutil.ignore_patterns("random_states_*"))
+    accelerator.wait_for_everyone()
+    accelerator.load_state(str(folder))
+    assert held.loaded == {"a": 1}

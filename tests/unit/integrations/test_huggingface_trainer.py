@@ -239,7 +239,7 @@ def test_after_sigterm_one_save_is_made_and_nothing_else(tmp_path: Path, monkeyp
 
 def test_the_save_after_sigterm_is_not_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = ManifestWriter.write
-    monkeypatch.setattr(ManifestWriter, "write", lambda *args: (time.sleep(0.5), write(*args))[1])
+    monkeypatch.setattr(ManifestWriter, "write", lambda *args: (time.sleep(0.2), write(*args))[1])
     told = Seen(4, lambda: os.kill(os.getpid(), signal.SIGTERM))  # the save of step 4 has begun
     with pytest.raises(SystemExit):
         trainer(tmp_path, told, ckpt={"mode": SaveSettings(mode="async", when_busy="skip")}).train()
