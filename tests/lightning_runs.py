@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -277,6 +278,14 @@ def refusals(folder: Path) -> list[str]:
         lambda: CkptCheckpointIO(format="pt"),
         lambda: setattr(strategy, "checkpoint_io", AsyncCheckpointIO()),
         lambda: CkptModelParallelStrategy(save_distributed_checkpoint=False).setup_environment(),
+        lambda: CkptCheckpointIO(mode=SaveSettings(mode="async", grace_s=60)),
+        lambda: Trainer(
+            accelerator="cpu",
+            strategy=ModelParallelStrategy(1, 1),
+            plugins=[Environment(), io],
+            callbacks=[RandomStates()],
+            logger=False,
+        ).fit(Module(), Batches()),
     ]
     found = []
     for call in calls:
@@ -357,3 +366,155 @@ def load_with_other_keys(kind: str, path: Path) -> list[str]:
         else:
             found.append(str(whole(module.net[0].weight).tolist()))
     return found
+
+
+class HeldBack:
+    """Holds back the writers of saves in the background, and makes them slow."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        background.in_background = self._wait
+
+    def _wait(self, *_: Any, **__: Any) -> None:
+        self.go_on.wait()
+        time.sleep(0.1)
+
+
+class LettingGo(Callback):
+    """Lets the writers go on when the training has failed."""
+
+    def __init__(self, held: HeldBack) -> None:
+        self.held = held
+
+    def on_exception(self, *_: Any) -> None:
+        self.held.go_on.set()
+
+
+def two_callbacks_of_one_name(folder: Path) -> list[Any]:
+    """Train with two `ModelCheckpoint`s that choose the same names; what `fit` raises, and what is saved."""
+    saves = [ModelCheckpoint(folder, every_n_train_steps=2, monitor=monitor) for monitor in (None, "loss")]
+    try:
+        trainer_of("ddp", 5, [*saves, LettingGo(HeldBack())], mode="async").fit(Module(), Batches())
+    except CheckpointError as error:
+        return [str(error), [one.name for one in folder.iterdir()]]
+    return ["it has not failed"]
+
+
+def inside_fit(step: int) -> dict[str, Any]:
+    """A checkpoint as Lightning makes it in the middle of `fit`."""
+    progress = {"epoch_progress": {"current": {"ready": 1, "completed": 0}}}
+    return {"state_dict": {"a": torch.ones(3)}, "global_step": step, "loops": {"fit_loop": progress}}
+
+
+def saves_that_are_waited_for(folder: Path) -> list[str]:
+    """What is there when saves return, although writers are held back, or slow."""
+    io, held, found = CkptCheckpointIO(mode="async"), HeldBack(), []
+
+    def save(name: str, step: int) -> None:
+        io.save_checkpoint(inside_fit(step), folder / name)
+        found.extend([name] if (folder / name).exists() else [])
+
+    save("inside.ckpt", 1)
+    held.go_on.set()
+    save("hpc_ckpt_1.ckpt", 1)
+    io.teardown()
+    for _ in range(2):
+        save("after.ckpt", 1)
+    held.go_on.clear()
+    save("inside again.ckpt", 2)
+    held.go_on.set()
+    io.teardown()
+    return [*found, *sorted(one.name for one in folder.iterdir())]
+
+
+def save_after_an_error(kind: str, folder: Path) -> list[bool]:
+    """Save after a `fit` that has failed, and after one that had nothing to do; whether it is there when the call returns."""
+    background.in_background = lambda *_, **__: time.sleep(0.3)  # type: ignore[assignment]
+    saves, found = ModelCheckpoint(folder, every_n_train_steps=4), []
+    trainer = trainer_of(kind, 9, [saves, Ending("an error")], mode="async")
+    try:
+        trainer.fit(Module(), Batches())
+    except ZeroDivisionError:
+        trainer.save_checkpoint(folder / "after.ckpt")
+        found.append((folder / "after.ckpt").exists())
+    trainer = trainer_of(kind, 4, [], mode="async")
+    trainer.fit(Module(), Batches(), ckpt_path=saves.best_model_path)
+    trainer.save_checkpoint(folder / "done.ckpt")
+    return [*found, (folder / "done.ckpt").exists()]
+
+
+def save_by_signal(folder: Path) -> list[str]:
+    """A handler that saves, as Lightning's for SLURM does, of a signal that comes during a save, and during the wait for one."""
+    ios = {mode: CkptCheckpointIO(mode=mode) for mode in ("sync", "async")}
+    write, signalled = ManifestWriter.write, []
+
+    def handler(number: int, _: Any) -> None:
+        io.save_checkpoint(inside_fit(9), folder / f"hpc_ckpt_{len(signalled)}.ckpt")
+
+    def signalling(self: ManifestWriter, checkpoint_id: str) -> int:
+        if not checkpoint_id.startswith("hpc"):
+            signalled.append(checkpoint_id)
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.1)
+        return write(self, checkpoint_id)
+
+    ManifestWriter.write = signalling  # type: ignore[method-assign]
+    signal.signal(signal.SIGUSR1, handler)
+    for mode, io in ios.items():
+        io.save_checkpoint(inside_fit(1), folder / f"{mode}.ckpt")
+        io.teardown()
+    assert signal.getsignal(signal.SIGUSR1) is handler
+    return sorted(one.name for one in folder.iterdir())
+
+
+class PartlyUsed(Module):
+    """With a layer that gets no gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(3, 2)
+
+    def configure_model(self) -> None:
+        if not isinstance(self.unused.weight, DTensor):
+            fully_shard(self.unused, mesh=self.device_mesh["data_parallel"])
+        super().configure_model()
+
+
+def resume_partly_used(folder: Path) -> list[Any]:
+    """Train a module with an unused layer, without and with an interruption; the optimizers' states by size, and all losses."""
+    found = []
+    for name, parts in (("straight", (4,)), ("resumed", (2, 4))):
+        losses: dict[int, float] = {}
+        for steps in parts:
+            seed_everything(3, verbose=False)
+            module = PartlyUsed()
+            saves = ModelCheckpoint(folder / name, every_n_train_steps=2, save_last=True)
+            trainer = trainer_of("fsdp", steps, [RandomStates(), saves])
+            trainer.fit(module, Batches(), ckpt_path="last")
+            losses |= module.losses
+        (optimizer,) = trainer.optimizers
+        state = [[whole(one).tolist() for one in of_one.values()] for of_one in optimizer.state.values()]
+        found.append([losses, state, [optimizer.state.get(one) for one in module.unused.parameters()]])
+    return found
+
+
+def validate_after_fit(folder: Path) -> list[Any]:
+    """Validate a checkpoint of the weights with the trainer that has trained them; the optimizer's state before and after."""
+    module, saves = Module(), ModelCheckpoint(folder, every_n_train_steps=2, save_weights_only=True)
+    trainer = trainer_of("fsdp", 2, [saves])
+    trainer.fit(module, Batches())
+    before = state_of(module, trainer.optimizers[0])
+    trainer.validate(module, [torch.ones(1, 7)], ckpt_path="best", verbose=False)
+    return [before, state_of(module, trainer.optimizers[0])]
+
+
+def one_plugin_for_two_strategies(folder: Path) -> bool:
+    """Give a plugin to `CkptModelParallelStrategy`, and save with it on rank 0 alone, as DDP does."""
+    strategy = CkptModelParallelStrategy()
+    strategy.checkpoint_io = io = CkptCheckpointIO()
+    if dist.get_rank() == 0:
+        io.save_checkpoint({"state_dict": {"a": torch.ones(3)}}, folder / "x.ckpt")
+        io.teardown()
+    dist.barrier()
+    return (folder / "x.ckpt").exists()

@@ -207,7 +207,14 @@ class Ledger:
                 raise
         return folder
 
-    def publish(self, unpublished: Path, checkpoint_id: str, *, refused: Mapping[Path, str] | None = None) -> Path:
+    def publish(
+        self,
+        unpublished: Path,
+        checkpoint_id: str,
+        *,
+        refused: Mapping[Path, str] | None = None,
+        committed: Callable[[Path], None] = lambda _: None,
+    ) -> Path:
         """Commit a complete and durable folder, which has a manifest, by renaming it; return its final path.
 
         A committed checkpoint of the same id is moved aside first and removed afterwards: readers find the old or the new one at any
@@ -215,6 +222,7 @@ class Ledger:
 
         Args:
             refused: checkpoint that this run found damaged -> reason.
+            committed: called with the final path after the rename, before anything is removed.
 
         Raises:
             StorageError: the commit failed; an old checkpoint of this id is back in its place.
@@ -228,6 +236,7 @@ class Ledger:
                 if aside is not None:
                     os.rename(aside, target)
                 raise
+        committed(target)
         self._restored.pop(target, None)
         self._release(unpublished)
         if aside is not None and aside.name.startswith(".replaced-"):
@@ -247,13 +256,21 @@ class Ledger:
         if os.path.lexists(target) and not (target.is_dir() and not target.is_symlink() and not os.listdir(target)):
             raise CheckpointExistsError(f"{target} exists, and is no empty folder; save into another one")
 
-    def publish_at(self, unpublished: Path, target: Path, *, replaces: bool = False) -> None:
+    def publish_at(
+        self,
+        unpublished: Path,
+        target: Path,
+        *,
+        replaces: bool = False,
+        committed: Callable[[Path], None] = lambda _: None,
+    ) -> None:
         """Commit a complete and durable folder by giving it a name of its own, which is free.
 
         Args:
             replaces: the name need not be free. A checkpoint or a symbolic link is removed, once the new one has taken its name, which is
                 atomic where the file system can swap two names. Elsewhere a kill between two renames leaves the old one as
                 `<stem>.replaced-<nonce><suffix>`. Anything else is kept under such a name, with a warning.
+            committed: as of `publish`.
 
         Raises:
             CheckpointExistsError: something has come there.
@@ -268,6 +285,7 @@ class Ledger:
                 if target.is_dir():
                     target.rmdir()  # else the rename could not be undone
                 self._rename(unpublished, target)
+        committed(target)
         if old is not None and is_ours:
             self._remove(old, safe_id(target.name), self._delete)
         elif old is not None:
@@ -495,8 +513,11 @@ class Ledger:
 
 
 def safe_id(name: str) -> str:
-    """Return a valid id that resembles the name of a folder, for the names of hidden folders beside it."""
-    return re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:200]
+    """Return a valid id that resembles the name of a folder, for the names of hidden folders beside it.
+
+    It has no `_`: Lightning takes every name that contains `hpc_ckpt_` for a checkpoint.
+    """
+    return re.sub(r"[^A-Za-z0-9.-]", "-", name)[:200]
 
 
 def is_removable(path: Path) -> bool:

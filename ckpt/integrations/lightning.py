@@ -4,7 +4,8 @@
     trainer.fit(module, ckpt_path="last")
 
 `CkptCheckpointIO` is for one device and for DDP, where rank 0 saves. Where the ranks hold parts of the state, all save and load them with
-`Trainer(strategy=CkptModelParallelStrategy(), plugins=[CkptCheckpointIO(...)])`, also on other numbers of ranks.
+`Trainer(strategy=CkptModelParallelStrategy(), plugins=[CkptCheckpointIO(...)])`, also on other numbers of ranks. No other strategy will do:
+DeepSpeed, FSDP1 and Lightning's own `ModelParallelStrategy` go past a `CheckpointIO`, in part or wholly. `RandomStates` refuses them.
 
 A checkpoint is a folder with the components "state_dict", "optimizer_states" and "trainer", which is the rest of Lightning's dictionary:
 `ckpt.load(path)["state_dict"]` are the weights. Nothing is pickled.
@@ -15,8 +16,12 @@ For `import lightning`, not for the package `pytorch_lightning`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -24,7 +29,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -37,7 +42,7 @@ from torch.distributed.checkpoint.state_dict import (
 import ckpt
 from ckpt.backends.base import Backend
 from ckpt.errors import ConfigurationError
-from ckpt.format.manifest import MANIFEST_NAME
+from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry
 from ckpt.loading.loader import Loader
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.memory.device import device_of
@@ -48,14 +53,42 @@ from ckpt.saving.folder_saves import FolderSaves, as_folder_settings
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.state.auto_sharing import AutoSharing
 from ckpt.state.collect import RankState, collect
+from ckpt.state.flatten import flatten
 from ckpt.state.sharing import AUTO, SharingPattern, StateComponent
 from ckpt.state.statefuls import Filled, Given, RNGState
 
 MODEL, OPTIMIZERS, TRAINER = "state_dict", "optimizer_states", "trainer"
 """Components of a checkpoint; the first two are called as in Lightning's dictionary."""
 _RANDOM_STATES = "ckpt.random_states"
+_REQUEUED = "hpc_ckpt_"
+"""Beginning of the names that Lightning saves under when SLURM is to requeue the job."""
+_NOT_PUT_OFF = {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF}
 
 _log = logging.getLogger("ckpt")
+
+
+@contextmanager
+def _handlers_put_off() -> Iterator[None]:
+    """Put off the program's signal handlers inside the block. One of them may save: Lightning's for SLURM does, wherever it interrupts."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: set[int] = set()
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        came.add(number)
+
+    found = {one: signal.getsignal(one) for one in signal.valid_signals() - _NOT_PUT_OFF}
+    handlers = {one: handler for one, handler in found.items() if callable(handler)}
+    for one in handlers:
+        signal.signal(one, note)
+    try:
+        yield
+    finally:
+        for one, handler in handlers.items():
+            signal.signal(one, handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 class CkptCheckpointIO(CheckpointIO):
@@ -68,17 +101,16 @@ class CkptCheckpointIO(CheckpointIO):
         format: "zarr", "tensorstore", "kimi-engine", or a backend.
         load: "direct", "two-stage", or a loading strategy.
         mode: "sync", or "async" for saves that go on beside training, or `ckpt.saving.save_settings.SaveSettings`. The next save, or the
-            end of `Trainer.fit`, raises the error of one that failed; a save outside of `fit` is waited for.
+            end of `Trainer.fit`, raises the error of one that failed. A save outside of `fit` is waited for, and so are the first one
+            after another call of the trainer has ended, and those before SLURM requeues the job.
 
     In the background, `save_last=True` is a second save right after the first: training waits for the first, unless it is
     `SaveSettings(mode="async", when_busy="queue")`. Leave `save_last="link"` to "sync": a link leads nowhere until its save is
-    committed, and after a kill Lightning would find no checkpoint.
-
-    Attributes:
-        ranks: returns those that save together; `CkptModelParallelStrategy` sets it.
+    committed, and after a kill Lightning would find no checkpoint. Lightning gives a checkpoint another name (`-v1`) where it finds one,
+    and finds none that is still being saved: let the names of each `ModelCheckpoint` contain the step, and differ from the others'.
 
     Raises:
-        ConfigurationError: an argument is of a wrong type or value.
+        ConfigurationError: an argument is of a wrong type or value, or has no effect.
     """
 
     def __init__(
@@ -88,27 +120,45 @@ class CkptCheckpointIO(CheckpointIO):
         load: LoadingStrategy | str = "direct",
         mode: str | SaveSettings = "sync",
     ) -> None:
-        self.ranks: Callable[[], Topology] = Topology.alone
         self._backend = as_backend(format)
         self._strategy = as_strategy(load)
         self._settings = as_folder_settings(mode)
+        if self._settings.grace_s != SaveSettings().grace_s:
+            raise ConfigurationError(
+                f"saves.grace_s={self._settings.grace_s:g} has no effect: Lightning handles SIGTERM, and ends after the batch; leave it out"
+            )
         self._saves: _Saves | None = None
+        self._ended_at: int | None = -1  # the global step at which a call of the trainer has ended; None: not known yet
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Save a checkpoint. Lightning calls it on global rank 0; or it is collective over `ranks`.
+    @_handlers_put_off()
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | Path,
+        storage_options: Any | None = None,
+        *,
+        topology: Topology | None = None,
+    ) -> None:
+        """Save a checkpoint. Lightning calls it on global rank 0; `CkptModelParallelStrategy` on all ranks: collective then.
+
+        Args:
+            topology: of the ranks that save together; None: this one alone.
 
         Raises:
-            ConfigurationError: a value is neither a tensor nor plain, or `storage_options` are given.
+            ConfigurationError: a value is neither a tensor nor plain, `storage_options` are given, or a save to this path at this step
+                is unfinished.
             CheckpointError: see `FolderSaves.save`.
         """
         if storage_options is not None:
             raise ConfigurationError(
                 "storage_options have no effect here: leave them out, or give CkptCheckpointIO a backend as format"
             )
-        self._opened().save(checkpoint, as_folder("path", path))
-        if not _is_inside_fit(checkpoint):
-            self.teardown()
+        folder = as_folder("path", path)
+        self._opened(topology).save(checkpoint, folder)
+        if self._is_over(checkpoint) or folder.name.startswith(_REQUEUED):
+            self._close()
 
+    @_handlers_put_off()
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
@@ -149,13 +199,15 @@ class CkptCheckpointIO(CheckpointIO):
         moved: dict[str, Any] = apply_to_collection(checkpoint, torch.Tensor, lambda one: one.to(map_location))
         return moved
 
+    @_handlers_put_off()
     def load_in_place(
         self, path: Path, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, strict: bool
     ) -> dict[str, Any]:
         """Load a checkpoint into a model and optimizers that may hold parts of the tensors. Collective.
 
         Args:
-            optimizers: without any, those of the checkpoint are not read.
+            optimizers: without any, those of the checkpoint are not read. Parameters without a state there, because they have had no
+                gradient, have none afterwards.
             strict: keys on one side alone, and shapes that differ, are an error.
 
         Returns:
@@ -166,10 +218,10 @@ class CkptCheckpointIO(CheckpointIO):
             CheckpointError: as of `load_checkpoint`.
         """
         self._wait()
-        into: dict[str, dict[str, Any]] = {MODEL: get_model_state_dict(model)}
+        objects = {TRAINER: Given(), MODEL: Filled(get_model_state_dict(model))}
         if optimizers:
-            into[OPTIMIZERS] = _numbered([get_optimizer_state_dict(model, one) for one in optimizers])
-        objects = {TRAINER: Given()} | {key: Filled(state) for key, state in into.items()}
+            states = _numbered([get_optimizer_state_dict(model, one) for one in optimizers])
+            objects[OPTIMIZERS] = _OptimizerStates(states)
         components = [StateComponent(key, one, AUTO) for key, one in objects.items()]
         device = device_of(model.parameters())
         loader = Loader(components, current_topology(), self._strategy, device, verify=True, allow_pickle=False)
@@ -179,33 +231,52 @@ class CkptCheckpointIO(CheckpointIO):
             self._strategy.close()
         set_model_state_dict(model, objects[MODEL].loaded, options=StateDictOptions(strict=strict))
         for number, optimizer in enumerate(optimizers):
-            set_optimizer_state_dict(model, optimizer, objects[OPTIMIZERS].loaded[str(number)])
+            loaded = objects[OPTIMIZERS].loaded[str(number)]
+            set_optimizer_state_dict(model, optimizer, loaded, options=StateDictOptions(strict=False))
         return objects[TRAINER].loaded
 
-    def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint, or a link, once all saves that have begun are committed. What is no checkpoint stays, with a warning."""
-        self._opened().folders.remove(as_folder("path", path))
+    @_handlers_put_off()
+    def remove_checkpoint(self, path: str | Path, *, topology: Topology | None = None) -> None:
+        """Remove a checkpoint, or a link, once all saves that have begun are committed. What is no checkpoint stays, with a warning.
 
+        Args:
+            topology: as of `save_checkpoint`.
+        """
+        self._opened(topology).folders.remove(as_folder("path", path))
+
+    @_handlers_put_off()
     def teardown(self) -> None:
-        """Wait for saves in the background, and release memory and threads.
+        """Wait for saves in the background, and release memory and threads. Lightning calls it when `fit`, or another call, has ended.
 
         Raises:
             CheckpointError: one of them failed.
         """
-        saves, self._saves = self._saves, None
-        if saves is not None:
-            saves.folders.close()
+        self._ended_at = None
+        self._close()
 
+    @_handlers_put_off()
     def release(self) -> None:
-        """Release memory and threads after an error, perhaps of this rank alone. Saves in the background end, and are not reported."""
+        """Release memory and threads after an error, perhaps of this rank alone. Saves in the background end; their errors are logged."""
         saves, self._saves = self._saves, None
         if saves is not None:
             saves.folders.release()
 
-    def _opened(self) -> _Saves:
+    def _opened(self, topology: Topology | None) -> _Saves:
         if self._saves is None:
-            self._saves = _Saves(self.ranks(), self._backend, self._settings)
+            self._saves = _Saves(topology or Topology.alone(), self._backend, self._settings)
         return self._saves
+
+    def _close(self) -> None:
+        saves, self._saves = self._saves, None
+        if saves is not None:
+            saves.folders.close()
+
+    def _is_over(self, checkpoint: Mapping[str, Any]) -> bool:
+        """Whether Lightning may make no further call after this save. Saves after `teardown` may be of a `fit` that has not gone on yet."""
+        step = checkpoint.get("global_step")
+        if self._ended_at is None:
+            self._ended_at = step
+        return step == self._ended_at or not _is_inside_fit(checkpoint)
 
     def _wait(self) -> None:
         """Wait for saves in the background: the checkpoint to load may be among them."""
@@ -240,7 +311,6 @@ class CkptModelParallelStrategy(ModelParallelStrategy):
             raise ConfigurationError(
                 f"{type(self).__name__} saves by CkptCheckpointIO; found {type(io).__name__} in plugins"
             )
-        io.ranks = current_topology
         self._checkpoint_io = io
 
     def setup_environment(self) -> None:
@@ -262,24 +332,28 @@ class CkptModelParallelStrategy(ModelParallelStrategy):
             optimizer = optimizer._optimizer
         return get_optimizer_state_dict(self.model, optimizer)
 
+    @_handlers_put_off()
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         """Save, at rank 0's path. Collective. See `CkptCheckpointIO.save_checkpoint`."""
-        self.checkpoint_io.save_checkpoint(checkpoint, self.broadcast(filepath), storage_options)
+        path = self.broadcast(filepath)
+        self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options, topology=current_topology())
 
+    @_handlers_put_off()
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load rank 0's path into model and optimizers. Collective. See `CkptCheckpointIO.load_in_place`."""
+        """Load rank 0's path into the model, and for `fit` into the optimizers. Collective. See `CkptCheckpointIO.load_in_place`."""
         path = Path(self.broadcast(checkpoint_path))
         if not self.broadcast((path / MANIFEST_NAME).exists()):
             return super().load_checkpoint(path, weights_only)
         assert self.model is not None and self.lightning_module is not None
         strict = self.lightning_module.strict_loading
-        return self.checkpoint_io.load_in_place(path, self.model, self.optimizers, strict=strict)
+        optimizers = self.optimizers if self.lightning_module.trainer.state.fn == "fit" else []
+        return self.checkpoint_io.load_in_place(path, self.model, optimizers, strict=strict)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove rank 0's path. All ranks call it."""
-        self.checkpoint_io.remove_checkpoint(filepath)
+        self.checkpoint_io.remove_checkpoint(filepath, topology=current_topology())
 
     def on_exception(self, exception: BaseException) -> None:
         """Agree on nothing any more: the error may be this rank's alone."""
@@ -297,6 +371,9 @@ class RandomStates(Callback):
     A run that draws random numbers in the training process, for dropout or to shuffle, goes on to the same bits with it: after a
     checkpoint of an epoch's end; and after one inside an epoch, if the data loader keeps its position (`state_dict`, `load_state_dict`).
     On another number of ranks all generators are seeded anew, from the saved run's seed and step.
+
+    Raises:
+        ConfigurationError: from `setup`: the trainer has a `CkptCheckpointIO` with a strategy that goes past it.
     """
 
     def __init__(self) -> None:
@@ -304,6 +381,14 @@ class RandomStates(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._loaded = None
+        strategy = trainer.strategy
+        goes_past = isinstance(strategy, DeepSpeedStrategy | FSDPStrategy | ModelParallelStrategy)
+        is_ours = isinstance(strategy, CkptModelParallelStrategy)
+        if goes_past and not is_ours and isinstance(strategy.checkpoint_io, CkptCheckpointIO):
+            raise ConfigurationError(
+                f"{type(strategy).__name__} does not save by CkptCheckpointIO: use CkptModelParallelStrategy, DDP or one device, or leave "
+                "the plugin out"
+            )
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Collect the states of all ranks. Collective."""
@@ -353,9 +438,17 @@ class _Saves:
             for key, part in self._parts.items()
         ]
         self._sharing = AutoSharing(components, topology)
+        self._steps: dict[Path, int | None] = {}
 
     def save(self, checkpoint: Mapping[str, Any], path: Path) -> None:
         """Save, or begin to. Collective."""
+        step, unfinished = checkpoint.get("global_step"), self.folders.unfinished
+        self._steps = {one: self._steps.get(one) for one in unfinished}
+        if step is not None and self._steps.get(path.absolute()) == step:
+            raise ConfigurationError(
+                f"{path} is to be saved twice at step {step}: two ModelCheckpoints have chosen one name, as Lightning finds no file "
+                "until the first save is committed; give one of them a filename or dirpath of its own"
+            )
 
         def collected() -> RankState:
             with self._topology.phase("state"):
@@ -368,6 +461,7 @@ class _Saves:
 
         try:
             self.folders.save(path, collected)
+            self._steps[path.absolute()] = step
         finally:
             for part in self._parts.values():
                 part.hold({})
@@ -380,8 +474,19 @@ class _Part(Given):
         self._state = dict(state)
 
 
+class _OptimizerStates(Filled):
+    """The state dicts of optimizers, by number. Torch makes a state for every parameter; saved are those of parameters with a gradient."""
+
+    def prepare_to_load(self, saved: Mapping[str, ArrayEntry]) -> None:
+        for number, optimizer in self._state.items():
+            for name, state in [*optimizer["state"].items()]:
+                wanted = flatten({number: {"state": {name: state}}}, OPTIMIZERS).tensors
+                if wanted and saved.keys().isdisjoint(wanted):
+                    del optimizer["state"][name]
+
+
 def _is_inside_fit(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether Lightning made it in the middle of `Trainer.fit`, which ends with `teardown`."""
+    """Whether Lightning made it in the middle of `Trainer.fit`, which ends with `teardown`, or after a `fit` that ended there."""
     progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_progress", {}).get("current")
     return progress is not None and bool(progress["ready"] > progress["completed"])
 

@@ -14,7 +14,9 @@ torchtitan has saved by itself in the same folder, or at `initial_load_path`, ar
 
 from __future__ import annotations
 
+import logging
 import re
+import secrets
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,8 @@ from ckpt.saving.arguments import as_folder, as_strategy, as_topology
 _STEP = re.compile(r"step-(\d+)")
 _COMPLETE = (MANIFEST_NAME, ".metadata", "model.safetensors.index.json")
 """A folder with one of these is a checkpoint: of this package, of DCP, of Hugging Face."""
+
+_log = logging.getLogger("ckpt")
 
 
 class CkptManager(CheckpointManager):
@@ -113,25 +117,29 @@ class CkptManager(CheckpointManager):
     def _load(self, step: int = -1) -> bool:
         """Load the step that the lead finds, on all ranks.
 
+        What a killed save of torchtitan's own writers left of a newer step is set aside: DCP's, or that of `last_save_in_hf`, which would
+        merge old shards into a new save.
+
         Raises:
-            CheckpointExistsError: there is a newer folder, which a save of this run would meet.
+            CheckpointExistsError: there is a newer checkpoint, which a save of this run would meet.
         """
         with self._topology.operation(f"look into {self._root}"), self._topology.phase("look") as phase:
             if self._topology.is_lead:
                 phase.payload = self._find_load_step() if step == -1 else step
-                newer = [path for number, path in self._steps() if number > phase.payload]
-                if newer and not self.load_only:
+                newer = [path for number, path in self._steps() if number > phase.payload and not self.load_only]
+                if complete := [path for path in newer if _is_complete(path)]:
                     raise CheckpointExistsError(
-                        f"{newer[0]} is newer than what is loaded, {'nothing' if phase.payload < 0 else f'step {phase.payload}'}, and "
+                        f"{complete[0]} is newer than what is loaded, {'nothing' if phase.payload < 0 else f'step {phase.payload}'}, and "
                         "saves replace no folder: move it away, choose another checkpoint.folder with this one's step as "
                         "checkpoint.initial_load_path, or set checkpoint.load_only"
                     )
+                for path in newer:
+                    aside = path.rename(path.with_name(f"{path.name}.incomplete-{secrets.token_hex(4)}"))
+                    _log.warning("%s is an incomplete checkpoint, and is now %s", path, aside)
         return bool(super()._load(phase.payloads[0]))
 
     def _find_load_step(self, folder: str = "") -> int:
-        complete = [
-            number for number, path in self._steps(folder) if any((path / name).is_file() for name in _COMPLETE)
-        ]
+        complete = [number for number, path in self._steps(folder) if _is_complete(path)]
         return complete[-1] if complete else -1
 
     def _steps(self, folder: str = "") -> list[tuple[int, Path]]:
@@ -156,6 +164,10 @@ class CkptManager(CheckpointManager):
             self.maybe_wait_for_saving()
         finally:
             super()._close()
+
+
+def _is_complete(step: Path) -> bool:
+    return any((step / name).is_file() for name in _COMPLETE)
 
 
 @override(target=BaseCheckpointManager.Config)  # type: ignore[untyped-decorator]

@@ -278,10 +278,15 @@ class CheckpointRoot(Destination):
                 phase.payload = self._record(save, results, topology)
         total, digest = phase.payloads[0]
         with topology.phase("publish") as phase:
+
+            def committed(path: Path) -> None:
+                phase.stands = _is_committed(path)
+
             if topology.is_lead:
                 topology.require_awaited()
-                path = self._ledger.publish(self.folder, target.checkpoint_id, refused=target.refused)
-                phase.stands = _is_committed(path)
+                path = self._ledger.publish(
+                    self.folder, target.checkpoint_id, refused=target.refused, committed=committed
+                )
             places = None if self._memory is None else self._memory.settle()
             phase.payload = [str(path) if topology.is_lead else None, places]
         path = Path(phase.payloads[0][0])

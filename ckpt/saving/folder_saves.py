@@ -55,7 +55,14 @@ class FolderSaves:
         self._settings = settings
         self._background: Background | None = None
         self._num_begun = 0
+        self._begun: list[Path] = []
         self._doomed: dict[Path, int] = {}  # path -> number of saves that had begun when it was to be removed
+
+    @property
+    def unfinished(self) -> list[Path]:
+        """Paths of the saves in the background that no call has taken note of, the oldest first. Equal on all ranks."""
+        num = self._background.num_pending if self._background is not None else 0
+        return self._begun[len(self._begun) - num :]
 
     def save(self, path: Path, collected: Callable[[], RankState]) -> None:
         """Save, or begin to: in the background the state may change as soon as this returns. Collective.
@@ -82,6 +89,7 @@ class FolderSaves:
                     run = SavedRun((), self._topology, self._backend, prepared.device)
                     self._background = Background(run, self._settings)
         self._num_begun += 1
+        self._begun = [*self.unfinished, path.absolute()]
         self._background.begin(prepared, started, None)
 
     def remove(self, path: Path) -> None:
@@ -125,7 +133,7 @@ class FolderSaves:
             self.release()
 
     def release(self) -> None:
-        """Release threads, processes and memory once this rank's saves have ended. Raises nothing of a save that failed. Not collective."""
+        """Release threads, processes and memory once this rank's saves have ended; errors of theirs are logged. Not collective."""
         background, self._background = self._background, None
         if background is not None:
             background.close()

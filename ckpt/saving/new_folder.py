@@ -98,10 +98,13 @@ class NewFolder(Destination):
                 phase.payload = added + sum(result.total_bytes for result in results)
         num_bytes = phase.payloads[0]
         with topology.phase("publish") as phase:
+
+            def committed(path: Path) -> None:
+                phase.stands = f"{path} is committed"
+
             if topology.is_lead:
                 topology.require_awaited()
-                self._ledger.publish_at(self.folder, self._path, replaces=self._replaces)
-                phase.stands = f"{self._path} is committed"
+                self._ledger.publish_at(self.folder, self._path, replaces=self._replaces, committed=committed)
         seconds = max(result.write_s for result in results) + time.perf_counter() - started
         self.report = SaveReport(str(self._path), self._path.name, num_bytes, seconds, seconds, num_bytes)
 

@@ -161,6 +161,48 @@ def test_a_save_outside_of_fit_is_there_when_the_call_returns(
         assert len(names) == 6, "the second began anew, beside the first"
 
 
+def test_two_callbacks_that_choose_one_name_while_it_is_saved_are_refused(run: RunForked, tmp_path: Path) -> None:
+    ((told, names),) = run(1, "two_callbacks_of_one_name", tmp_path, timeout_s=20.0)
+    assert told.startswith(f"{tmp_path}/epoch=0-step=2.ckpt is to be saved twice at step 2: two ModelCheckpoints")
+    assert names == ["epoch=0-step=2.ckpt"]
+
+
+def test_only_saves_inside_of_fit_are_not_waited_for(run: RunForked, tmp_path: Path) -> None:
+    (found,) = run(1, "saves_that_are_waited_for", tmp_path)
+    assert found[:3] == ["hpc_ckpt_1.ckpt", "after.ckpt", "after.ckpt"]
+    assert found[3:] == ["after.ckpt", "hpc_ckpt_1.ckpt", "inside again.ckpt", "inside.ckpt"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_save_after_a_fit_that_failed_or_had_nothing_to_do_is_waited_for(
+    run: RunForked, tmp_path: Path, kind: str
+) -> None:
+    assert run(1, "save_after_an_error", kind, tmp_path) == [[True, True]]
+
+
+def test_a_signal_by_which_a_handler_saves_is_put_off_while_another_save_is_under_way(
+    run: RunForked, tmp_path: Path
+) -> None:
+    (names,) = run(1, "save_by_signal", tmp_path)
+    assert names == ["async.ckpt", "hpc_ckpt_1.ckpt", "hpc_ckpt_2.ckpt", "sync.ckpt"]
+
+
+def test_a_parameter_that_never_had_a_gradient_has_no_state_after_a_load(run: RunForked, tmp_path: Path) -> None:
+    ((straight, resumed),) = run(1, "resume_partly_used", tmp_path)
+    assert resumed == straight
+    assert resumed[2] == [None, None]
+
+
+def test_a_trainer_that_has_trained_validates_weights_alone(run: RunForked, tmp_path: Path) -> None:
+    ((before, after),) = run(1, "validate_after_fit", tmp_path)
+    assert before == after
+
+
+def test_a_plugin_of_the_strategy_saves_with_ddp_on_one_rank(run: RunForked, tmp_path: Path) -> None:
+    assert run(2, "one_plugin_for_two_strategies", tmp_path, timeout_s=15.0) == [True, True]
+
+
 @pytest.mark.full
 def test_a_sharded_checkpoint_of_lightnings_own_is_loaded(run: RunForked, tmp_path: Path) -> None:
     for saved, found in run(2, "from_sharded_folder", tmp_path / "x.ckpt"):
@@ -195,6 +237,8 @@ _REFUSALS = [
     "ConfigurationError: backend is 'pt'; expected one of",
     "ConfigurationError: CkptModelParallelStrategy saves by CkptCheckpointIO; found AsyncCheckpointIO",
     "ConfigurationError: CkptModelParallelStrategy(save_distributed_checkpoint=False): every rank saves its part",
+    "ConfigurationError: saves.grace_s=60 has no effect: Lightning handles SIGTERM",
+    "ConfigurationError: ModelParallelStrategy does not save by CkptCheckpointIO: use CkptModelParallelStrategy",
     "notes.txt",
     "of another",
 ]

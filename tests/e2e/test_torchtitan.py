@@ -318,6 +318,30 @@ def test_what_is_not_supported_is_refused_in_words(tmp_path: Path) -> None:
     run_ranks(2, _refuses, tmp_path, process_group=True)
 
 
+def _meets_incomplete(topology: Topology, folder: Path) -> list[str]:
+    run = Training(topology, folder, options=KEPT)
+    run.train(4)
+    if topology.is_lead:
+        for left in ("step-6/sharded/shard-00001-model-00001-of-00001.safetensors", "step-8/__0_0.distcp"):
+            (folder / "checkpoint" / left).parent.mkdir(parents=True)
+            (folder / "checkpoint" / left).write_text("cut short")
+    rest = Training(topology, folder, options=KEPT, seed=1)
+    assert rest.checkpoints.load()
+    require_equal(rest.bits(), run.bits())
+    rest.train(6)
+    rest.checkpoints.close()
+    return steps_in(folder)
+
+
+def test_what_a_killed_save_of_torchtitans_own_left_is_set_aside(tmp_path: Path) -> None:
+    for names in run_ranks(2, _meets_incomplete, tmp_path, process_group=True):
+        assert [name.split("-")[:2] for name in names] == [
+            ["step", "4"], ["step", "6"], ["step", "6.incomplete"], ["step", "8.incomplete"]
+        ]  # fmt: skip
+    (kept,) = tmp_path.glob("checkpoint/step-6.incomplete-*/sharded/*")
+    assert kept.read_text() == "cut short"
+
+
 @dataclass(kw_only=True, slots=True)
 class Program(Configurable.Config):
     checkpoint: BaseCheckpointManager.Config

@@ -21,7 +21,7 @@ import psutil
 import torch
 
 from ckpt.catalog.ledger import delete_folder
-from ckpt.errors import CheckpointError, RankAbsentError, SaveAbandonedError
+from ckpt.errors import CheckpointError, RankAbsentError, SaveAbandonedError, sentence
 from ckpt.memory.arena import Arena
 from ckpt.memory.huge_pages import staging_memory
 from ckpt.memory.shared_memory import shared_memory
@@ -48,12 +48,14 @@ class _Pending:
     Attributes:
         blocked_s: seconds that training has waited for it on this rank.
         over: set when its thread has ended.
+        failure: sentence of its error, once its thread has failed.
     """
 
     snapshot: Snapshot
     blocked_s: float
     over: threading.Event
     report: SaveReport | None = None
+    failure: str | None = None
 
 
 class Background:
@@ -127,10 +129,14 @@ class Background:
 
     def delete(self, folder: Path) -> None:
         """Delete a folder that was renamed out of the way, in a thread: freeing gigabytes takes file systems long. Any thread."""
+        thread = threading.Thread(target=_delete, args=(folder,), name="deletion", daemon=True)
         with self._deleting:
-            self._deletions = [thread for thread in self._deletions if thread.is_alive()]
-            self._deletions.append(threading.Thread(target=_delete, args=(folder,), name="deletion", daemon=True))
-            self._deletions[-1].start()
+            try:
+                thread.start()
+            except RuntimeError:  # the process may have no more threads; the save is committed all the same
+                delete_folder(folder)
+                return
+            self._deletions = [*(one for one in self._deletions if one.is_alive()), thread]
 
     def wait_for_snapshots(self) -> None:
         """Wait until no save copies state any more. Any thread, before it changes state."""
@@ -189,8 +195,11 @@ class Background:
                 self._sigterm.arm()
 
     def close(self) -> None:
-        """Wait for unfinished saves, and release memory, threads and the writer process. Raises nothing of a save that failed."""
+        """Wait for unfinished saves, and release memory, threads and the writer process. The error of one that failed is logged."""
         self._drain()
+        for pending in self._pending:
+            if pending.failure is not None:
+                _log.error("a save has failed in the background: %s", pending.failure)
         self._sigterm.disarm()
         if self._branch is not None:
             self._branch.close()
@@ -259,6 +268,9 @@ class Background:
                 self._branch = self._topology.branch(f"{self._branch_name}/{self._num_joins}")
             prepared.run(self._branch, pending.snapshot, self._write, started=started)
             pending.report = prepared.destination.report
+        except BaseException as error:
+            pending.failure = sentence(error)
+            raise
         finally:
             pending.snapshot.give_up()
             if pending.report is None:

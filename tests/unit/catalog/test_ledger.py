@@ -564,6 +564,14 @@ def test_saving_a_committed_id_again_replaces_it(root: Path, clock: Clock) -> No
     assert sorted(os.listdir(root)) == ["checkpoint-1", "checkpoint-2"]
 
 
+def test_what_a_commit_replaces_is_deleted_after_the_commit_is_known(root: Path, clock: Clock) -> None:
+    told: list[tuple[str, dict[str, int]]] = []
+    ledger = Ledger(root, run_id="a", delete=lambda folder: told.append((folder.name[:8], versions(ledger))))
+    for _ in range(2):
+        save(ledger, clock, "1", committed=lambda path: told.append((path.name, versions(ledger))))
+    assert told == [("checkpoint-1", {"1": 1}), ("checkpoint-1", {"1": 2}), (".removed", {"1": 2})]
+
+
 def test_the_root_is_synced_after_the_rename_that_commits(
     root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

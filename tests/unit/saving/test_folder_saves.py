@@ -16,7 +16,7 @@ import torch
 import ckpt
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.catalog import ledger
-from ckpt.errors import ConfigurationError, StorageError
+from ckpt.errors import CheckpointError, ConfigurationError, StorageError
 from ckpt.format import durable
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.ranks.topology import Topology
@@ -165,6 +165,63 @@ def test_a_path_that_is_saved_to_again_is_not_removed_any_more(tmp_path: Path) -
     one.save(tmp_path / "a", state(2))
     one.close()
     assert value_in(tmp_path / "a") == 2
+
+
+def test_hidden_names_do_not_contain_that_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, seen = ManifestWriter.write, []
+
+    def looking(self: ManifestWriter, checkpoint_id: str) -> int:
+        seen.extend(names_in(tmp_path))
+        return write(self, checkpoint_id)
+
+    monkeypatch.setattr(ManifestWriter, "write", looking)
+    monkeypatch.setattr(ledger, "delete_folder", lambda folder: seen.append(folder.name))
+    saves().save(tmp_path / "hpc_ckpt_1.ckpt", state(1))
+    saves().remove(tmp_path / "hpc_ckpt_1.ckpt")
+    assert [name.split("-")[0] for name in seen] == [".unpublished", ".unpublished", ".removed"]
+    assert not any("hpc_ckpt_" in name for name in seen), "Lightning would take it for a checkpoint"
+
+
+def test_a_process_that_can_start_no_thread_deletes_what_was_replaced_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name == "deletion":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    one = saves("async")
+    for value in (1, 2):
+        one.save(tmp_path / "last", state(value))
+    one.close()
+    assert (names_in(tmp_path), value_in(tmp_path / "last")) == (["last"], 2)
+
+
+def test_an_error_after_the_commit_says_that_the_checkpoint_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Path) -> None:
+        raise RuntimeError("of deleting")
+
+    saves().save(tmp_path / "last", state(1))
+    monkeypatch.setattr(ledger, "delete_folder", fail)
+    with pytest.raises(CheckpointError, match=f"of deleting.*{tmp_path / 'last'} is committed"):
+        saves().save(tmp_path / "last", state(2))
+    assert value_in(tmp_path / "last") == 2
+
+
+def test_the_error_of_a_save_that_no_call_has_reported_is_logged(
+    tmp_path: Path, full_disk: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    full_disk()
+    one = saves("async")
+    one.save(tmp_path / "1", state(1))
+    one.release()
+    assert f"a save has failed in the background: save into {tmp_path / '1'}" in caplog.text
+    assert "No space left on device" in caplog.text
 
 
 @pytest.mark.parametrize("on_async_error", ["raise", "warn"])
