@@ -25,7 +25,6 @@ enter_fresh_copy() {
         tar --null --files-from=- --create --file=- | tar --extract --file=- --directory="$fresh"
     cd "$fresh"
     unset PYTHONPATH VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
-    export PIP_COMPILE=0 # Python compiles what it imports; pip would compile everything, for 20 s
 }
 
 # Run one command as a user would type it, showing it first.

@@ -136,7 +136,8 @@ class FolderSaves:
         """Release threads, processes and memory once this rank's saves have ended; errors of theirs are logged. Not collective."""
         background, self._background = self._background, None
         if background is not None:
-            background.close()
+            for failure in background.close():
+                _log.error("a save has failed in the background: %s", failure)
 
     def _remove_doomed(self) -> None:
         """Remove the checkpoints that no unfinished save is to precede."""

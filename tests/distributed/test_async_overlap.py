@@ -139,13 +139,14 @@ def test_forward_and_backward_run_before_the_copy_is_complete_and_the_optimizers
     require_holds(path, wanted, width=WIDTH)
 
 
-def test_a_copier_that_cannot_start_fails_the_save_and_not_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["copier", "async call 0"])
+def test_a_thread_that_cannot_start_fails_the_save_and_not_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
-        if thread.name == "copier":
+        if thread.name == name:
             raise RuntimeError("can't start new thread")
         start(thread)
 

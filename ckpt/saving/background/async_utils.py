@@ -158,6 +158,10 @@ class AsyncCallsQueue:
                 finalized.append(self._finalize_next(topology, finalized))
         return finalized
 
+    def has_ended(self, number: int) -> bool:
+        """Return whether the function of a request that is not finalized has ended on this rank, or was never started. Not collective."""
+        return any(call.number == number and call.is_done() for call in self._calls)
+
     def get_num_unfinalized_calls(self) -> int:
         """Return the number of requests in the queue of this rank. Not collective."""
         return len(self._calls)

@@ -21,7 +21,7 @@ import psutil
 import torch
 
 from ckpt.catalog.ledger import delete_folder
-from ckpt.errors import CheckpointError, RankAbsentError, SaveAbandonedError, sentence
+from ckpt.errors import CheckpointError, RankAbsentError, SaveAbandonedError, StorageError, sentence
 from ckpt.memory.arena import Arena
 from ckpt.memory.huge_pages import staging_memory
 from ckpt.memory.shared_memory import shared_memory
@@ -115,7 +115,7 @@ class Background:
         before = None if self._last is None else self._last.over
         self._last = pending = _Pending(snapshot, 0.0, threading.Event())
         self._pending.append(pending)
-        self._queue.schedule_async_request(
+        number = self._queue.schedule_async_request(
             AsyncRequest(
                 self._run,
                 (prepared, pending, started, before),
@@ -124,6 +124,10 @@ class Background:
                 abandon_fns=[partial(self._forget, pending)],
             )
         )
+        if self._queue.has_ended(number) and not pending.over.is_set():
+            snapshot.fail(StorageError("its thread could not be started"))  # `finalize` says why
+            prepared.destination.discard()
+            pending.over.set()
         snapshot.take()
         pending.blocked_s = time.perf_counter() - started
 
@@ -194,12 +198,14 @@ class Background:
             if self._pending:  # none after `close`, which may leave saves that no call has reported
                 self._sigterm.arm()
 
-    def close(self) -> None:
-        """Wait for unfinished saves, and release memory, threads and the writer process. The error of one that failed is logged."""
+    def close(self) -> list[str]:
+        """Wait for unfinished saves, and release memory, threads and the writer process.
+
+        Returns:
+            the errors of saves that no call has reported.
+        """
         self._drain()
-        for pending in self._pending:
-            if pending.failure is not None:
-                _log.error("a save has failed in the background: %s", pending.failure)
+        failures = [pending.failure for pending in self._pending if pending.failure is not None]
         self._sigterm.disarm()
         if self._branch is not None:
             self._branch.close()
@@ -209,6 +215,7 @@ class Background:
         self._pending.clear()
         self._last = None  # its snapshot holds views of kept memory, each with a descriptor
         self._arena.let_go()
+        return failures
 
     def _snapshot(self, prepared: PreparedSave[Any], watched: Watched | None) -> Snapshot:
         """Make a snapshot of the share, and room for it in the arena; without memory it is one that fails the save."""
