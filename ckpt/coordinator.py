@@ -75,8 +75,8 @@ class CheckpointCoordinator:
             only newer ones go, at once: they are renamed `.abandoned-<id>-<nonce>`.
         shared_root: several runs may save into the root at a time. Otherwise the first save claims it, until the coordinator is closed
             or its process ends, and saves of other runs are refused.
-        allow_pickle: read a checkpoint without a manifest, named by its path, from its pickled files
-            (`ckpt.loading.torch_save_folders`): tensors and plain values only.
+        allow_pickle: read a checkpoint without a manifest, named by its path, that is pickled in parts: tensors and plain values only
+            (`ckpt.loading.torch_save_folders`, `ckpt.loading.other_formats.dcp_folders`).
         pattern_check: before the first save of several ranks, compare one hash over all state with the sharing patterns: "warn" refuses
             a pattern that would lose state and warns of a wasteful or suspicious one, "error" refuses both, "off" does not compare.
         packed_mib: the longest array that small tensors are packed in, in MiB: the memory that packing takes.
@@ -376,7 +376,7 @@ class CheckpointCoordinator:
         """Load all components in place; random generators last. Collective.
 
         Args:
-            checkpoint_path: a checkpoint folder, which is loaded or refused; None: the newest sound one below output_dir; damaged
+            checkpoint_path: a checkpoint, which is loaded or refused; None: the newest sound one below output_dir; damaged
                 ones are passed over, with a warning.
             strict: missing or unfitting state is an error. Otherwise it is left out and keeps its values: components that are
                 absent or belong to other ranks, tensors and plain values on one side alone, tensors of another shape

@@ -12,9 +12,9 @@ import torch
 
 from ckpt.backends.base import Backend
 from ckpt.errors import ConfigurationError
-from ckpt.format.stored import read_manifest
+from ckpt.format.manifest import STATE
 from ckpt.loading.compatibility import goes_on
-from ckpt.loading.loader import Loader
+from ckpt.loading.loader import Loader, components_of
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.memory.device import device_of
 from ckpt.ranks.topology import Topology
@@ -27,9 +27,6 @@ from ckpt.state.collect import RankState, collect
 from ckpt.state.flatten import flatten
 from ckpt.state.sharing import AUTO, OWN_COPIES, Sharing, SharingPattern, StateComponent
 from ckpt.state.statefuls import Filled, Given
-
-COMPONENT = "state"
-"""The component of a checkpoint that `save` writes."""
 
 _log = logging.getLogger("ckpt")
 
@@ -72,7 +69,7 @@ def save(
 
     def collected() -> RankState:
         with run.topology.phase("state"):
-            component = StateComponent(COMPONENT, Given(_mapping("state", state)), AUTO)
+            component = StateComponent(STATE, Given(_mapping("state", state)), AUTO)
         components = AutoSharing([component], run.topology).settle()
         with run.topology.phase("leaves"):
             return collect(components, run.topology)
@@ -86,17 +83,21 @@ def load(
     *,
     load: LoadingStrategy | str = "direct",
     strict: bool = True,
+    allow_pickle: bool = False,
     process_groups: Mapping[str, Any] | None = None,
     topology: Topology | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint: that of `save`, or any other. Every byte is checked. Collective.
 
+    Safetensors files are read, too, and with `allow_pickle` checkpoints of `torch.distributed.checkpoint`: these have no digests to check.
+
     Args:
-        path: the folder of a checkpoint.
+        path: the folder of a checkpoint, or a safetensors file.
         into: a state dict whose tensors are filled in place, DTensors of any layout among them, and whose plain values are set. None: whole
             tensors are made, on the host.
         load: "direct", "two-stage", or a loading strategy.
         strict: keys on one side alone, and shapes that differ, are an error; otherwise they are left out.
+        allow_pickle: read what describes a checkpoint of `torch.distributed.checkpoint`, a pickle; no code in it is run.
         process_groups, topology: as of `save`.
 
     Returns:
@@ -113,7 +114,7 @@ def load(
         >>> ckpt.load("checkpoint")
         {'weight': tensor([0., 1., 2., 3., 4., 5.]), 'step': 7}
     """
-    check_flags(strict=strict)
+    check_flags(strict=strict, allow_pickle=allow_pickle)
     folder = as_folder("path", path)
     strategy = as_strategy(load)
     run = as_run((), process_groups, topology, "zarr", device_of(()))
@@ -121,10 +122,10 @@ def load(
         with run.topology.phase("list") as phase:
             given = None if into is None else _mapping("into", into)
             if run.topology.is_lead:
-                saved = read_manifest(folder).components
-                phase.payload = {key: [one.sharing_pattern, one.group_name] for key, one in saved.items()}
+                saved = components_of(folder)
+                phase.payload = {key: [one.pattern.value, one.group] for key, one in saved.items()}
         sharing = {key: Sharing(SharingPattern(name), group) for key, (name, group) in phase.payloads[0].items()}
-        is_one = list(sharing) == [COMPONENT]
+        is_one = list(sharing) == [STATE]
         with run.topology.phase("into"):
             device = device_of([] if given is None else _tensors(given))
             objects: dict[str, Given]
@@ -134,17 +135,16 @@ def load(
                     _for_new_tensors(StateComponent(key, objects[key], AUTO), sharing[key]) for key in sharing
                 ]
             else:
-                parts = {COMPONENT: given} if is_one else given
+                parts = {STATE: given} if is_one else given
                 objects = {key: Filled(_mapping(f"into[{key!r}]", one)) for key, one in parts.items()}
                 components = [StateComponent(key, one, AUTO) for key, one in objects.items()]
-    report = Loader(components, run.topology, strategy, device, verify=True, allow_pickle=False).load(
-        folder, strict=strict
-    )
+    loader = Loader(components, run.topology, strategy, device, verify=True, allow_pickle=allow_pickle)
+    report = loader.load(folder, strict=strict, may_be_old=True)
     _log.info("%s: %.4g GB in %.3g s\n%s", folder, report.bytes_needed / 1e9, report.load_s, report.summary())
     loaded = {one.key: objects[one.key].loaded for one in report.components if goes_on(one)}
     if into is not None:
-        _set_plain(into, loaded[COMPONENT] if is_one else loaded)
-    return loaded[COMPONENT] if is_one else loaded
+        _set_plain(into, loaded[STATE] if is_one else loaded)
+    return loaded[STATE] if is_one else loaded
 
 
 def _for_new_tensors(component: StateComponent, saved: Sharing) -> StateComponent:
@@ -167,7 +167,7 @@ def _set_plain(into: MutableMapping[str, Any], loaded: Mapping[str, Any]) -> Non
 @torch.no_grad()
 def _tensors(state: Mapping[str, Any]) -> list[torch.Tensor]:
     """This rank's memory of all tensors."""
-    return [local_tensor(leaf) for leaf in flatten(state, COMPONENT).tensors.values()]
+    return [local_tensor(leaf) for leaf in flatten(state, STATE).tensors.values()]
 
 
 def _mapping(name: str, given: Any) -> dict[str, Any]:

@@ -30,6 +30,8 @@ from ckpt.format.strict_json import MAX_RANKS, Count, Digest, Rank, Shape, Side
 FORMAT_VERSION = 1
 MANIFEST_NAME = "checkpoint_manifest.json"
 CONFIG_NAME = "config.yaml"
+STATE = "state"
+"""The component of a checkpoint of one state dict, as `ckpt.save` writes it."""
 SHARDED = "sharded"
 """The component, and so the folder, of a sharded state dict's tensors."""
 MAX_COMMIT_NUMBER = 10**12

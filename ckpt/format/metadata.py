@@ -91,8 +91,8 @@ def other_format(checkpoint_dir: str | os.PathLike[str]) -> str | None:
         )
     if config is None and (folder / _DCP_METADATA).is_file():
         return (
-            f"{folder} is a checkpoint of torch.distributed.checkpoint, whose metadata is a pickle; this format is not read here. "
-            "Load it into your model with torch.distributed.checkpoint.load, and save the model with a CheckpointCoordinator"
+            f"{folder} is a checkpoint of torch.distributed.checkpoint, whose metadata is a pickle. Load it by "
+            "ckpt.load(path, allow_pickle=True), or into a run by its path; no code in it is run"
         )
     return None
 

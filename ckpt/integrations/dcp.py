@@ -40,12 +40,11 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckpt.api.state_dicts import COMPONENT
 from ckpt.backends.base import Backend
 from ckpt.errors import ConfigurationError, WorldSizeError
 from ckpt.format.box import Box
 from ckpt.format.dtypes import torch_dtype
-from ckpt.format.manifest import ArrayEntry
+from ckpt.format.manifest import STATE, ArrayEntry
 from ckpt.format.stored import read_manifest
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.sources import CommittedSource
@@ -191,7 +190,7 @@ class CkptReader(StorageReader):
                 continue
             prefix = start.removeprefix(f"{key}/")
             copy = SavedCopy.of(start, source.entries(component, prefix), source.rows(component, prefix))
-            before = () if key == COMPONENT else (key,)
+            before = () if key == STATE else (key,)
             for name, entry in copy.entries.items():
                 self._tensors[".".join((*before, name))] = _StoredTensor(copy.name_of(name), entry)
             for name, value in copy.plain.items():
@@ -293,7 +292,7 @@ def _rank_state(items: Iterable[WriteItem], paths: Mapping[str, tuple[Any, ...]]
         fqn = item.index.fqn
         path = path_to_json(tuple((p, "list") if isinstance(p, int) else p for p in paths.get(fqn, (fqn,))))
         if item.type is WriteItemType.BYTE_IO:
-            rows[fqn] = [path, to_json(planner.lookup_object(item.index), f"{COMPONENT}: {fqn}")]  # type: ignore[attr-defined]
+            rows[fqn] = [path, to_json(planner.lookup_object(item.index), f"{STATE}: {fqn}")]  # type: ignore[attr-defined]
             continue
         rows[fqn] = [path]
         assert item.tensor_data is not None
@@ -301,8 +300,8 @@ def _rank_state(items: Iterable[WriteItem], paths: Mapping[str, tuple[Any, ...]]
         assert isinstance(tensor, torch.Tensor), "it is no BYTE_IO"
         pieces.append((fqn, item.tensor_data.size, Box(tuple(chunk.offsets), tuple(chunk.sizes)), tensor))
     wait_for_all(tensor for *_, tensor in pieces)
-    mine = RankState.of_pieces(StateComponent(COMPONENT, Given(), SharingPattern.SHARDED), pieces)
-    mine.plain, mine.private = {COMPONENT: dict(sorted(rows.items()))}, {COMPONENT: set()}
+    mine = RankState.of_pieces(StateComponent(STATE, Given(), SharingPattern.SHARDED), pieces)
+    mine.plain, mine.private = {STATE: dict(sorted(rows.items()))}, {STATE: set()}
     return mine
 
 

@@ -29,11 +29,12 @@ from ckpt.errors import (
     rebuild,
 )
 from ckpt.format.held import NOTHING_HELD, HeldFiles
-from ckpt.format.manifest import CONFIG_NAME, MANIFEST_NAME, CheckpointManifest
+from ckpt.format.manifest import CONFIG_NAME, MANIFEST_NAME, STATE, CheckpointManifest
 from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.format.stored import gone, identity_of, read_listed_file, read_manifest_bytes
 from ckpt.format.strict_json import refusing
 from ckpt.loading.compatibility import as_saved, copies_for_object, fit, goes_on, require_something, rows_for_object
+from ckpt.loading.other_formats.other_source import OtherSource, format_at, open_other
 from ckpt.loading.report import ComponentReport, LoadReport, Status
 from ckpt.loading.sources import CheckpointSource, CommittedSource, Rows
 from ckpt.loading.state_matching import (
@@ -45,10 +46,10 @@ from ckpt.loading.state_matching import (
 )
 from ckpt.loading.strategy import LoadingStrategy, Reading, ReadStats, StoredCheckpoint
 from ckpt.loading.torch_save_folders import OldSource, old_files
-from ckpt.memory.device import Device, wait_for_all
+from ckpt.memory.device import Device, device_of, wait_for_all
 from ckpt.ranks.topology import Phase, Topology
 from ckpt.state.abilities import RestoredLast, offers
-from ckpt.state.sharing import StateComponent
+from ckpt.state.sharing import Sharing, SharingPattern, StateComponent
 
 __all__ = ["LoadReport", "Loader", "committed_newest_first"]
 
@@ -64,8 +65,32 @@ def require_checkpoint(path: Path, *, allow_pickle: bool) -> None:
     Raises:
         CheckpointNotFoundError: it holds none, or an old one, and `allow_pickle` is false.
     """
-    if not old_files(path, allow_pickle=allow_pickle):
+    if (path / MANIFEST_NAME).exists() or not (old_files(path, allow_pickle=allow_pickle) or format_at(path)):
         read_manifest_bytes(path)
+
+
+def components_of(path: Path) -> dict[str, Sharing]:
+    """Return the components of a checkpoint, and how each was saved; that of another program is one component. Any process.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        CorruptCheckpointError: its manifest is damaged.
+    """
+    if not (path / MANIFEST_NAME).exists() and format_at(path):
+        return {STATE: Sharing(SharingPattern.SHARDED)}
+    saved = parse_manifest(read_manifest_bytes(path), str(path / MANIFEST_NAME)).components
+    return {key: Sharing(SharingPattern(one.sharing_pattern), one.group_name) for key, one in saved.items()}
+
+
+def source_at(
+    path: Path, topology: Topology, strategy: LoadingStrategy, *, allow_pickle: bool = False
+) -> CheckpointSource:
+    """Open a checkpoint of any format for reading on the host. Any process, alone.
+
+    Raises: as `components_of`, and
+        CheckpointNotFoundError: it holds pickles, and these are not allowed.
+    """
+    return Loader((), topology, strategy, device_of(()), verify=True, allow_pickle=allow_pickle).open(path)
 
 
 def _is_restored_last(one: Match) -> bool:
@@ -151,6 +176,11 @@ class Loader:
             metadata=source.metadata,
         )
 
+    def open(self, path: Path) -> CheckpointSource:
+        """Open a checkpoint that is named by its path. Collective."""
+        with self.topology.operation(f"open {path.name}"):
+            return self._open(path, may_be_old=True)
+
     def _open(self, path: Path, may_be_old: bool) -> CheckpointSource:
         """Open the checkpoint: the lead reads and checks the manifest once, and all ranks parse the same bytes; or it finds old files."""
         where = str(path / MANIFEST_NAME)
@@ -158,8 +188,9 @@ class Loader:
         with self.topology.phase("open") as phase:
             if self.topology.is_lead:
                 files = old_files(path, allow_pickle=self.allow_pickle) if may_be_old else []
-                if files:
-                    phase.payload = files
+                other = format_at(path) if may_be_old and not (path / MANIFEST_NAME).exists() else None
+                if files or other:
+                    phase.payload = files or other
                 else:
                     data = read_manifest_bytes(path)
                     manifest = parse_manifest(data, where)
@@ -171,6 +202,10 @@ class Loader:
         found = phase.payloads[0]
         if isinstance(found, list):
             return OldSource(path, found, self.topology)
+        if isinstance(found, str):
+            with self.topology.phase("open"):
+                checkpoint = open_other(path, found, allow_pickle=self.allow_pickle)
+            return OtherSource(path, checkpoint, self.topology, self.strategy, self.device)
         data = found["manifest"].encode()
         stored = StoredCheckpoint(path, manifest or parse_manifest(data, where), self._held(data))
         return CommittedSource(stored, found["config"], self.topology, self.strategy, self.device, verify=self.verify)

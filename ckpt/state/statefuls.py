@@ -197,6 +197,8 @@ class OptimizerState:
     def named_from_positions(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Convert a state dict of `torch.optim`, by position, to one by name, for `load_state_dict`. Changes nothing.
 
+        One that is by name already, as `torch.distributed.checkpoint` saves it, loses the options of the machine.
+
         Names in the groups are used if there are any. Otherwise position n stands for the n-th parameter here, provided that the
         groups have the same sizes and every state tensor has the shape of its parameter. Swapped parameters of one shape are not
         detected: keep the order of the model that saved the state.
@@ -204,6 +206,8 @@ class OptimizerState:
         Raises:
             ShapeMismatchError: group sizes or shapes differ, so the parameters cannot be identified.
         """
+        if (by_name := _by_name(saved)) is not None:
+            return by_name
         mine = [[(self._names[p], p) for p in group["params"]] for group in self.optimizer.param_groups]
         sizes = [len(group["params"]) for group in saved["param_groups"]]
         if sizes != [len(group) for group in mine]:
@@ -386,6 +390,31 @@ def _state_tensor(parameter: torch.Tensor, group: Mapping[str, Any], entry: Arra
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         on_device = group.get("capturable") or group.get("fused")
         return torch.empty(entry.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+
+
+def _by_name(saved: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return an optimizer's state by name, if that is how it was saved; None: it is by position.
+
+    DCP's `get_optimizer_state_dict` lists the names of each group, or joins all keys: "state.<name>.<field>".
+    """
+    groups = saved.get("param_groups")
+    if groups is None:
+        named: dict[str, dict[str, Any]] = {"state": {}, "param_groups": {}}
+        for key, value in saved.items():
+            kind, _, rest = key.partition(".")
+            name, _, option = rest.rpartition(".")
+            named.setdefault(kind, {}).setdefault(name, {})[option] = value
+    else:
+        if isinstance(groups, list):
+            if not all(isinstance(name, str) for group in groups for name in group["params"]):
+                return None
+            groups = {name: group for group in groups for name in group["params"]}
+        named = {"state": dict(saved.get("state", {})), "param_groups": groups}
+    named["param_groups"] = {
+        name: {option: value for option, value in options.items() if option not in _MACHINE_OPTIONS}
+        for name, options in named["param_groups"].items()
+    }
+    return named
 
 
 def _as_step(value: Any) -> Any:

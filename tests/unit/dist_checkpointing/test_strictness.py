@@ -303,7 +303,7 @@ def test_a_torch_dist_folder_is_named_as_what_it_is_with_a_way_on(tmp_path: Path
     (tmp_path / ".metadata").touch()
     for call in (verify_checkpoint_and_load_strategy, read_manifest):
         with pytest.raises(
-            CheckpointNotFoundError, match=r"is a checkpoint of torch\.distributed\.checkpoint, .* Load it into"
+            CheckpointNotFoundError, match=r"is a checkpoint of torch\.distributed\.checkpoint, .* Load it by ckpt"
         ):
             call(tmp_path)
     (tmp_path / "metadata.json").write_text("[]")

@@ -1,0 +1,11 @@
+"""Checkpoints of other programs, loaded like those of this package: the tensors' bytes are read where they lie, and nothing is unpickled
+that could run code.
+
+Files:
+
+    raw_pieces              a checkpoint whose tensors are raw bytes at known places in files; what each format here is read as
+    torch_archives          tensors and values in the archives that `torch.save` writes: their places, and their types
+    dcp_folders             checkpoints of `torch.distributed.checkpoint`
+    safetensors_files       one safetensors file, or several with an index
+    other_source            what such a checkpoint holds of a component
+"""

@@ -1,0 +1,131 @@
+"""Open checkpoints of `torch.distributed.checkpoint`: `.metadata`, a pickle of which no code runs, and the `.distcp` files of the ranks.
+
+torchtitan, Megatron-Core's `torch_dist`, Lightning's sharded checkpoints and FSDP's examples are of this format. Each tensor, or part of
+one, is an archive of `torch.save` in a file of the rank that wrote it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
+from ckpt.format.box import Box
+from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.dtypes import torch_dtype
+from ckpt.loading.other_formats.raw_pieces import OtherCheckpoint, OtherTensor, Piece
+from ckpt.loading.other_formats.torch_archives import read_inert, tensor_in, value_in
+
+METADATA = ".metadata"
+_MOST_BYTES = 4 << 30
+_METADATA = "torch.distributed.checkpoint.metadata."
+
+
+def is_dcp(path: Path) -> bool:
+    """Whether a folder holds a checkpoint of DCP."""
+    return (path / METADATA).is_file()
+
+
+def open_dcp(root: Path, *, allow_pickle: bool) -> OtherCheckpoint:
+    """Open it. Reads `.metadata` alone.
+
+    Raises:
+        CheckpointNotFoundError: pickles are not allowed.
+        ConfigurationError: it was written with a transform, such as compression.
+        CorruptCheckpointError: `.metadata` is damaged.
+    """
+    if not allow_pickle:
+        raise CheckpointNotFoundError(
+            f"{root} is a checkpoint of torch.distributed.checkpoint, whose {METADATA} is a pickle. To read it, without running any code "
+            "in it, load with allow_pickle=True."
+        )
+    where = str(root / METADATA)
+    with CheckpointFolder(root) as folder:
+        described = read_inert(folder.read(METADATA, _MOST_BYTES), where)
+    try:
+        return _checkpoint(root, described.state)
+    except CheckpointError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        raise CorruptCheckpointError(f"{where} is not what DCP writes: {error!r}") from error
+
+
+def _checkpoint(root: Path, metadata: dict[str, Any]) -> OtherCheckpoint:
+    places: dict[tuple[str, tuple[int, ...] | None], Any] = {}
+    for index, place in metadata["storage_data"].items():
+        key = index.state
+        offset = None if key.get("offset") is None else _ints(key["offset"])
+        places[str(key["fqn"]), offset] = place.state
+    paths = metadata.get("planner_data") or {}
+    tensors, values = {}, {}
+    for fqn, one in metadata["state_dict_metadata"].items():
+        path = tuple(part if isinstance(part, int) else str(part) for part in paths.get(fqn, (fqn,)))
+        kind = one.name.removeprefix(_METADATA)
+        if kind == "BytesStorageMetadata":
+            place = places[fqn, None]
+            values[path] = partial(_value, root, fqn, place)
+        elif kind == "TensorStorageMetadata":
+            shape, dtype = _ints(one.state["size"]), _dtype(one.state["properties"])
+            boxes = [Box(_ints(c.state["offsets"]), _ints(c.state["sizes"])) for c in one.state["chunks"]]
+            parts = [(box, places.get((fqn, box.offsets)) or places[fqn, None]) for box in boxes]
+            tensors[fqn] = OtherTensor(path, dtype, shape, partial(_pieces, root, fqn, dtype, parts))
+        else:
+            raise CorruptCheckpointError(f"{root / METADATA}: {fqn} is a {one.name}, which is not known")
+    return OtherCheckpoint(root, "torch.distributed.checkpoint", tensors, values)
+
+
+def _pieces(root: Path, fqn: str, dtype: str, parts: list[tuple[Box, dict[str, Any]]]) -> list[Piece]:
+    """Find the bytes of a tensor's parts in their archives."""
+    found = []
+    with CheckpointFolder(root) as folder:
+        for box, place in parts:
+            file, offset, length = _place(root, fqn, place)
+            where = f"{root / file}: {fqn}"
+            with _file(folder, file) as stream:
+                inside = tensor_in(stream, offset, length, where)
+            if (inside.dtype, inside.shape) != (dtype, box.shape):
+                raise CorruptCheckpointError(
+                    f"{where} is {inside.dtype} {list(inside.shape)}, and {METADATA} says {dtype} {list(box.shape)}"
+                )
+            if not inside.is_row_major:
+                raise ConfigurationError(f"{where} is not row-major; save a contiguous tensor")
+            found.append(Piece(box, file, inside.offset))
+    return found
+
+
+def _value(root: Path, fqn: str, place: dict[str, Any]) -> Any:
+    file, offset, length = _place(root, fqn, place)
+    with CheckpointFolder(root) as folder, _file(folder, file) as stream:
+        return value_in(stream, offset, length, f"{root / file}: {fqn}")
+
+
+def _file(folder: CheckpointFolder, file: str) -> BinaryIO:
+    try:
+        return folder.stream(file)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CorruptCheckpointError(f"{folder.root / file} is missing", file=file) from error
+
+
+def _place(root: Path, fqn: str, place: dict[str, Any]) -> tuple[str, int, int]:
+    file, offset, length = place["relative_path"], place["offset"], place["length"]
+    if place.get("transform_descriptors"):
+        raise ConfigurationError(
+            f"{root}: {fqn} was written with a transform of DCP, such as compression, which is not read here"
+        )
+    if not isinstance(file, str) or not all(type(n) is int and n >= 0 for n in (offset, length)):
+        raise CorruptCheckpointError(f"{root / METADATA}: {fqn} has no place in a file")
+    return file, offset, length
+
+
+def _dtype(properties: Any) -> str:
+    given: Any = properties.state[0] if isinstance(properties.state, tuple) else properties.state["dtype"]
+    name = str(given.name).removeprefix("torch.")
+    torch_dtype(name)  # refuses what this version does not know
+    return name
+
+
+def _ints(given: Any) -> tuple[int, ...]:
+    if not isinstance(given, tuple) or not all(type(one) is int and one >= 0 for one in given):
+        raise ValueError(f"{given!r} is no shape")
+    return given

@@ -1,0 +1,178 @@
+"""What a checkpoint of another program holds of a component. See `ckpt.loading.sources.CheckpointSource`.
+
+The first step of a path names the component: "model", "optimizer". Where there is no "model", tensors outside of any component are it, as
+torchtitan saves them. All ranks share every component: the formats know no copies of single ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ckpt.errors import MissingStateError
+from ckpt.format.dtypes import torch_dtype
+from ckpt.format.manifest import STATE, ArrayEntry
+from ckpt.loading.other_formats.dcp_folders import is_dcp, open_dcp
+from ckpt.loading.other_formats.raw_pieces import OtherCheckpoint
+from ckpt.loading.other_formats.safetensors_files import is_safetensors, open_safetensors
+from ckpt.loading.sources import Rows, require_same_kind
+from ckpt.loading.strategy import LoadingStrategy, Reading, ReadRequest
+from ckpt.memory.device import Device
+from ckpt.ranks.topology import Topology
+from ckpt.state.abilities import NamedFromPositions, offers
+from ckpt.state.flatten import Leaves, flatten, rows_of
+from ckpt.state.sharing import OWN_COPIES, Sharing, SharingPattern, StateComponent
+
+MODEL = "model"
+_OPEN: dict[str, tuple[Callable[[Path], bool], Callable[..., OtherCheckpoint]]] = {
+    "dcp": (is_dcp, open_dcp),
+    "safetensors": (is_safetensors, lambda path, *, allow_pickle: open_safetensors(path)),
+}
+
+
+def format_at(path: Path) -> str | None:
+    """The format of another program's checkpoint at a path; None: there is none that is known."""
+    return next((name for name, (is_one, _) in _OPEN.items() if is_one(path)), None)
+
+
+def open_other(path: Path, format: str, *, allow_pickle: bool) -> OtherCheckpoint:
+    """Open a checkpoint of this format for reading by one rank.
+
+    Raises:
+        CheckpointNotFoundError: it holds pickles, and these are not allowed.
+        CorruptCheckpointError: what describes it is damaged.
+    """
+    return _OPEN[format][1](path, allow_pickle=allow_pickle)
+
+
+class OtherSource:
+    """A checkpoint of another program, open for reading by one rank."""
+
+    run_id: str | None = None
+    config_text = ""
+    metrics: Mapping[str, float | None] = MappingProxyType({})
+    metadata: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(
+        self, path: Path, checkpoint: OtherCheckpoint, topology: Topology, strategy: LoadingStrategy, device: Device
+    ) -> None:
+        number = re.search(r"\d+$", path.name)
+        self.checkpoint_id = (
+            number[0] if number else "0"
+        )  # the step of "step-100" and "iter_0000100"; weights to begin with have none
+        self._checkpoint = checkpoint
+        self._topology = topology
+        self._strategy = strategy
+        self._device = device
+        self._tensors: dict[str, dict[tuple[str | int, ...], str]] = {}  # component -> path in it -> name of the tensor
+        self._values: dict[str, dict[tuple[str | int, ...], Callable[[], Any]]] = {}
+        paths = {tensor.path for tensor in checkpoint.tensors.values()}
+        has_model = any(len(one) > 1 and one[0] == MODEL for one in paths)
+        for name, tensor in checkpoint.tensors.items():
+            steps = tensor.path if len(tensor.path) > 1 or has_model else (MODEL, *tensor.path)
+            self._tensors.setdefault(str(steps[0]), {})[steps[1:] or steps] = name
+        for steps, value in checkpoint.values.items():
+            self._values.setdefault(str(steps[0]), {})[steps[1:] or steps] = value
+        self._keys = list(dict.fromkeys((*self._tensors, *self._values)))
+        if STATE not in self._keys:  # `ckpt.load` takes all as one state dict
+            self._tensors[STATE] = {tensor.path: name for name, tensor in checkpoint.tensors.items()}
+            self._values[STATE] = dict(checkpoint.values)
+        self._found: dict[str, tuple[Leaves, dict[str, str]]] = {}
+
+    def holds(self, key: str) -> bool:
+        return key == STATE or key in self._keys
+
+    def component_keys(self) -> Collection[str]:
+        return self._keys
+
+    def saved_sharing(self, component: StateComponent) -> Sharing | None:
+        """See `CheckpointSource.saved_sharing`: shared by all ranks, however many had saved it."""
+        return Sharing(SharingPattern.SHARDED)
+
+    def same_pattern(self, component: StateComponent) -> bool:
+        return component.pattern not in OWN_COPIES
+
+    def own_prefix(self, component: StateComponent) -> str:
+        require_same_kind(component, SharingPattern.SHARDED)
+        return ""
+
+    def moved(self, component: StateComponent) -> str | None:
+        return f"saved by {self._checkpoint.program}, which does not say by how many ranks"
+
+    def prefixes(self, component: StateComponent) -> list[str]:
+        return [""]
+
+    def entries(self, component: StateComponent, prefix: str) -> Mapping[str, ArrayEntry]:
+        _, names = self._leaves(component)
+        tensors = self._checkpoint.tensors
+        return {key: ArrayEntry(tensors[name].dtype, tensors[name].shape) for key, name in names.items()}
+
+    def rows(self, component: StateComponent, prefix: str) -> Rows:
+        leaves, names = self._leaves(component)
+        return rows_of(leaves, component.key, paths_of=names)
+
+    def contents(self, component: StateComponent, prefix: str) -> Mapping[str, Any]:
+        raise AssertionError("there is one copy of each component, so none are compared")
+
+    def check(self, optional: Collection[str]) -> dict[str, dict[str, Any]]:
+        """See `CheckpointSource.check`: other programs keep no digests."""
+        return {}
+
+    def prepare(self, requests: Sequence[ReadRequest]) -> Reading:
+        named = [
+            ReadRequest(self._found[key][1][rest], request.label, request.box, request.out)
+            for request in requests
+            for key, _, rest in [request.name.partition("/")]
+        ]
+        return self._strategy.prepare(named, self._checkpoint, self._topology, self._device, verify=False)
+
+    def _leaves(self, component: StateComponent) -> tuple[Leaves, dict[str, str]]:
+        """The state of a component, whose tensors have no memory, and key -> name of the tensor in the checkpoint."""
+        if component.key not in self._found:
+            placeholders: dict[int, str] = {}
+            leaves: dict[tuple[str | int, ...], Any] = {}
+            for path, name in self._tensors.get(component.key, {}).items():
+                stored = self._checkpoint.tensors[name]
+                leaves[path] = torch.empty(stored.shape, dtype=torch_dtype(stored.dtype), device="meta")
+                placeholders[id(leaves[path])] = name
+            leaves |= {path: value() for path, value in self._values.get(component.key, {}).items()}
+            state = _nested(leaves, component.key)
+            if offers(component.stateful, NamedFromPositions):
+                state = component.stateful.named_from_positions(state)
+            flat = flatten(state, component.key)
+            names = {key: placeholders[id(leaf)] for key, leaf in flat.tensors.items()}
+            self._found[component.key] = flat, names
+        return self._found[component.key]
+
+
+def _nested(leaves: Mapping[tuple[str | int, ...], Any], component: str) -> dict[str, Any]:
+    """Build the nested state. A step that is a number is a position in a list.
+
+    Raises:
+        MissingStateError: the positions of a list are not complete.
+    """
+    root: dict[Any, Any] = {}
+    for path, leaf in leaves.items():
+        at = root
+        for step in path[:-1]:
+            at = at.setdefault(step, {})
+        at[path[-1]] = leaf
+    closed = _with_lists(root, component)
+    assert isinstance(closed, dict), "it is no list: its keys are names"
+    return closed
+
+
+def _with_lists(node: Any, where: str) -> Any:
+    if not isinstance(node, dict):
+        return node
+    made = {step: _with_lists(one, f"{where}.{step}") for step, one in node.items()}
+    if not made or not all(isinstance(step, int) for step in made):
+        return made
+    if sorted(made) != list(range(len(made))):
+        raise MissingStateError(f"{where}: of a list there are the elements {sorted(made)} alone")
+    return [made[at] for at in range(len(made))]

@@ -1,0 +1,132 @@
+"""A checkpoint of another program whose tensors are raw bytes at known places in files. Any rank, alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt.errors import CorruptCheckpointError
+from ckpt.format.box import Box, overlap
+from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.dtypes import item_bytes
+from ckpt.format.held import NOTHING_HELD
+from ckpt.format.records import ArraySpec, ChunkExtent
+from ckpt.loading.strategy import ReadRequest, StoredPart
+from ckpt.storage.runs import WantedBox
+
+_ALIGNED_BYTES = 16
+"""A multiple of every element's size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a tensor that lies in one file.
+
+    Attributes:
+        box: in global coordinates.
+        file: path below the checkpoint.
+        offset: of the first byte of its elements, row-major and little-endian.
+    """
+
+    box: Box
+    file: str
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class OtherTensor:
+    """A tensor of the checkpoint.
+
+    Attributes:
+        path: steps from the whole state dict to it: keys, and positions in lists.
+        dtype: a Zarr v3 data type name.
+        pieces: finds its pieces; called once, when they are first read. They cover the tensor, or the checkpoint is damaged.
+    """
+
+    path: tuple[str | int, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: Callable[[], list[Piece]]
+
+
+class OtherCheckpoint:
+    """See `ckpt.loading.strategy.Stored`. Its bytes have no digests: only what is missing is found.
+
+    Args:
+        root: its folder.
+        tensors: name -> tensor.
+        values: path -> a function that returns the plain value there.
+        program: that wrote it, for messages.
+    """
+
+    has_digests = False
+    held = NOTHING_HELD
+
+    def __init__(
+        self,
+        root: Path,
+        program: str,
+        tensors: Mapping[str, OtherTensor],
+        values: Mapping[tuple[str | int, ...], Callable[[], Any]],
+    ) -> None:
+        self.root = root
+        self.program = program
+        self.tensors = tensors
+        self.values = values
+        self._pieces: dict[str, list[Piece]] = {}
+        self._chunks: dict[tuple[str, int], ChunkExtent] = {}
+
+    def parts(self, request: ReadRequest) -> Iterator[StoredPart]:
+        """See `Stored.parts`.
+
+        Raises:
+            CorruptCheckpointError: the pieces do not cover the box.
+        """
+        tensor = self.tensors[request.name]
+        num_found = 0
+        for piece in self._pieces_of(request.name):
+            wanted = overlap(piece.box, request.box)
+            if wanted is None:
+                continue
+            num_found += wanted.num_elements
+            out = request.out[wanted.relative_to(request.box).slices]
+            chunk = self._chunk_around(piece, tensor.dtype)
+            base = piece.offset - chunk.offset
+            part = WantedBox(base, piece.box.shape, wanted.relative_to(piece.box), out, request.label)
+            yield StoredPart(chunk, part, ArraySpec(request.name, tensor.dtype, tensor.shape, ()), "raw", wanted)
+        if num_found != request.box.num_elements:
+            raise CorruptCheckpointError(
+                f"{request.label}: the pieces in {self.root} hold {num_found} of the {request.box.num_elements} elements of {request.box}"
+            )
+
+    def decode(self, stored: StoredPart, box: Box, out: torch.Tensor) -> None:
+        """See `Stored.decode`: never called, all pieces are raw."""
+        raise AssertionError("its pieces are raw")
+
+    def _chunk_around(self, piece: Piece, dtype: str) -> ChunkExtent:
+        """Take as a chunk all of the file in which elements are aligned like this piece: neighbours are read at once.
+
+        Raises:
+            CorruptCheckpointError: the file is missing, or too short.
+        """
+        at = piece.file, piece.offset % _ALIGNED_BYTES
+        if at not in self._chunks:
+            try:
+                with CheckpointFolder(self.root) as folder:
+                    size = folder.stat(piece.file).st_size
+            except (FileNotFoundError, NotADirectoryError) as error:
+                raise CorruptCheckpointError(f"{self.root / piece.file} is missing", file=piece.file) from error
+            self._chunks[at] = ChunkExtent(*at, max(0, size - at[1]), ())
+        chunk = self._chunks[at]
+        if piece.offset + piece.box.num_elements * item_bytes(dtype) > chunk.offset + chunk.length:
+            raise CorruptCheckpointError(f"{self.root / piece.file} was cut off", file=piece.file)
+        return chunk
+
+    def _pieces_of(self, name: str) -> list[Piece]:
+        if name not in self._pieces:
+            self._pieces[name] = self.tensors[name].pieces()
+        return self._pieces[name]
