@@ -34,7 +34,7 @@ _NO_FOLDER = ("hydra.run.dir=.", *_SILENT)
 _LAUNCHERS = ("joblib", "submitit")
 
 
-def recipe(config_name: str, *, writes: bool = True) -> Callable[[Work], Callable[[], None]]:
+def recipe(config_name: str, *, writes: bool = True, trouble: int = 1) -> Callable[[Work], Callable[[], None]]:
     """Make a command of a function that takes the composed config and returns an exit code or None.
 
     Under torchrun or Slurm every rank calls it. Ranks other than 0 write no Hydra files, and print only errors that
@@ -43,12 +43,13 @@ def recipe(config_name: str, *, writes: bool = True) -> Callable[[Work], Callabl
     Args:
         config_name: the file in conf/ that the command composes, without `.yaml`.
         writes: False for a command that only reads: it makes no folder, no `.hydra/` and no log, and refuses a sweep.
+        trouble: the exit code of an error.
     """
 
     def decorate(work: Work) -> Callable[[], None]:
         @functools.wraps(work)
         def main() -> None:
-            code = _Command(work, config_name, writes).run()
+            code = _Command(work, config_name, writes, trouble).run()
             if code:
                 sys.exit(code)
 
@@ -60,13 +61,13 @@ def recipe(config_name: str, *, writes: bool = True) -> Callable[[Work], Callabl
 class _Command:
     """One call of a recipe: a run, or a sweep, whose jobs Hydra's launcher runs in this process or in others."""
 
-    def __init__(self, work: Work, config_name: str, writes: bool) -> None:
+    def __init__(self, work: Work, config_name: str, writes: bool, trouble: int) -> None:
         self.job = _Job(work, config_name, sys.stderr)
         self.config_name = config_name
         self.writes = writes
         self.stderr = sys.stderr
         self.rank = 0
-        self.code = 1
+        self.code = trouble
         self.sweep_dir: Path | None = None
         self.new_folders: list[Path] = []  # made by this command, the deepest first
         self.new_files: list[Path] = []
@@ -80,7 +81,7 @@ class _Command:
             self.rank = rank_of_environment()
         if not self.writes and {"-m", "--multirun"} & set(sys.argv):  # Hydra would make the folder of a sweep
             self._print(f"{self.config_name} only reads, one path at a time: leave out -m")
-            return 1
+            return self.code
         under_way = _UNDER_WAY.set(self)
         with contextlib.ExitStack() as self.held:
             try:
