@@ -33,8 +33,9 @@ from ckpt.saving.arguments import (
     check_text,
 )
 from ckpt.saving.background.background import Background
-from ckpt.saving.checkpoint_root import KnownRoots, SaveReport
+from ckpt.saving.checkpoint_root import KnownRoots
 from ckpt.saving.host_cache import host_cache_of
+from ckpt.saving.prepared_save import SaveReport
 from ckpt.saving.run_history import RunHistory
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.saving.saver import Saver

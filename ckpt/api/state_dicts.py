@@ -19,8 +19,8 @@ from ckpt.loading.strategy import LoadingStrategy
 from ckpt.memory.device import device_of
 from ckpt.ranks.topology import Topology
 from ckpt.saving.arguments import as_folder, as_run, as_strategy, check_flags
-from ckpt.saving.checkpoint_root import SaveReport
 from ckpt.saving.new_folder import save_into_new_folder
+from ckpt.saving.prepared_save import SaveReport
 from ckpt.state.address import local_tensor
 from ckpt.state.auto_sharing import AutoSharing
 from ckpt.state.collect import RankState, collect

@@ -5,19 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ckpt.format.box import Box
 from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
 from ckpt.format.manifest import STATE, ArrayEntry
-from ckpt.loading.direct import DirectLoad
-from ckpt.loading.loader import source_at
 from ckpt.loading.sources import CheckpointSource
 from ckpt.loading.strategy import ReadRequest
-from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import Sharing, SharingPattern, StateComponent
 from ckpt.state.statefuls import Given
 
@@ -48,21 +44,20 @@ class Difference:
 
 
 def compare(
-    a: Path, b: Path, *, allow_pickle: bool = False, progress: Callable[[int], object] = lambda num_bytes: None
+    a: CheckpointSource, b: CheckpointSource, *, progress: Callable[[int], object] = lambda num_bytes: None
 ) -> Iterator[Difference]:
     """Yield the differences, component by component.
 
     Where one checkpoint is of a single state dict, as `ckpt.save` or another program writes it, the other one is taken as one, too.
 
     Args:
-        allow_pickle: as of `ckpt.load`.
+        a, b: opened by `ckpt.loading.loader.source_at`.
         progress: called with the bytes that were compared.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint at a or b.
         CorruptCheckpointError: bytes are missing or changed.
     """
-    sources = [_Opened(source_at(path, Topology.alone(), DirectLoad(), allow_pickle=allow_pickle)) for path in (a, b)]
+    sources = [_Opened(a), _Opened(b)]
     keys = [one.keys for one in sources]
     if (keys[0] == [STATE]) != (keys[1] == [STATE]):
         keys = [[STATE] if one.source.holds(STATE) else one.keys for one in sources]
@@ -94,26 +89,32 @@ class _Opened:
         rows = self.source.rows(self.component(key), prefix)
         return {name: row[1] for name, row in rows.items() if len(row) == 2}
 
-    def tensors(self, key: str, prefix: str) -> dict[str, ArrayEntry]:
-        """Key -> array; second names of a tensor have the entry of the first."""
-        found = dict(self.source.entries(self.component(key), prefix))
+    def tensors(self, key: str, prefix: str) -> dict[str, _Tensor]:
+        found = self.source.entries(self.component(key), prefix)
         start = f"{key}/{prefix}"
-        return {name: found[one.alias_of.removeprefix(start)] if one.alias_of else one for name, one in found.items()}
+        firsts = {name: one.alias_of or f"{start}{name}" for name, one in found.items()}
+        return {name: _Tensor(self.source, first, found[first.removeprefix(start)]) for name, first in firsts.items()}
 
-    def read(self, key: str, prefix: str, name: str, box: Box, dtype: str) -> torch.Tensor:
-        entry = self.source.entries(self.component(key), prefix)[name]
-        out = torch.empty(box.shape, dtype=torch_dtype(dtype))
-        request = ReadRequest(entry.alias_of or f"{key}/{prefix}{name}", f"{key}: {name}", box, out)
-        reading = self.source.prepare([request])
+    def component(self, key: str) -> StateComponent:
+        component = StateComponent(key, Given(), SharingPattern.REPLICATED)
+        return component.with_sharing(self.source.saved_sharing(component) or Sharing(SharingPattern.REPLICATED))
+
+
+class _Tensor(NamedTuple):
+    """A tensor of a checkpoint. Second names of a tensor have name and entry of the first."""
+
+    source: CheckpointSource
+    name: str
+    entry: ArrayEntry
+
+    def read(self, box: Box) -> torch.Tensor:
+        out = torch.empty(box.shape, dtype=torch_dtype(self.entry.dtype))
+        reading = self.source.prepare([ReadRequest(self.name, self.name, box, out)])
         try:
             reading.run()
         finally:
             reading.close()
         return out
-
-    def component(self, key: str) -> StateComponent:
-        component = StateComponent(key, Given(), SharingPattern.REPLICATED)
-        return component.with_sharing(self.source.saved_sharing(component) or Sharing(SharingPattern.REPLICATED))
 
 
 def _plain(where: str, a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
@@ -129,32 +130,25 @@ def _tensors(
 ) -> Iterator[Difference]:
     a, b = (one.tensors(key, prefix) for one in sources)
     for name in dict.fromkeys((*a, *b)):
-        mine, other = a.get(name), b.get(name)
-        if mine is None or other is None:
-            yield Difference(where, name, f"only in {'b' if mine is None else 'a'}")
-        elif mine.dtype != other.dtype:
+        if name not in a or name not in b:
+            yield Difference(where, name, f"only in {'a' if name in a else 'b'}")
+            continue
+        mine, other = a[name].entry, b[name].entry
+        if mine.dtype != other.dtype:
             yield Difference(where, name, "data type", mine.dtype, other.dtype)
         elif mine.shape != other.shape:
             yield Difference(where, name, "shape", list(mine.shape), list(other.shape))
-        elif (found := _bits(where, name, sources, key, prefix, mine, progress)) is not None:
+        elif (found := _bits(where, name, a[name], b[name], progress)) is not None:
             yield found
 
 
-def _bits(
-    where: str,
-    name: str,
-    sources: Sequence[_Opened],
-    key: str,
-    prefix: str,
-    entry: ArrayEntry,
-    progress: Callable[[int], object],
-) -> Difference | None:
+def _bits(where: str, name: str, mine: _Tensor, other: _Tensor, progress: Callable[[int], object]) -> Difference | None:
     """Compare two tensors of one type and shape, a slab after the other."""
     num_differ, largest, squares = 0, 0.0, [0.0, 0.0]
-    for box in _slabs(entry):
-        a, b = (one.read(key, prefix, name, box, entry.dtype) for one in sources)
+    item = item_bytes(mine.entry.dtype)
+    for box in _slabs(mine.entry):
+        a, b = mine.read(box), other.read(box)
         if not torch.equal(raw_bytes(a), raw_bytes(b)):
-            item = item_bytes(entry.dtype)
             unlike = (raw_bytes(a).view(-1, item) != raw_bytes(b).view(-1, item)).any(1)
             num_differ += int(unlike.sum())
             left, right = (_numbers(one.flatten()[unlike]) for one in (a, b))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -83,6 +84,26 @@ def overlap(saved: Box, wanted: Box) -> Box | None:
         offsets.append(start)
         shape.append(stop - start)
     return Box(tuple(offsets), tuple(shape))
+
+
+def first_overlap(boxes: Collection[Box]) -> tuple[Box, Box] | None:
+    """Find two of the boxes that overlap; None: no two do. All have one number of dimensions.
+
+    Sweeps along the dimension with the most borders; only open boxes are compared.
+    """
+    dims = len(next(iter(boxes)).shape)
+    if dims == 0:
+        return None
+    sweep = max(range(dims), key=lambda d: len({box.offsets[d] for box in boxes}))
+    open_boxes: list[tuple[int, int, Box]] = []
+    for count, box in enumerate(sorted(boxes, key=lambda b: b.offsets[sweep])):
+        while open_boxes and open_boxes[0][0] <= box.offsets[sweep]:
+            heapq.heappop(open_boxes)
+        for _, _, other in open_boxes:
+            if overlap(other, box) is not None:
+                return other, box
+        heapq.heappush(open_boxes, (box.offsets[sweep] + box.shape[sweep], count, box))
+    return None
 
 
 def num_chunks(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Read pickled files of other programs without running their code. Our own checkpoints hold no pickle.
 
-Everything goes through torch's weights-only reader, which makes tensors, containers and plain values and refuses the rest.
+Files of `torch.save` go through torch's weights-only reader, which makes tensors, containers and plain values and refuses the rest.
 `unpickle` also allows a few harmless containers, and puts an inert `UnknownObject` in the place of each other object, so that
 the file's content can be listed and its other parts used. NumPy numbers and arrays are built here from their bytes, because
 NumPy does not check shape and type against them.
@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import io
 import pathlib
+import pickle
 import re
 import threading
 import types
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -78,6 +80,55 @@ def unpickle_state_dict(file: Path) -> dict[Any, Any]:
     return state
 
 
+def unpickle_value(archive: bytes, where: str) -> Any:
+    """Read a value that `torch.save` wrote into memory: tensors, containers and plain values. Refuse other objects.
+
+    Args:
+        where: name of the value, for errors.
+
+    Raises:
+        ConfigurationError: it holds other objects.
+        CorruptCheckpointError: it cannot be read.
+    """
+    return _load(
+        io.BytesIO(archive),
+        lambda name: (
+            f"{where} holds {name}, and nothing but tensors and plain values is unpickled; leave its component out"
+        ),
+        where,
+    )
+
+
+def unpickle_inert(data: bytes, where: str) -> Any:
+    """Read a bare pickle: plain values as they are, and an `UnknownObject` for each other object. Nothing is imported or called.
+
+    Raises:
+        CorruptCheckpointError: it is no pickle.
+    """
+    try:
+        return _InertUnpickler(io.BytesIO(data)).load()
+    except Exception as error:  # a pickle that anybody may have written makes Python raise nearly anything
+        raise CorruptCheckpointError(f"{where} cannot be read as a pickle: {type(error).__name__}") from error
+
+
+class _InertUnpickler(pickle.Unpickler):
+    """References to memory outside of the pickle come back as they are: tuples, of `torch.save`."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return _CONTAINERS.get(f"{module}.{name}") or _stand_in(f"{module}.{name}")
+
+    def persistent_load(self, pid: Any) -> Any:
+        return pid
+
+
+_CONTAINERS: dict[str, Any] = {
+    "collections.OrderedDict": OrderedDict,
+    "torch.Size": tuple,
+    "builtins.set": set,
+    "builtins.frozenset": frozenset,
+}
+
+
 def unpickle(file: Path, *, unknown: Unknown = "refuse") -> Any:
     """Read what `torch.save` wrote: tensors (mapped, not read), plain values, namespaces, bytes, paths and NumPy's numbers.
 
@@ -124,21 +175,24 @@ def unknown_in(value: Any) -> dict[str, str]:
     return resolve.places
 
 
-def _load(file: Path, refusal: Callable[[str], str]) -> Any:
+def _load(file: Path | io.BytesIO, refusal: Callable[[str], str], where: str = "") -> Any:
     """Call torch's weights-only reader.
 
     Args:
+        where: name of bytes in memory.
         refusal: makes the sentence for a file that holds a refused object of this class name.
     """
+    where = where or str(file)
     try:
         # Files of the older, non-zip kind cannot be mapped. Mapping avoids reading tensors that are not used.
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        mmap = isinstance(file, Path) and zipfile.is_zipfile(file)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except OSError as error:
-        raise CorruptCheckpointError(f"{file} cannot be read: {sentence(error)}") from error
+        raise CorruptCheckpointError(f"{where} cannot be read: {sentence(error)}") from error
     except Exception as error:  # bytes that are no such file make torch's reader raise nearly anything
         refused = _REFUSED.search(str(error))
         if refused is None:
-            raise CorruptCheckpointError(f"{file} cannot be read as a file that torch.save wrote") from error
+            raise CorruptCheckpointError(f"{where} cannot be read as a file that torch.save wrote") from error
         raise ConfigurationError(refusal(refused[1] or refused[2])) from error
 
 
@@ -161,6 +215,7 @@ def _additions(file: Path) -> tuple[set[str], list[Any]]:
     return names, [(made, name) for name, made in known.items()]
 
 
+@lru_cache(maxsize=4096)
 def _stand_in(name: str) -> type[UnknownObject]:
     module, _, qualname = name.rpartition(".")
     return type(qualname, (UnknownObject,), {"name": name, "__module__": module})

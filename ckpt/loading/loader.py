@@ -65,7 +65,7 @@ def require_checkpoint(path: Path, *, allow_pickle: bool) -> None:
     Raises:
         CheckpointNotFoundError: it holds none, or an old one, and `allow_pickle` is false.
     """
-    if (path / MANIFEST_NAME).exists() or not (old_files(path, allow_pickle=allow_pickle) or format_at(path)):
+    if not (old_files(path, allow_pickle=allow_pickle) or format_at(path)):
         read_manifest_bytes(path)
 
 
@@ -76,7 +76,7 @@ def components_of(path: Path) -> dict[str, Sharing]:
         CheckpointNotFoundError: there is none.
         CorruptCheckpointError: its manifest is damaged.
     """
-    if not (path / MANIFEST_NAME).exists() and format_at(path):
+    if format_at(path):
         return {STATE: Sharing(SharingPattern.SHARDED)}
     saved = parse_manifest(read_manifest_bytes(path), str(path / MANIFEST_NAME)).components
     return {key: Sharing(SharingPattern(one.sharing_pattern), one.group_name) for key, one in saved.items()}
@@ -188,7 +188,7 @@ class Loader:
         with self.topology.phase("open") as phase:
             if self.topology.is_lead:
                 files = old_files(path, allow_pickle=self.allow_pickle) if may_be_old else []
-                other = format_at(path) if may_be_old and not (path / MANIFEST_NAME).exists() else None
+                other = format_at(path) if may_be_old else None
                 if files or other:
                     phase.payload = files or other
                 else:

@@ -20,7 +20,7 @@ from itertools import chain, groupby, repeat
 from typing import NamedTuple, TypeVar
 
 from ckpt.errors import ShardingError
-from ckpt.format.box import Box, chunk_box, chunks_meeting, num_chunks, overlap
+from ckpt.format.box import Box, chunk_box, chunks_meeting, first_overlap, num_chunks, overlap
 from ckpt.planning.tables import Holdings, Ranks, Table, Whereabouts
 
 PACK_BELOW_BYTES = 64 << 10
@@ -350,7 +350,7 @@ def _require_tiles(name: str, shape: tuple[int, ...], boxes: Mapping[Box, Ranks]
     """Refuse boxes that do not tile the array exactly."""
     total = math.prod(shape)
     covered = sum(box.num_elements for box in boxes)
-    meeting = _first_overlap(boxes) if len(boxes) > 1 else None
+    meeting = first_overlap(boxes) if len(boxes) > 1 else None
     if meeting is not None:
         a, b = meeting
         raise ShardingError(
@@ -362,23 +362,6 @@ def _require_tiles(name: str, shape: tuple[int, ...], boxes: Mapping[Box, Ranks]
             f"{name}: the ranks hold {covered} of the {total} elements of global shape {list(shape)}; the shards of one tensor "
             "must tile it. A sharded component whose state is spread over ranks must be saved by all of them."
         )
-
-
-def _first_overlap(boxes: Collection[Box]) -> tuple[Box, Box] | None:
-    """Find two overlapping boxes by a sweep along the dimension with the most borders; only open boxes are compared."""
-    dims = len(next(iter(boxes)).shape)
-    if dims == 0:
-        return None
-    sweep = max(range(dims), key=lambda d: len({box.offsets[d] for box in boxes}))
-    open_boxes: list[tuple[int, int, Box]] = []
-    for count, box in enumerate(sorted(boxes, key=lambda b: b.offsets[sweep])):
-        while open_boxes and open_boxes[0][0] <= box.offsets[sweep]:
-            heapq.heappop(open_boxes)
-        for _, _, other in open_boxes:
-            if overlap(other, box) is not None:
-                return other, box
-        heapq.heappush(open_boxes, (box.offsets[sweep] + box.shape[sweep], count, box))
-    return None
 
 
 def _lay_out(borders: _Borders, pack_below_bytes: int, min_bytes: int, max_bytes: int) -> _Layout:

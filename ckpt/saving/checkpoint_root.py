@@ -29,7 +29,7 @@ from ckpt.planning.plan import SavePlan
 from ckpt.ranks.topology import Topology
 from ckpt.saving.host_cache import HeldStep, HostCache
 from ckpt.saving.manifest_writer import ManifestWriter, entries_of, index_files
-from ckpt.saving.prepared_save import Destination, PreparedSave, require_reachable
+from ckpt.saving.prepared_save import Destination, PreparedSave, SaveReport, require_reachable
 from ckpt.saving.stale_state_check import StaleStateCheck
 from ckpt.saving.writing import RankWritePlan, WriteResult
 from ckpt.state.sharing import StateComponent
@@ -38,32 +38,6 @@ from ckpt.storage.pool import PooledSave
 _CLOCK_TOLERANCE = timedelta(seconds=1)
 
 _log = logging.getLogger("ckpt")
-
-
-@dataclass(frozen=True, slots=True)
-class SaveReport:
-    """The result of a committed save.
-
-    Attributes:
-        path: of the committed checkpoint.
-        bytes: of all files.
-        save_s: seconds from the first rank's call to the commit.
-        blocked_s: seconds that training waited; `save_s`, unless the save went on in the background.
-        written_bytes: those of `bytes` that this save has written; the others are linked to an earlier checkpoint.
-        alarms: sentences about tensors that equal those of an earlier checkpoint, though training has changed them.
-    """
-
-    path: str
-    checkpoint_id: str
-    bytes: int
-    save_s: float
-    blocked_s: float
-    written_bytes: int = 0
-    alarms: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        rate = f", {self.bytes / self.save_s / 1e9:.3g} GB/s" if self.save_s else ""
-        return f"{self.path}: {self.bytes / 1e9:.4g} GB in {self.save_s:.3g} s{rate}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,9 @@ from ckpt.backends.base import Backend
 from ckpt.catalog.ledger import Ledger, safe_id
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology, first_difference
-from ckpt.saving.checkpoint_root import SaveReport
 from ckpt.saving.manifest_writer import ManifestWriter
 from ckpt.saving.planner import Planner
-from ckpt.saving.prepared_save import Destination, PreparedSave, require_reachable
+from ckpt.saving.prepared_save import Destination, PreparedSave, SaveReport, require_reachable
 from ckpt.saving.writing import RankWritePlan, WriteResult
 from ckpt.state.collect import RankState
 

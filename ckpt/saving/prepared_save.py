@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -29,10 +29,33 @@ from ckpt.saving.gathering import ByteSource, LiveTensors
 from ckpt.saving.writing import PlainFiles, RankWritePlan, Write, WriteJob, WriteResult
 from ckpt.state.collect import RankState
 
-if TYPE_CHECKING:
-    from ckpt.saving.checkpoint_root import SaveReport
-
 Place = TypeVar("Place", bound="Destination")
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """The result of a committed save.
+
+    Attributes:
+        path: of the committed checkpoint.
+        bytes: of all files.
+        save_s: seconds from the first rank's call to the commit.
+        blocked_s: seconds that training waited; `save_s`, unless the save went on in the background.
+        written_bytes: those of `bytes` that this save has written; the others are linked to an earlier checkpoint.
+        alarms: sentences about tensors that equal those of an earlier checkpoint, though training has changed them.
+    """
+
+    path: str
+    checkpoint_id: str
+    bytes: int
+    save_s: float
+    blocked_s: float
+    written_bytes: int = 0
+    alarms: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        rate = f", {self.bytes / self.save_s / 1e9:.3g} GB/s" if self.save_s else ""
+        return f"{self.path}: {self.bytes / 1e9:.4g} GB in {self.save_s:.3g} s{rate}"
 
 
 class Destination(ABC):

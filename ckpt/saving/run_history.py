@@ -15,7 +15,8 @@ from ckpt.errors import CheckpointExistsError, CheckpointGoneError, CheckpointNo
 from ckpt.loading.loader import committed_newest_first
 from ckpt.loading.report import LoadReport, Status
 from ckpt.ranks.topology import Topology
-from ckpt.saving.checkpoint_root import KnownRoots, SaveReport, SaveTarget
+from ckpt.saving.checkpoint_root import KnownRoots, SaveTarget
+from ckpt.saving.prepared_save import SaveReport
 
 _MOST_GONE = 100
 """Checkpoints that may be removed under one load; where more are, the load is too slow for the run that saves them."""

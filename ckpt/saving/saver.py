@@ -15,9 +15,9 @@ from typing import Any
 from ckpt.backends.base import Backend
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
-from ckpt.saving.checkpoint_root import CheckpointRoot, KnownRoots, SaveReport, SaveTarget
+from ckpt.saving.checkpoint_root import CheckpointRoot, KnownRoots, SaveTarget
 from ckpt.saving.planner import Planner
-from ckpt.saving.prepared_save import PreparedSave
+from ckpt.saving.prepared_save import PreparedSave, SaveReport
 from ckpt.saving.stale_state_check import StaleStateCheck
 from ckpt.saving.writing import PACKED_BYTES, RankWritePlan
 from ckpt.state.auto_sharing import AutoSharing

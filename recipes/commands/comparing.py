@@ -9,15 +9,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig
 
 from ckpt.convert.comparing import Difference, compare
-from ckpt.errors import ConfigurationError
-from ckpt.format.names import local_path
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import source_at
 from ckpt.ranks.topology import Topology
-from recipes.support.config import values_of
+from recipes.support.config import command_keys, values_of
 from recipes.support.tables import add_row, console, counted, printable, table_of
 
 _LONGEST = 60
@@ -46,20 +44,16 @@ def keys_of(cfg: DictConfig) -> DiffKeys:
     Raises:
         ConfigurationError: a or b is missing, or the URL of an object store.
     """
-    for name in ("a", "b"):
-        if OmegaConf.is_missing(cfg, name):
-            raise ConfigurationError(f"no {name} is given; add {name}=<a checkpoint>")
-    keys = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DiffKeys), cfg))
-    assert isinstance(keys, DiffKeys)
-    for name in ("a", "b"):
-        local_path(getattr(keys, name), name)
-    return keys
+    return command_keys(cfg, DiffKeys, {"a": "a checkpoint", "b": "a checkpoint"})
 
 
 def diff(keys: DiffKeys) -> int:
     """Compare every byte, print the differences, and return 0 if there are none, else 1."""
-    a, b = Path(keys.a), Path(keys.b)
-    found = [*_of_configs(a, b, keys.load.allow_pickle), *compare(a, b, allow_pickle=keys.load.allow_pickle)]
+    a, b = (
+        source_at(Path(path), Topology.alone(), DirectLoad(), allow_pickle=keys.load.allow_pickle)
+        for path in (keys.a, keys.b)
+    )
+    found = [*_of_configs(a.config_text, b.config_text), *compare(a, b)]
     if keys.json:
         rows = [{name: _as_json(value) for name, value in asdict(one).items()} for one in found]
         print(json.dumps({"equal": not found, "a": keys.a, "b": keys.b, "differences": rows}, indent=2))
@@ -70,12 +64,11 @@ def diff(keys: DiffKeys) -> int:
     return 1 if found else 0
 
 
-def _of_configs(a: Path, b: Path, allow_pickle: bool) -> Iterator[Difference]:
+def _of_configs(a: str, b: str) -> Iterator[Difference]:
     """The keys of the configs that the checkpoints were saved with, where both have one."""
-    texts = [source_at(p, Topology.alone(), DirectLoad(), allow_pickle=allow_pickle).config_text for p in (a, b)]
-    if not all(texts):
+    if not a or not b:
         return
-    left, right = (values_of(text) for text in texts)
+    left, right = values_of(a), values_of(b)
     for name in sorted({*left, *right}):
         if name not in left or name not in right:
             yield Difference("config", name, f"only in {'a' if name in left else 'b'}", left.get(name), right.get(name))

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig
 from rich.filesize import decimal
 
 from ckpt.backends.base import Backend
@@ -24,9 +24,9 @@ from ckpt.dist_checkpointing.megatron.zarr import is_megatron_zarr
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.format.metadata import other_format
-from ckpt.format.names import local_path
 from ckpt.format.stored import noticing_removal
 from recipes.commands.converting_megatron import Converted, convert_megatron, differences
+from recipes.support.config import command_keys
 from recipes.support.tables import counted, printable
 
 SAFETENSORS = "safetensors"
@@ -71,13 +71,7 @@ def keys_of(cfg: DictConfig) -> ConvertKeys:
     Raises:
         ConfigurationError: src or dst is missing or a URL, or `to` or `max_shard_size` has a wrong value.
     """
-    for name, what in (("src", "the old checkpoint"), ("dst", "a folder for the new one")):
-        if OmegaConf.is_missing(cfg, name):
-            raise ConfigurationError(f"no {name} is given; add {name}=<{what}>")
-    keys = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ConvertKeys), cfg))
-    assert isinstance(keys, ConvertKeys)
-    for name in ("src", "dst"):
-        local_path(getattr(keys, name), name)
+    keys = command_keys(cfg, ConvertKeys, {"src": "the old checkpoint", "dst": "a folder for the new one"})
     if keys.to not in (*_BACKENDS, SAFETENSORS):
         raise ConfigurationError(f"to={keys.to} is not known; choose {', '.join(_BACKENDS)} or {SAFETENSORS}")
     shard_bytes(keys.max_shard_size)

@@ -8,19 +8,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig
 from rich.filesize import decimal
 
 from ckpt.catalog.incremental import DiskUse, disk_use, linked_with
 from ckpt.catalog.ledger import Committed, Ledger
 from ckpt.catalog.verify import Verification, examine
 from ckpt.dist_checkpointing.megatron.layout import is_megatron_zarr
-from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, sentence
+from ckpt.errors import CheckpointError, CheckpointNotFoundError, sentence
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry, CheckpointManifest, ComponentManifest
 from ckpt.format.metadata import other_format
-from ckpt.format.names import local_path
 from ckpt.format.stored import gone, identity_of, noticing_removal, read_manifest
+from recipes.support.config import command_keys
 from recipes.support.tables import add_row, console, counted, full_line, printable, table_of
 
 _VERSIONS = ("format_version", "ckpt_version", "pytorch_version")
@@ -41,12 +41,7 @@ def keys_of(cfg: DictConfig) -> ReadingKeys:
     Raises:
         ConfigurationError: no path is given, or the URL of an object store.
     """
-    if OmegaConf.is_missing(cfg, "path"):
-        raise ConfigurationError("no path is given; add path=<a checkpoint or a folder of checkpoints>")
-    keys = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ReadingKeys), cfg))
-    assert isinstance(keys, ReadingKeys)
-    local_path(keys.path, "path")
-    return keys
+    return command_keys(cfg, ReadingKeys, {"path": "a checkpoint or a folder of checkpoints"})
 
 
 def verify(keys: ReadingKeys) -> int:

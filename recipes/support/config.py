@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from functools import partial
 from importlib import import_module
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
@@ -128,6 +128,29 @@ class RunKeys:
     optimizer: dict[str, Any] = MISSING
     coordinator: dict[str, Any] = MISSING
     components: dict[str, Any] = MISSING
+
+
+Keys = TypeVar("Keys")
+
+
+def command_keys(cfg: DictConfig, schema: type[Keys], paths: Mapping[str, str]) -> Keys:
+    """Return the config of a command that works on files, its types checked.
+
+    Args:
+        schema: dataclass of its keys.
+        paths: keys that name a local path -> what is at it, for errors.
+
+    Raises:
+        ConfigurationError: a path is not given, or is the URL of an object store.
+    """
+    for name, what in paths.items():
+        if OmegaConf.is_missing(cfg, name):
+            raise ConfigurationError(f"no {name} is given; add {name}=<{what}>")
+    keys = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), cfg))
+    assert isinstance(keys, schema)
+    for name in paths:
+        local_path(getattr(keys, name), name)
+    return keys
 
 
 def save_settings(save: Mapping[str, Any]) -> SaveSettings:

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from ckpt.errors import CorruptCheckpointError, StorageError, sentence
 from ckpt.format.durable import replace_durably
 from ckpt.loading.loader import LoadReport
-from ckpt.saving.checkpoint_root import SaveReport
+from ckpt.saving.prepared_save import SaveReport
 from recipes.support import CONF
 from recipes.support.config import GIVEN, by_dotted_key, values_of
 

@@ -27,7 +27,7 @@ from ckpt.catalog.verify import verify_checkpoint
 from ckpt.errors import CheckpointError, RankAbsentError, StorageError
 from ckpt.ranks.topology import Topology
 from ckpt.saving.background import background
-from ckpt.saving.checkpoint_root import SaveReport
+from ckpt.saving.prepared_save import SaveReport
 from tests.async_runs import (
     PATIENCE_S,
     SHAPE,

@@ -6,6 +6,9 @@ one, is an archive of `torch.save` in a file of the rank that wrote it.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,8 +17,9 @@ from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationE
 from ckpt.format.box import Box
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import torch_dtype
-from ckpt.loading.other_formats.raw_pieces import OtherCheckpoint, OtherTensor, Piece
-from ckpt.loading.other_formats.torch_archives import read_inert, tensor_in, value_in
+from ckpt.format.unpickling import unpickle_inert, unpickle_value
+from ckpt.loading.other_formats.raw_pieces import OtherCheckpoint, OtherTensor, Piece, folder_with
+from ckpt.loading.other_formats.torch_archives import sizes_in, tensor_in
 
 METADATA = ".metadata"
 _MOST_BYTES = 4 << 30
@@ -42,7 +46,7 @@ def open_dcp(root: Path, *, allow_pickle: bool) -> OtherCheckpoint:
         )
     where = str(root / METADATA)
     with CheckpointFolder(root) as folder:
-        described = read_inert(folder.read(METADATA, _MOST_BYTES), where)
+        described = unpickle_inert(folder.read(METADATA, _MOST_BYTES), where)
     try:
         return _checkpoint(root, described.state)
     except CheckpointError:
@@ -55,7 +59,7 @@ def _checkpoint(root: Path, metadata: dict[str, Any]) -> OtherCheckpoint:
     places: dict[tuple[str, tuple[int, ...] | None], Any] = {}
     for index, place in metadata["storage_data"].items():
         key = index.state
-        offset = None if key.get("offset") is None else _ints(key["offset"])
+        offset = None if key.get("offset") is None else sizes_in(key["offset"])
         places[str(key["fqn"]), offset] = place.state
     paths = metadata.get("planner_data") or {}
     tensors, values = {}, {}
@@ -66,8 +70,8 @@ def _checkpoint(root: Path, metadata: dict[str, Any]) -> OtherCheckpoint:
             place = places[fqn, None]
             values[path] = partial(_value, root, fqn, place)
         elif kind == "TensorStorageMetadata":
-            shape, dtype = _ints(one.state["size"]), _dtype(one.state["properties"])
-            boxes = [Box(_ints(c.state["offsets"]), _ints(c.state["sizes"])) for c in one.state["chunks"]]
+            shape, dtype = sizes_in(one.state["size"]), _dtype(one.state["properties"])
+            boxes = [Box(sizes_in(c.state["offsets"]), sizes_in(c.state["sizes"])) for c in one.state["chunks"]]
             parts = [(box, places.get((fqn, box.offsets)) or places[fqn, None]) for box in boxes]
             tensors[fqn] = OtherTensor(path, dtype, shape, partial(_pieces, root, fqn, dtype, parts))
         else:
@@ -78,36 +82,28 @@ def _checkpoint(root: Path, metadata: dict[str, Any]) -> OtherCheckpoint:
 def _pieces(root: Path, fqn: str, dtype: str, parts: list[tuple[Box, dict[str, Any]]]) -> list[Piece]:
     """Find the bytes of a tensor's parts in their archives."""
     found = []
-    with CheckpointFolder(root) as folder:
-        for box, place in parts:
-            file, offset, length = _place(root, fqn, place)
+    for box, place in parts:
+        with _archive(root, fqn, place) as (stream, file, length):
             where = f"{root / file}: {fqn}"
-            with _file(folder, file) as stream:
-                inside = tensor_in(stream, offset, length, where)
-            if (inside.dtype, inside.shape) != (dtype, box.shape):
-                raise CorruptCheckpointError(
-                    f"{where} is {inside.dtype} {list(inside.shape)}, and {METADATA} says {dtype} {list(box.shape)}"
-                )
-            if not inside.is_row_major:
-                raise ConfigurationError(f"{where} is not row-major; save a contiguous tensor")
-            found.append(Piece(box, file, inside.offset))
+            inside = tensor_in(stream, stream.tell(), length, where)
+        if (inside.dtype, inside.shape) != (dtype, box.shape):
+            raise CorruptCheckpointError(
+                f"{where} is {inside.dtype} {list(inside.shape)}, and {METADATA} says {dtype} {list(box.shape)}"
+            )
+        if not inside.is_row_major:
+            raise ConfigurationError(f"{where} is not row-major; save a contiguous tensor")
+        found.append(Piece(box, file, inside.offset))
     return found
 
 
 def _value(root: Path, fqn: str, place: dict[str, Any]) -> Any:
-    file, offset, length = _place(root, fqn, place)
-    with CheckpointFolder(root) as folder, _file(folder, file) as stream:
-        return value_in(stream, offset, length, f"{root / file}: {fqn}")
+    with _archive(root, fqn, place) as (stream, file, length):
+        return unpickle_value(stream.read(length), f"{root / file}: {fqn}")
 
 
-def _file(folder: CheckpointFolder, file: str) -> BinaryIO:
-    try:
-        return folder.stream(file)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CorruptCheckpointError(f"{folder.root / file} is missing", file=file) from error
-
-
-def _place(root: Path, fqn: str, place: dict[str, Any]) -> tuple[str, int, int]:
+@contextmanager
+def _archive(root: Path, fqn: str, place: dict[str, Any]) -> Iterator[tuple[BinaryIO, str, int]]:
+    """Open the file that holds an archive, at its first byte; give the file, its name, and the bytes of the archive."""
     file, offset, length = place["relative_path"], place["offset"], place["length"]
     if place.get("transform_descriptors"):
         raise ConfigurationError(
@@ -115,7 +111,11 @@ def _place(root: Path, fqn: str, place: dict[str, Any]) -> tuple[str, int, int]:
         )
     if not isinstance(file, str) or not all(type(n) is int and n >= 0 for n in (offset, length)):
         raise CorruptCheckpointError(f"{root / METADATA}: {fqn} has no place in a file")
-    return file, offset, length
+    with folder_with(root, file) as folder, folder.stream(file) as stream:
+        if offset + length > stream.seek(0, os.SEEK_END):
+            raise CorruptCheckpointError(f"{root / file} was cut off: it does not hold all of {fqn}", file=file)
+        stream.seek(offset)
+        yield stream, file, length
 
 
 def _dtype(properties: Any) -> str:
@@ -123,9 +123,3 @@ def _dtype(properties: Any) -> str:
     name = str(given.name).removeprefix("torch.")
     torch_dtype(name)  # refuses what this version does not know
     return name
-
-
-def _ints(given: Any) -> tuple[int, ...]:
-    if not isinstance(given, tuple) or not all(type(one) is int and one >= 0 for one in given):
-        raise ValueError(f"{given!r} is no shape")
-    return given

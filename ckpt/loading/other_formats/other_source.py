@@ -16,7 +16,7 @@ import torch
 
 from ckpt.errors import MissingStateError
 from ckpt.format.dtypes import torch_dtype
-from ckpt.format.manifest import STATE, ArrayEntry
+from ckpt.format.manifest import MANIFEST_NAME, STATE, ArrayEntry
 from ckpt.loading.other_formats.dcp_folders import is_dcp, open_dcp
 from ckpt.loading.other_formats.raw_pieces import OtherCheckpoint
 from ckpt.loading.other_formats.safetensors_files import is_safetensors, open_safetensors
@@ -36,7 +36,9 @@ _OPEN: dict[str, tuple[Callable[[Path], bool], Callable[..., OtherCheckpoint]]] 
 
 
 def format_at(path: Path) -> str | None:
-    """The format of another program's checkpoint at a path; None: there is none that is known."""
+    """The format of another program's checkpoint at a path; None: there is one of this package, or none that is known."""
+    if (path / MANIFEST_NAME).exists():
+        return None
     return next((name for name, (is_one, _) in _OPEN.items() if is_one(path)), None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from ckpt.errors import CorruptCheckpointError
-from ckpt.format.box import Box, overlap
+from ckpt.format.box import Box, first_overlap, overlap
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.held import NOTHING_HELD
@@ -44,13 +45,27 @@ class OtherTensor:
     Attributes:
         path: steps from the whole state dict to it: keys, and positions in lists.
         dtype: a Zarr v3 data type name.
-        pieces: finds its pieces; called once, when they are first read. They cover the tensor, or the checkpoint is damaged.
+        pieces: finds its pieces; called once, when they are first read. They tile the tensor, or the checkpoint is damaged.
     """
 
     path: tuple[str | int, ...]
     dtype: str
     shape: tuple[int, ...]
     pieces: Callable[[], list[Piece]]
+
+
+@contextmanager
+def folder_with(root: Path, file: str) -> Iterator[CheckpointFolder]:
+    """Open a checkpoint's folder, for one of its files.
+
+    Raises:
+        CorruptCheckpointError: the file is missing.
+    """
+    try:
+        with CheckpointFolder(root) as folder:
+            yield folder
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CorruptCheckpointError(f"{root / file} is missing", file=file) from error
 
 
 class OtherCheckpoint:
@@ -84,7 +99,7 @@ class OtherCheckpoint:
         """See `Stored.parts`.
 
         Raises:
-            CorruptCheckpointError: the pieces do not cover the box.
+            CorruptCheckpointError: the pieces do not tile the box.
         """
         tensor = self.tensors[request.name]
         num_found = 0
@@ -115,11 +130,8 @@ class OtherCheckpoint:
         """
         at = piece.file, piece.offset % _ALIGNED_BYTES
         if at not in self._chunks:
-            try:
-                with CheckpointFolder(self.root) as folder:
-                    size = folder.stat(piece.file).st_size
-            except (FileNotFoundError, NotADirectoryError) as error:
-                raise CorruptCheckpointError(f"{self.root / piece.file} is missing", file=piece.file) from error
+            with folder_with(self.root, piece.file) as folder:
+                size = folder.stat(piece.file).st_size
             self._chunks[at] = ChunkExtent(*at, max(0, size - at[1]), ())
         chunk = self._chunks[at]
         if piece.offset + piece.box.num_elements * item_bytes(dtype) > chunk.offset + chunk.length:
@@ -128,5 +140,10 @@ class OtherCheckpoint:
 
     def _pieces_of(self, name: str) -> list[Piece]:
         if name not in self._pieces:
-            self._pieces[name] = self.tensors[name].pieces()
+            pieces = self.tensors[name].pieces()
+            if len(pieces) > 1 and (meeting := first_overlap([piece.box for piece in pieces])):
+                raise CorruptCheckpointError(
+                    f"{self.root}: of {name} two pieces overlap: {meeting[0]} and {meeting[1]}"
+                )
+            self._pieces[name] = pieces
         return self._pieces[name]

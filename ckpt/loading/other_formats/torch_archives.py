@@ -6,82 +6,22 @@ An archive is a zip without compression: `data.pkl` describes the tensors, and `
 from __future__ import annotations
 
 import io
-import pickle
 import struct
 import zipfile
-from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, BinaryIO
-
-import torch
 
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.dtypes import item_bytes
+from ckpt.format.unpickling import unpickle_inert
 
-MOST_PICKLE_BYTES = 1 << 30
+_MOST_PICKLE_BYTES = 1 << 30
 _STORAGE_DTYPES = {
     "BoolStorage": "bool", "CharStorage": "int8", "ShortStorage": "int16", "IntStorage": "int32", "LongStorage": "int64",
     "ByteStorage": "uint8", "HalfStorage": "float16", "FloatStorage": "float32", "DoubleStorage": "float64",
     "BFloat16Storage": "bfloat16", "ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128",
 }  # fmt: skip
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
-
-
-class Inert:
-    """Stands for an object of a pickle, or for a class or function, none of which is imported or called.
-
-    Attributes:
-        args: of the call that would make it; None: it is the class or function itself.
-        state: what would be set on it afterwards.
-    """
-
-    name = ""
-
-    def __new__(cls, *args: Any) -> Inert:
-        made = super().__new__(cls)
-        made.args, made.state = args, None
-        return made
-
-    args: tuple[Any, ...] | None
-    state: Any
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-def read_inert(data: bytes, where: str) -> Any:
-    """Read a pickle: plain values as they are, and an `Inert` for each other object.
-
-    Raises:
-        CorruptCheckpointError: it is no pickle.
-    """
-    try:
-        return _InertUnpickler(io.BytesIO(data)).load()
-    except Exception as error:  # a pickle that anybody may have written makes Python raise nearly anything
-        raise CorruptCheckpointError(f"{where} cannot be read as a pickle: {type(error).__name__}") from error
-
-
-class _InertUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        return _stands_for(f"{module}.{name}")
-
-    def persistent_load(self, pid: Any) -> Any:
-        return pid
-
-
-@lru_cache(maxsize=4096)
-def _stands_for(name: str) -> Any:
-    return _CONTAINERS.get(name) or type("Stand", (Inert,), {"name": name})
-
-
-_CONTAINERS: Mapping[str, Any] = {
-    "collections.OrderedDict": OrderedDict,
-    "torch.Size": tuple,
-    "builtins.set": set,
-    "builtins.frozenset": frozenset,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +54,8 @@ def tensor_in(file: BinaryIO, begin: int, length: int, where: str) -> ArchivedTe
     Raises:
         CorruptCheckpointError: there is no such archive, or it holds something else.
     """
-    archive, root = open_archive(file, begin, length, where)
-    described = read_inert(_read(archive, f"{root}data.pkl", where), where)
+    archive, root = _open_archive(file, begin, length, where)
+    described = unpickle_inert(_read(archive, f"{root}data.pkl", where), where)
     try:
         if described.name == "torch._utils._rebuild_parameter":
             described = described.args[0]
@@ -127,7 +67,7 @@ def tensor_in(file: BinaryIO, begin: int, length: int, where: str) -> ArchivedTe
             num_elements //= item_bytes(dtype)
         else:
             raise ValueError(f"it is made by {described.name}")
-        shape, stride = _sizes(shape), _sizes(stride)
+        shape, stride = sizes_in(shape), sizes_in(stride)
         last = (
             first + sum((side - 1) * step for side, step in zip(shape, stride, strict=True)) if 0 not in shape else -1
         )
@@ -147,7 +87,18 @@ def tensor_in(file: BinaryIO, begin: int, length: int, where: str) -> ArchivedTe
     )
 
 
-def open_archive(file: BinaryIO, begin: int, length: int, where: str) -> tuple[zipfile.ZipFile, str]:
+def sizes_in(given: Any) -> tuple[int, ...]:
+    """Return a shape, or strides, of a pickle.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not isinstance(given, tuple) or not all(type(one) is int and one >= 0 for one in given):
+        raise ValueError(f"{given!r} is no shape")
+    return given
+
+
+def _open_archive(file: BinaryIO, begin: int, length: int, where: str) -> tuple[zipfile.ZipFile, str]:
     """Open an archive that lies in a file; return it, and the folder that all its names begin with."""
     try:
         archive = zipfile.ZipFile(_Slice(file, begin, length))
@@ -157,28 +108,9 @@ def open_archive(file: BinaryIO, begin: int, length: int, where: str) -> tuple[z
     return archive, name.removesuffix("data.pkl")
 
 
-def value_in(file: BinaryIO, begin: int, length: int, where: str) -> Any:
-    """Read a value that `torch.save` wrote, by torch's weights-only reader: tensors, containers and plain values.
-
-    Raises:
-        ConfigurationError: it holds other objects.
-        CorruptCheckpointError: it cannot be read.
-    """
-    file.seek(begin)
-    data = file.read(length)
-    try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise CorruptCheckpointError(
-            f"{where} holds an object that is neither a tensor nor plain, and nothing else is unpickled; leave its component out"
-        ) from error
-    except Exception as error:
-        raise CorruptCheckpointError(f"{where} cannot be read as a file that torch.save wrote") from error
-
-
 def _read(archive: zipfile.ZipFile, name: str, where: str) -> bytes:
     info = archive.getinfo(name)
-    if info.file_size > MOST_PICKLE_BYTES or info.compress_type != zipfile.ZIP_STORED:
+    if info.file_size > _MOST_PICKLE_BYTES or info.compress_type != zipfile.ZIP_STORED:
         raise CorruptCheckpointError(f"{where}: {name} has {info.file_size} bytes, or is compressed")
     try:
         return archive.read(info)
@@ -194,12 +126,6 @@ def _data_offset(file: BinaryIO, begin: int, header: int, where: str) -> int:
         raise CorruptCheckpointError(f"{where}: the header of a tensor's bytes is missing")
     _, name, extra = _LOCAL_HEADER.unpack(found)
     return int(header + _LOCAL_HEADER.size + name + extra)
-
-
-def _sizes(given: Any) -> tuple[int, ...]:
-    if not isinstance(given, tuple) or not all(type(one) is int and one >= 0 for one in given):
-        raise ValueError(f"{given!r} is no shape")
-    return given
 
 
 class _Slice(io.RawIOBase):

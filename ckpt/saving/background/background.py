@@ -31,8 +31,7 @@ from ckpt.saving.background.async_utils import AsyncCallsQueue, AsyncRequest
 from ckpt.saving.background.priority import Throttle, in_background, write_throttled
 from ckpt.saving.background.snapshot import Snapshot, arena_bytes
 from ckpt.saving.background.writer_process import WriterProcess
-from ckpt.saving.checkpoint_root import SaveReport
-from ckpt.saving.prepared_save import PreparedSave
+from ckpt.saving.prepared_save import PreparedSave, SaveReport
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.saving.saver import SavedRun
 from ckpt.saving.writing import RankWritePlan, Staged, Write, WriteJob, WriteResult

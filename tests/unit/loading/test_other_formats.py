@@ -220,13 +220,13 @@ class _Runs:
         return os.system, ("touch ran",)
 
 
-def _place(metadata: Metadata) -> tuple[MetadataIndex, _StorageInfo]:
-    return next((index, place) for index, place in metadata.storage_data.items() if index.fqn == "a")
+def _place(metadata: Metadata, name: str = "a") -> tuple[MetadataIndex, _StorageInfo]:
+    return next((index, place) for index, place in metadata.storage_data.items() if index.fqn == name)
 
 
-def _moved(**changes: Any) -> Callable[[Metadata], None]:
+def _moved(name: str = "a", **changes: Any) -> Callable[[Metadata], None]:
     def change(metadata: Metadata) -> None:
-        index, place = _place(metadata)
+        index, place = _place(metadata, name)
         metadata.storage_data[index] = replace(place, **changes)
 
     return change
@@ -255,6 +255,9 @@ CRAFTS: dict[str, Callable[[Metadata], object]] = {
     "a piece that is smaller than it says": _resized,
     "another type": lambda m: setattr(m.state_dict_metadata["a"].properties, "dtype", torch.int32),
     "pieces that do not cover it": lambda m: m.state_dict_metadata["a"].chunks.clear(),
+    "pieces that overlap": lambda m: m.state_dict_metadata["a"].chunks.append(m.state_dict_metadata["a"].chunks[0]),
+    "a value longer than its file": _moved("b", length=1 << 50),
+    "a value at a negative offset": _moved("b", offset=-1),
     "a list in place of tensors": lambda m: setattr(m, "state_dict_metadata", ["a"]),
     "no places at all": lambda m: setattr(m, "storage_data", None),
     "a program": lambda m: setattr(m, "planner_data", {"a": _Runs()}),

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from ckpt.loading.loader import LoadReport
-from ckpt.saving.checkpoint_root import SaveReport
+from ckpt.saving.prepared_save import SaveReport
 from recipes.support.report import Report, Summary, config_differences, write_summary
 
 CONFIG = {"train": {"steps": 6}, "resume": None, "load": {"verify": True, "list": [1, 2]}, "name": "a"}
