@@ -3,7 +3,7 @@ that could run code.
 
 Files:
 
-    raw_pieces              a checkpoint whose tensors are raw bytes at known places in files; what each format here is read as
+    other_checkpoint        what each format here is read as: tensors that are raw bytes at known places in files, or are decoded
     torch_archives          tensors and values in the archives that `torch.save` writes: their places, and their types
     dcp_folders             checkpoints of `torch.distributed.checkpoint`
     safetensors_files       one safetensors file, or several with an index

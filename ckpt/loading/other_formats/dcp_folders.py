@@ -18,7 +18,7 @@ from ckpt.format.box import Box
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.unpickling import unpickle_inert, unpickle_value
-from ckpt.loading.other_formats.raw_pieces import OtherCheckpoint, OtherTensor, Piece, folder_with
+from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint, OtherTensor, Piece, folder_with
 from ckpt.loading.other_formats.torch_archives import sizes_in, tensor_in
 
 METADATA = ".metadata"

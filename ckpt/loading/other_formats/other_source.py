@@ -18,7 +18,7 @@ from ckpt.errors import MissingStateError
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.manifest import MANIFEST_NAME, STATE, ArrayEntry
 from ckpt.loading.other_formats.dcp_folders import is_dcp, open_dcp
-from ckpt.loading.other_formats.raw_pieces import OtherCheckpoint
+from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint
 from ckpt.loading.other_formats.safetensors_files import is_safetensors, open_safetensors
 from ckpt.loading.sources import Rows, require_same_kind
 from ckpt.loading.strategy import LoadingStrategy, Reading, ReadRequest

@@ -10,7 +10,7 @@ from ckpt.errors import CorruptCheckpointError
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.gc_pause import gc_paused
 from ckpt.format.strict_json import fit, parse
-from ckpt.loading.other_formats.raw_pieces import OtherCheckpoint, OtherTensor, Piece
+from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint, OtherTensor, Piece
 
 ONE_FILE = "model.safetensors"
 

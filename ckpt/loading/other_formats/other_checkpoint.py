@@ -1,8 +1,8 @@
-"""A checkpoint of another program whose tensors are raw bytes at known places in files. Any rank, alone."""
+"""A checkpoint of another program: its tensors are raw bytes at known places in files, or read by a library. Any rank, alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from ckpt.format.dtypes import item_bytes
 from ckpt.format.held import NOTHING_HELD
 from ckpt.format.records import ArraySpec, ChunkExtent
 from ckpt.loading.strategy import ReadRequest, StoredPart
+from ckpt.planning.plan import needed_chunks
 from ckpt.storage.runs import WantedBox
 
 _ALIGNED_BYTES = 16
@@ -39,6 +40,21 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class Encoded:
+    """A tensor whose bytes do not lie raw in a file.
+
+    Attributes:
+        file: path below the checkpoint of a file that it needs.
+        grid: shape of a chunk, in elements; it is decoded whole by two-stage loads.
+        read: fills a host tensor of shape `box.shape`, with any strides, with a box of the tensor.
+    """
+
+    file: str
+    grid: tuple[int, ...]
+    read: Callable[[Box, torch.Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
 class OtherTensor:
     """A tensor of the checkpoint.
 
@@ -51,7 +67,7 @@ class OtherTensor:
     path: tuple[str | int, ...]
     dtype: str
     shape: tuple[int, ...]
-    pieces: Callable[[], list[Piece]]
+    pieces: Callable[[], list[Piece] | Encoded]
 
 
 @contextmanager
@@ -92,8 +108,9 @@ class OtherCheckpoint:
         self.program = program
         self.tensors = tensors
         self.values = values
-        self._pieces: dict[str, list[Piece]] = {}
+        self._pieces: dict[str, list[Piece] | Encoded] = {}
         self._chunks: dict[tuple[str, int], ChunkExtent] = {}
+        self._encoded: dict[tuple[str, int], ChunkExtent] = {}
 
     def parts(self, request: ReadRequest) -> Iterator[StoredPart]:
         """See `Stored.parts`.
@@ -101,9 +118,13 @@ class OtherCheckpoint:
         Raises:
             CorruptCheckpointError: the pieces do not tile the box.
         """
+        pieces = self._pieces_of(request.name)
+        return self._encoded_parts(request, pieces) if isinstance(pieces, Encoded) else self._raw_parts(request, pieces)
+
+    def _raw_parts(self, request: ReadRequest, pieces: Sequence[Piece]) -> Iterator[StoredPart]:
         tensor = self.tensors[request.name]
         num_found = 0
-        for piece in self._pieces_of(request.name):
+        for piece in pieces:
             wanted = overlap(piece.box, request.box)
             if wanted is None:
                 continue
@@ -118,9 +139,22 @@ class OtherCheckpoint:
                 f"{request.label}: the pieces in {self.root} hold {num_found} of the {request.box.num_elements} elements of {request.box}"
             )
 
+    def _encoded_parts(self, request: ReadRequest, encoded: Encoded) -> Iterator[StoredPart]:
+        tensor = self.tensors[request.name]
+        spec = ArraySpec(request.name, tensor.dtype, tensor.shape, encoded.grid)
+        for number, chunk_box, wanted in needed_chunks(tensor.shape, encoded.grid, request.box):
+            # No bytes are read by their place: a negative one tells it from all other chunks of the file.
+            new = ChunkExtent(encoded.file, -1 - len(self._encoded), 0, (), raw=False)
+            chunk = self._encoded.setdefault((request.name, number), new)
+            out = request.out[wanted.relative_to(request.box).slices]
+            part = WantedBox(0, encoded.grid, wanted.relative_to(chunk_box), out, request.label)
+            yield StoredPart(chunk, part, spec, "encoded", wanted)
+
     def decode(self, stored: StoredPart, box: Box, out: torch.Tensor) -> None:
-        """See `Stored.decode`: never called, all pieces are raw."""
-        raise AssertionError("its pieces are raw")
+        """See `Stored.decode`."""
+        encoded = self._pieces_of(stored.array.path)
+        assert isinstance(encoded, Encoded), "raw chunks are not decoded"
+        encoded.read(box, out)
 
     def _chunk_around(self, piece: Piece, dtype: str) -> ChunkExtent:
         """Take as a chunk all of the file in which elements are aligned like this piece: neighbours are read at once.
@@ -138,10 +172,14 @@ class OtherCheckpoint:
             raise CorruptCheckpointError(f"{self.root / piece.file} was cut off", file=piece.file)
         return chunk
 
-    def _pieces_of(self, name: str) -> list[Piece]:
+    def _pieces_of(self, name: str) -> list[Piece] | Encoded:
         if name not in self._pieces:
             pieces = self.tensors[name].pieces()
-            if len(pieces) > 1 and (meeting := first_overlap([piece.box for piece in pieces])):
+            if (
+                isinstance(pieces, list)
+                and len(pieces) > 1
+                and (meeting := first_overlap([piece.box for piece in pieces]))
+            ):
                 raise CorruptCheckpointError(
                     f"{self.root}: of {name} two pieces overlap: {meeting[0]} and {meeting[1]}"
                 )
