@@ -34,6 +34,7 @@ from ckpt.format.stored import read_manifest
 from ckpt.integrations.huggingface_accelerate import require_covered
 from ckpt.memory.device import device_of
 from ckpt.ranks.sigterm import TOLD_TO_END
+from ckpt.ranks.topology import first_difference
 from ckpt.saving.arguments import as_checkpoint_id, as_folder, as_topology
 from ckpt.state.statefuls import OptimizerState, RNGState
 
@@ -173,13 +174,16 @@ class CkptTrainerMixin(_Base):
         is_ours = not isinstance(resume, str | PathLike) or not (Path(resume) / _STATE).is_file()
         topology = as_topology(None)
         with topology.operation("start of training"), topology.phase("resume") as phase:
-            phase.payload = [str(resume), str(self._ckpt_folder), is_ours]
-        for rank, payload in enumerate(phase.payloads):
-            if payload != phase.payloads[0]:
-                raise ConfigurationError(
-                    f"ranks would resume from different checkpoints: [resume_from_checkpoint, folder, not Trainer's own] is {payload} on "
-                    f"rank {rank}, and {phase.payloads[0]} on rank 0"
-                )
+            phase.payload = {
+                "resume_from_checkpoint": str(resume),
+                "output_dir": str(self._ckpt_folder.parent),
+                "whether Trainer wrote it": not is_ours,
+            }
+        if (difference := first_difference(phase.payloads)) is not None:
+            name, rank, here, on_lead = difference
+            raise ConfigurationError(
+                f"ranks would resume from different checkpoints: {name} is {here} on rank {rank}, and {on_lead} on rank 0"
+            )
         return is_ours
 
     def _ckpt_found(self, resume: str | bool, files: Path) -> Path | None:

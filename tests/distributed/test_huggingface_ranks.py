@@ -138,4 +138,4 @@ def test_ranks_that_would_resume_from_different_checkpoints_are_refused(tmp_path
     refusals = run_ranks(2, _at_odds, tmp_path, process_group=True, is_only=True)
     assert len(set(refusals)) == 1
     assert "ranks would resume from different checkpoints" in refusals[0]
-    assert f"{tmp_path}/1/ckpt', True] on rank 1" in refusals[0]
+    assert f"output_dir is {tmp_path}/1 on rank 1, and {tmp_path}/0 on rank 0" in refusals[0]

@@ -33,7 +33,6 @@ FORBIDDEN_CALLS = {
 }  # fmt: skip
 CALLS = {
     "unpickling.py": {"torch.load"},
-    "torch_archives.py": {"torch.load"},
     "dcp.py": {"torch.save"},
     "lightning.py": {"all_gather_object"},
 }
@@ -44,7 +43,7 @@ BETWEEN_OWN_PROCESSES = {
 }
 """What a rank and the writer that it started say to each other, over a socket that nobody else has; and what a rollout says, and never
 reads, to workers of an inference engine, in checkpoint-engine's words. Nothing of it is stored."""
-READS_INERT = {"torch_archives.py": {"pickle"}}
+READS_INERT = {"unpickling.py": {"pickle"}}
 """Reads what describes checkpoints of other programs, if that is allowed; every name in it stands for something that does nothing."""
 
 
@@ -104,9 +103,8 @@ def test_no_module_of_the_library_mentions_a_pickler(path: Path) -> None:
     assert FORBIDDEN_CALLS & names == CALLS.get(path.name, set())
 
 
-@pytest.mark.parametrize("file", ["format/unpickling.py", "loading/other_formats/torch_archives.py"])
-def test_old_files_are_read_as_weights_only(file: str) -> None:
-    tree = ast.parse((Path(ckpt.__file__).parent / file).read_text())
+def test_old_files_are_read_as_weights_only() -> None:
+    tree = ast.parse((Path(ckpt.__file__).parent / "format/unpickling.py").read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     loads = [call for call in calls if ast.unparse(call.func) == "torch.load"]
     assert len(loads) == 1

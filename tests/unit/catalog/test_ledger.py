@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -590,6 +591,17 @@ def test_the_root_is_synced_after_the_rename_that_commits(
     assert synced == [(str(unpublished), False), (str(root), True)]
 
 
+@contextmanager
+def refusing_to_publish(monkeypatch: pytest.MonkeyPatch, fails: str, root: Path, unpublished: Path) -> Iterator[None]:
+    """In the block the rename of a folder fails, or the sync of the root after it."""
+    with monkeypatch.context() as patch:
+        if fails == "rename":
+            refuse_when(patch, "rename", lambda source, target: source == unpublished)
+        else:
+            refuse_when(patch, "fsync", lambda fd: os.readlink(f"/proc/self/fd/{fd}") == str(root))
+        yield
+
+
 @pytest.mark.parametrize("fails", ["rename", "fsync"])
 def test_a_file_system_that_refuses_the_commit_leaves_the_old_checkpoint_in_place(
     root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, fails: str
@@ -598,13 +610,11 @@ def test_a_file_system_that_refuses_the_commit_leaves_the_old_checkpoint_in_plac
     save(ledger, clock, "1")
     unpublished = ledger.open("1")
     clock.fill(unpublished)
-    with monkeypatch.context() as patch:
-        if fails == "rename":
-            refuse_when(patch, "rename", lambda source, target: source == unpublished)
-        else:
-            refuse_when(patch, "fsync", lambda fd: os.readlink(f"/proc/self/fd/{fd}") == str(root))
-        with pytest.raises(StorageError, match=r"cannot be published as .*checkpoint-1: Input/output error"):
-            ledger.publish(unpublished, "1")
+    with (
+        refusing_to_publish(monkeypatch, fails, root, unpublished),
+        pytest.raises(StorageError, match=r"cannot be published as .*checkpoint-1: Input/output error"),
+    ):
+        ledger.publish(unpublished, "1")
     ledger.discard(unpublished)
     assert versions(ledger) == {"1": 1}
     assert os.listdir(root) == ["checkpoint-1"]
@@ -620,13 +630,11 @@ def test_a_checkpoint_with_a_name_of_its_own_is_given_it_durably_or_not_at_all(
     clock.fill(unpublished)
     if is_empty_folder:
         target.mkdir()
-    with monkeypatch.context() as patch:
-        if fails == "rename":
-            refuse_when(patch, "rename", lambda source, target: source == unpublished)
-        else:
-            refuse_when(patch, "fsync", lambda fd: os.readlink(f"/proc/self/fd/{fd}") == str(root))
-        with pytest.raises(StorageError, match=r"cannot be published as .*weights: Input/output error"):
-            ledger.publish_at(unpublished, target)
+    with (
+        refusing_to_publish(monkeypatch, fails, root, unpublished),
+        pytest.raises(StorageError, match=r"cannot be published as .*weights: Input/output error"),
+    ):
+        ledger.publish_at(unpublished, target)
     assert not target.exists()
     ledger.publish_at(unpublished, target)
     assert os.listdir(root) == ["weights"] and (target / MANIFEST_NAME).exists()
