@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,10 +59,13 @@ def verify_checkpoint(checkpoint_dir: Path, *, progress: Callable[[int], None] =
     return examine(checkpoint_dir, progress=progress).problems
 
 
-def examine(checkpoint_dir: Path, *, progress: Callable[[int], None] = lambda _: None) -> Verification:
+def examine(
+    checkpoint_dir: Path, *, writers: Collection[int] | None = None, progress: Callable[[int], None] = lambda _: None
+) -> Verification:
     """Check every file that manifest and indexes list, block by block, and list files that they do not name.
 
     Args:
+        writers: read the data files of these ranks alone; None: of all that have written.
         progress: called with the number of bytes just read.
 
     Raises: as `verify_checkpoint`.
@@ -86,6 +89,8 @@ def examine(checkpoint_dir: Path, *, progress: Callable[[int], None] = lambda _:
             }
     for rank, index in indexes.items():
         listed.update(index.files)
+        if writers is not None and rank not in writers:
+            continue
         with _noting(index_paths[rank], result), CheckpointFolder(checkpoint_dir) as opened:
             _RankFiles(opened, manifest, index, result, progress).check()
     if SHARDED in manifest.components:

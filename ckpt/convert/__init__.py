@@ -3,7 +3,10 @@
 Files:
 
     atomic_directory        creates a directory atomically
+    opened                  a checkpoint of any format: its values, and its tensors box by box
     rewriting               rewrites a checkpoint in the format of another backend
-    exporting               exports tensors as plain safetensors files
+    importing               writes a checkpoint of another program as one of ours
+    exporting_safetensors   exports tensors as plain safetensors files
+    exporting_dcp           exports a checkpoint as one of torch.distributed.checkpoint
     comparing               compares two checkpoints of any formats
 """

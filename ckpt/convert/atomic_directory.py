@@ -6,11 +6,12 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ckpt.errors import CheckpointError, CheckpointExistsError, StorageError, sentence
 from ckpt.format.durable import sync_folder
+from ckpt.ranks.topology import Topology
 
 
 def require_free(dst: Path) -> None:
@@ -23,6 +24,19 @@ def require_free(dst: Path) -> None:
         raise CheckpointExistsError(
             f"dst={dst} exists and is not empty; choose another, existing files are never overwritten"
         )
+
+
+@contextmanager
+def shared_directory(dst: Path, topology: Topology) -> Iterator[Path]:
+    """As `atomic_directory`, for all ranks together: they get one folder, which the lead creates, and renames. Collective."""
+    with ExitStack() as stack:
+        with topology.phase("create") as phase:
+            if topology.is_lead:
+                phase.payload = str(stack.enter_context(atomic_directory(dst)))
+        yield Path(phase.payloads[0])
+        with topology.phase("publish"):
+            topology.require_awaited()
+            stack.close()
 
 
 @contextmanager

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ckpt.format.box import Box
-from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
-from ckpt.format.manifest import STATE, ArrayEntry
+from ckpt.convert.opened import Opened, OpenedTensor, slabs
+from ckpt.format.dtypes import item_bytes, raw_bytes
+from ckpt.format.manifest import STATE
 from ckpt.loading.sources import CheckpointSource
-from ckpt.loading.strategy import ReadRequest
-from ckpt.state.sharing import Sharing, SharingPattern, StateComponent
-from ckpt.state.statefuls import Given
 
 _AT_ONCE_BYTES = 32 << 20
 """Bytes of one tensor that are in memory, of each checkpoint."""
@@ -57,7 +54,7 @@ def compare(
     Raises:
         CorruptCheckpointError: bytes are missing or changed.
     """
-    sources = [_Opened(a), _Opened(b)]
+    sources = [Opened(a), Opened(b)]
     keys = [one.keys for one in sources]
     if (keys[0] == [STATE]) != (keys[1] == [STATE]):
         keys = [[STATE] if one.source.holds(STATE) else one.keys for one in sources]
@@ -72,49 +69,8 @@ def compare(
                 yield Difference(where, "", f"only in {'a' if prefix in of_a else 'b'}")
                 continue
             yield from _plain(where, *(one.plain(key, prefix) for one in sources))
-            yield from _tensors(where, sources, key, prefix, progress)
-
-
-class _Opened:
-    """A checkpoint to compare."""
-
-    def __init__(self, source: CheckpointSource) -> None:
-        self.source = source
-        self.keys = list(source.component_keys())
-
-    def copies(self, key: str) -> list[str]:
-        return self.source.prefixes(self.component(key))
-
-    def plain(self, key: str, prefix: str) -> dict[str, Any]:
-        rows = self.source.rows(self.component(key), prefix)
-        return {name: row[1] for name, row in rows.items() if len(row) == 2}
-
-    def tensors(self, key: str, prefix: str) -> dict[str, _Tensor]:
-        found = self.source.entries(self.component(key), prefix)
-        start = f"{key}/{prefix}"
-        firsts = {name: one.alias_of or f"{start}{name}" for name, one in found.items()}
-        return {name: _Tensor(self.source, first, found[first.removeprefix(start)]) for name, first in firsts.items()}
-
-    def component(self, key: str) -> StateComponent:
-        component = StateComponent(key, Given(), SharingPattern.REPLICATED)
-        return component.with_sharing(self.source.saved_sharing(component) or Sharing(SharingPattern.REPLICATED))
-
-
-class _Tensor(NamedTuple):
-    """A tensor of a checkpoint. Second names of a tensor have name and entry of the first."""
-
-    source: CheckpointSource
-    name: str
-    entry: ArrayEntry
-
-    def read(self, box: Box) -> torch.Tensor:
-        out = torch.empty(box.shape, dtype=torch_dtype(self.entry.dtype))
-        reading = self.source.prepare([ReadRequest(self.name, self.name, box, out)])
-        try:
-            reading.run()
-        finally:
-            reading.close()
-        return out
+            a_tensors, b_tensors = (one.tensors(key, prefix) for one in sources)
+            yield from _tensors(where, a_tensors, b_tensors, progress)
 
 
 def _plain(where: str, a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
@@ -126,9 +82,8 @@ def _plain(where: str, a: dict[str, Any], b: dict[str, Any]) -> Iterator[Differe
 
 
 def _tensors(
-    where: str, sources: Sequence[_Opened], key: str, prefix: str, progress: Callable[[int], object]
+    where: str, a: Mapping[str, OpenedTensor], b: Mapping[str, OpenedTensor], progress: Callable[[int], object]
 ) -> Iterator[Difference]:
-    a, b = (one.tensors(key, prefix) for one in sources)
     for name in dict.fromkeys((*a, *b)):
         if name not in a or name not in b:
             yield Difference(where, name, f"only in {'a' if name in a else 'b'}")
@@ -142,11 +97,13 @@ def _tensors(
             yield found
 
 
-def _bits(where: str, name: str, mine: _Tensor, other: _Tensor, progress: Callable[[int], object]) -> Difference | None:
+def _bits(
+    where: str, name: str, mine: OpenedTensor, other: OpenedTensor, progress: Callable[[int], object]
+) -> Difference | None:
     """Compare two tensors of one type and shape, a slab after the other."""
     num_differ, largest, squares = 0, 0.0, [0.0, 0.0]
     item = item_bytes(mine.entry.dtype)
-    for box in _slabs(mine.entry):
+    for box in slabs(mine.entry, _AT_ONCE_BYTES):
         a, b = mine.read(box), other.read(box)
         if not torch.equal(raw_bytes(a), raw_bytes(b)):
             unlike = (raw_bytes(a).view(-1, item) != raw_bytes(b).view(-1, item)).any(1)
@@ -159,26 +116,6 @@ def _bits(where: str, name: str, mine: _Tensor, other: _Tensor, progress: Callab
         return None
     norm_a, norm_b = (math.sqrt(one) for one in squares)
     return Difference(where, name, "bits", norm_a, norm_b, num_differ, largest)
-
-
-def _slabs(entry: ArrayEntry) -> Iterator[Box]:
-    """Cut a tensor into boxes of whole rows that fit into memory; a row that does not fit is cut along the next dimension."""
-    yield from _cut((), entry.shape, max(1, _AT_ONCE_BYTES // item_bytes(entry.dtype)))
-
-
-def _cut(start: tuple[int, ...], shape: tuple[int, ...], most: int) -> Iterator[Box]:
-    rest = shape[len(start) :]
-    if math.prod(rest) <= most:
-        yield Box((*start, *(0 for _ in rest)), (*(1 for _ in start), *rest))
-        return
-    row = math.prod(rest[1:])
-    if row > most:
-        for at in range(rest[0]):
-            yield from _cut((*start, at), shape, most)
-        return
-    step = max(1, most // max(row, 1))
-    for first in range(0, rest[0], step):
-        yield Box((*start, first, *(0 for _ in rest[1:])), (*(1 for _ in start), min(step, rest[0] - first), *rest[1:]))
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,8 @@ from typing import Any
 
 from ckpt.backends.base import Backend
 from ckpt.catalog.ledger import Ledger, safe_id
-from ckpt.errors import ConfigurationError
+from ckpt.catalog.verify import examine
+from ckpt.errors import ConfigurationError, StorageError
 from ckpt.ranks.topology import Topology, first_difference
 from ckpt.saving.manifest_writer import ManifestWriter
 from ckpt.saving.planner import Planner
@@ -60,12 +61,21 @@ class NewFolder(Destination):
     Args:
         replaces: what is at `path` is replaced: see `Ledger.publish_at`. Otherwise it is refused.
         delete: deletes what was replaced, now or later; it has been renamed already.
+        validate: every rank reads back what it wrote, before the folder gets its name.
     """
 
-    def __init__(self, path: Path, *, replaces: bool = False, delete: Callable[[Path], None] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        replaces: bool = False,
+        delete: Callable[[Path], None] | None = None,
+        validate: bool = False,
+    ) -> None:
         self.what = f"save into {path}"
         self._path = path
         self._replaces = replaces
+        self._validate = validate
         self._ledger = Ledger(path.parent, run_id=str(path), delete=delete)
 
     def claim(self, topology: Topology) -> None:
@@ -96,6 +106,13 @@ class NewFolder(Destination):
                 added = ManifestWriter(save, results, topology).write(self._path.name)
                 phase.payload = added + sum(result.total_bytes for result in results)
         num_bytes = phase.payloads[0]
+        if self._validate:
+            with topology.phase("validate"):
+                found = examine(self.folder, writers=[topology.rank], progress=topology.progress)
+                if found.problems:
+                    raise StorageError(
+                        f"what was written for {self._path} is not what is read back: {found.problems[0]}"
+                    )
         with topology.phase("publish") as phase:
 
             def committed(path: Path) -> None:

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 import ckpt
 from ckpt.convert import comparing
 from ckpt.convert.comparing import Difference, compare
+from ckpt.convert.opened import slabs
 from ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
-from ckpt.format.box import Box
 from ckpt.format.manifest import ArrayEntry
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import source_at
@@ -134,12 +134,7 @@ def test_a_damaged_checkpoint_is_not_compared(tmp_path: Path) -> None:
 def test_slabs_cover_each_element_once_and_fit(shape: list[int], most: int) -> None:
     entry = ArrayEntry("uint8", tuple(shape))
     counted = torch.zeros(shape, dtype=torch.int64)
-    before, comparing._AT_ONCE_BYTES = comparing._AT_ONCE_BYTES, most
-    try:
-        boxes: list[Box] = list(comparing._slabs(entry))
-    finally:
-        comparing._AT_ONCE_BYTES = before
-    for box in boxes:
+    for box in slabs(entry, most):
         counted[box.slices] += 1
         assert box.num_elements <= most
     assert bool((counted == 1).all())

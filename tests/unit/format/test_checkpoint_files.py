@@ -19,7 +19,7 @@ from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.catalog.verify import verify_checkpoint
-from ckpt.convert.exporting import export, select
+from ckpt.convert.exporting_safetensors import export, select
 from ckpt.convert.rewriting import rewrite
 from ckpt.dist_checkpointing import ShardedObject, ShardedTensor
 from ckpt.dist_checkpointing.serialization import load_common_state_dict, remove_sharded_tensors

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 
 from ckpt import StateComponent, dist_checkpointing
 from ckpt.backends.zarr import ZarrBackend
-from ckpt.convert import exporting
-from ckpt.convert.exporting import Exported, ExportedTensor, export, select, select_of_megatron
+from ckpt.convert import exporting_safetensors
+from ckpt.convert.exporting_safetensors import Exported, ExportedTensor, export, select, select_of_megatron
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import (
     CheckpointExistsError,
@@ -188,8 +188,8 @@ def test_any_tensor_goes_over_in_pieces_of_any_size(
     most = data.draw(st.integers(16, 200))
     src = saved(root, {"w": value})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exporting, "AT_ONCE_BYTES", most)
-        read = partial(exporting._pieces, select(src, "model").stored, Topology.alone(), Scratch())
+        patch.setattr(exporting_safetensors, "AT_ONCE_BYTES", most)
+        read = partial(exporting_safetensors._pieces, select(src, "model").stored, Topology.alone(), Scratch())
         rows = data.draw(st.integers(1, 4))
         pieces = [bytes(piece) for piece in read(ExportedTensor("w", "model/w", zarr_name(value.dtype), shape, rows))]
     assert b"".join(pieces) == raw_bytes(value).numpy().tobytes()
@@ -208,7 +208,7 @@ def test_damage_is_found_and_nothing_appears(tmp_path: Path) -> None:
 
 def test_what_is_not_read_back_does_not_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     src = saved(tmp_path / "root", {"w": torch.ones(300, 100)})
-    write = exporting._write
+    write = exporting_safetensors._write
 
     def forgetful(file: Path, *args: Any) -> str:
         digest = write(file, *args)
@@ -217,7 +217,7 @@ def test_what_is_not_read_back_does_not_appear(tmp_path: Path, monkeypatch: pyte
             stream.write(b"\xff")
         return digest
 
-    monkeypatch.setattr(exporting, "_write", forgetful)
+    monkeypatch.setattr(exporting_safetensors, "_write", forgetful)
     with pytest.raises(StorageError, match="is not what is read back: model.safetensors was changed"):
         exported(src, tmp_path / "plain")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["root"]
@@ -232,7 +232,7 @@ def test_mistakes_are_one_sentence_before_a_byte_moves(tmp_path: Path, monkeypat
         select(src, "other")
     with pytest.raises(CheckpointNotFoundError, match="is not a checkpoint"):
         select(tmp_path, "model")
-    monkeypatch.setattr(exporting, "MOST_HEADER_BYTES", 100)
+    monkeypatch.setattr(exporting_safetensors, "MOST_HEADER_BYTES", 100)
     with pytest.raises(
         ConfigurationError, match="model.safetensors would hold 1 tensors, .* set a smaller max_shard_size"
     ):
@@ -243,7 +243,7 @@ def test_mistakes_are_one_sentence_before_a_byte_moves(tmp_path: Path, monkeypat
 _MEASURED = """
 import sys, threading
 from pathlib import Path
-from ckpt.convert.exporting import export, select
+from ckpt.convert.exporting_safetensors import export, select
 
 def anonymous():
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))

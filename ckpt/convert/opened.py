@@ -1,0 +1,146 @@
+"""A checkpoint of any format, opened by one rank to be compared, or written in another format: its values, and tensors box by box."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from ckpt.format.box import Box
+from ckpt.format.dtypes import item_bytes, torch_dtype
+from ckpt.format.manifest import STATE, ArrayEntry
+from ckpt.loading.sources import CheckpointSource
+from ckpt.loading.strategy import ReadRequest
+from ckpt.state.flatten import Path, path_from_json, plain_and_paths, unflatten
+from ckpt.state.sharing import Sharing, SharingPattern, StateComponent
+from ckpt.state.statefuls import Given
+
+Result = TypeVar("Result")
+
+
+class Opened:
+    """A checkpoint. A *prefix* names one of the copies of a component, as in `CheckpointSource`.
+
+    Attributes:
+        keys: its components.
+    """
+
+    def __init__(self, source: CheckpointSource) -> None:
+        self.source = source
+        self.keys = list(source.component_keys())
+
+    def copies(self, key: str) -> list[str]:
+        """The prefixes of a component."""
+        return self.source.prefixes(self._component(key))
+
+    def plain(self, key: str, prefix: str) -> dict[str, Any]:
+        """Joined key -> plain value as JSON, of one copy."""
+        rows = self.source.rows(self._component(key), prefix)
+        return {name: row[1] for name, row in rows.items() if len(row) == 2}
+
+    def tensors(self, key: str, prefix: str) -> dict[str, OpenedTensor]:
+        """Joined key -> tensor, of one copy."""
+        found = self.source.entries(self._component(key), prefix)
+        start = f"{key}/{prefix}"
+        firsts = {name: one.alias_of or f"{start}{name}" for name, one in found.items()}
+        return {
+            name: OpenedTensor(self.source, first, found[first.removeprefix(start)]) for name, first in firsts.items()
+        }
+
+    def state(self) -> dict[str, Any]:
+        """All of it as a nested state dict, with an `OpenedTensor` in the place of each tensor; tied tensors are one object.
+
+        A component has its key there, the copies of a component that ranks, nodes or groups have of their own their prefixes below it. A
+        state dict that was saved alone is it itself.
+
+        Raises:
+            CorruptCheckpointError: a plain value is none that was saved.
+        """
+        found: dict[str, Any] = {}
+        is_one = self.source.holds(STATE) and (STATE not in self.keys or len(self.keys) == 1)
+        for key in [STATE] if is_one else self.keys:
+            copies = {prefix.removesuffix("/"): self._nested(key, prefix) for prefix in self.copies(key)}
+            found[key] = copies.get("", copies)
+        return found[STATE] if is_one else found
+
+    def _nested(self, key: str, prefix: str) -> dict[Any, Any]:
+        tensors = self.tensors(key, prefix)
+        plain, paths = plain_and_paths(self.source.rows(self._component(key), prefix), key, tensors)
+        once: dict[str, OpenedTensor] = {}
+        leaves: dict[str, Any] = plain | {name: once.setdefault(one.name, one) for name, one in tensors.items()}
+        every: dict[str, Path] = {name: paths.get(name) or path_from_json([name]) for name in leaves}
+        return unflatten(leaves, every)
+
+    def _component(self, key: str) -> StateComponent:
+        component = StateComponent(key, Given(), SharingPattern.REPLICATED)
+        return component.with_sharing(self.source.saved_sharing(component) or Sharing(SharingPattern.REPLICATED))
+
+
+class OpenedTensor(NamedTuple):
+    """A tensor of a checkpoint. A second name of a tensor has name and entry of the first.
+
+    Attributes:
+        name: to read it by.
+    """
+
+    source: CheckpointSource
+    name: str
+    entry: ArrayEntry
+
+    def read(self, box: Box) -> torch.Tensor:
+        """Read a box into new memory, and check its digests, if there are any.
+
+        Raises:
+            CorruptCheckpointError: bytes are missing or changed.
+        """
+        out = torch.empty(box.shape, dtype=torch_dtype(self.entry.dtype))
+        read_into(self.source, [(self.name, box, out)])
+        return out
+
+
+def read_into(source: CheckpointSource, wanted: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
+    """Read boxes of tensors together: (name to read it by, box, memory on the host of shape `box.shape`).
+
+    Raises:
+        CorruptCheckpointError: bytes are missing or changed.
+    """
+    reading = source.prepare([ReadRequest(name, name.replace("/", ": ", 1), box, out) for name, box, out in wanted])
+    try:
+        reading.run()
+    finally:
+        reading.close()
+
+
+def ahead(jobs: Iterable[Callable[[], Result]]) -> Iterator[Result]:
+    """Yield the results of jobs, in order. While the caller uses one, another thread does the next."""
+    with ThreadPoolExecutor(1, "read ahead") as thread:
+        coming: Future[Result] | None = None
+        for job in jobs:
+            last, coming = coming, thread.submit(job)
+            if last is not None:
+                yield last.result()
+        if coming is not None:
+            yield coming.result()
+
+
+def slabs(entry: ArrayEntry, most_bytes: int) -> Iterator[Box]:
+    """Cut a tensor into boxes of whole rows of at most so many bytes; a row that is larger is cut along the next dimension."""
+    yield from _cut((), entry.shape, max(1, most_bytes // item_bytes(entry.dtype)))
+
+
+def _cut(start: tuple[int, ...], shape: tuple[int, ...], most: int) -> Iterator[Box]:
+    rest = shape[len(start) :]
+    if math.prod(rest) <= most:
+        yield Box((*start, *(0 for _ in rest)), (*(1 for _ in start), *rest))
+        return
+    row = math.prod(rest[1:])
+    if row > most:
+        for at in range(rest[0]):
+            yield from _cut((*start, at), shape, most)
+        return
+    step = max(1, most // max(row, 1))
+    for first in range(0, rest[0], step):
+        yield Box((*start, first, *(0 for _ in rest[1:])), (*(1 for _ in start), min(step, rest[0] - first), *rest[1:]))
