@@ -12,10 +12,13 @@ from recipes.support.cli import recipe
 
 @recipe("convert", writes=False)
 def main(cfg: DictConfig) -> None:
-    from recipes.commands.converting import convert, keys_of, show
+    from recipes.commands.converting import convert_on_ranks, keys_of, run_of, show
+    from recipes.commands.converting_megatron import Converted
+    from recipes.support.launch import launch
 
     keys = keys_of(cfg)
-    show(convert(keys), keys)
+    if (found := launch(convert_on_ranks, run_of(keys))) is not None:
+        show(Converted(**found), keys)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import xxhash
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckpt.convert.atomic_directory import shared_directory
 from ckpt.convert.opened import Opened, OpenedTensor, ahead, read_into, slabs
-from ckpt.errors import ConfigurationError, StorageError
+from ckpt.errors import CheckpointError, ConfigurationError, StorageError
 from ckpt.format.box import Box
 from ckpt.format.dtypes import raw_bytes, torch_dtype, zarr_name
 from ckpt.format.unpickling import unknown_in
@@ -33,30 +34,17 @@ from ckpt.loading.sources import CheckpointSource
 from ckpt.loading.strategy import ReadRequest
 from ckpt.memory.device import device_of
 from ckpt.ranks.topology import Topology
+from ckpt.state.statefuls import optimizer_in_groups
 
 _PIECE_BYTES = 32 << 20
 """The largest piece of a tensor: memory for one is needed."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ExportedState:
-    """The result of an export, which was read back.
-
-    Attributes:
-        num_tensors, tensor_bytes: of the tensors.
-        num_files, num_bytes: of what was written.
-    """
-
-    num_tensors: int
-    tensor_bytes: int
-    num_files: int
-    num_bytes: int
-
-
-def export_dcp(source: CheckpointSource, dst: Path, topology: Topology) -> ExportedState:
+def export_dcp(source: CheckpointSource, dst: Path, topology: Topology) -> None:
     """Write a checkpoint of any format as one of `torch.distributed.checkpoint`, read it back, and then rename it to `dst`. Collective.
 
-    Its keys are those under which `dcp.save` would have saved the same nested state dict; components are the first step of a path.
+    Its keys are those under which `dcp.save` would have saved the same nested state dict; components are the first step of a path. An
+    optimizer gets the form of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`.
 
     Args:
         source: opened by `ckpt.loading.loader.source_at`, on every rank.
@@ -75,24 +63,29 @@ def export_dcp(source: CheckpointSource, dst: Path, topology: Topology) -> Expor
         with shared_directory(dst, topology) as folder:
             with topology.phase("write"):
                 writer = FileSystemWriter(folder, overwrite=False)
-                save({}, storage_writer=writer, planner=planner, no_dist=topology.world_size == 1)
+                _save(writer, planner, no_dist=topology.world_size == 1)
             with topology.phase("read back"):
                 _require_read_back(folder, dst, planner.digests, topology)
-            files = list(folder.iterdir())
-            num_bytes = sum(file.stat().st_size for file in files)
-    return ExportedState(len(planner.tensors), planner.num_bytes, len(files), num_bytes)
+
+
+def _save(writer: FileSystemWriter, planner: SavePlanner, *, no_dist: bool) -> None:
+    """Call DCP, and raise the error of the first rank that failed as it was."""
+    try:
+        save({}, storage_writer=writer, planner=planner, no_dist=no_dist)
+    except CheckpointException as error:  # which is no `Exception`
+        first, _ = next(iter(error.failures.values()))
+        raise first from None if isinstance(first, CheckpointError) else error
 
 
 class _Planner(SavePlanner):
     """Tells DCP what this rank writes: pieces of tensors, in the order of the checkpoint, and, on the lead, all plain values.
 
     Attributes:
-        tensors: name -> tensor.
         digests: of the pieces that this rank has written.
     """
 
     def __init__(self, source: CheckpointSource, topology: Topology) -> None:
-        flat, self._paths = flatten_state_dict(Opened(source).state())
+        flat, self._paths = flatten_state_dict({key: _as_of_dcp(one) for key, one in Opened(source).state().items()})
         self._source = source
         self.tensors: dict[str, OpenedTensor] = {key: one for key, one in flat.items() if isinstance(one, OpenedTensor)}
         self._values = {key: value for key, value in flat.items() if key not in self.tensors}
@@ -142,6 +135,7 @@ class _Planner(SavePlanner):
         piece, tensor = next(self._coming)
         assert piece == _piece_of(write_item), "DCP's writer keeps the order of the plan"
         self.digests[piece] = _digest(tensor)
+        self._topology.progress(tensor.nbytes)
         return tensor
 
     def _read(self, batch: Sequence[tuple[str, Box, str]]) -> list[tuple[tuple[str, Box, str], torch.Tensor]]:
@@ -150,6 +144,14 @@ class _Planner(SavePlanner):
         boxes = (box for _, box, _ in batch)
         read_into(self._source, zip(names, boxes, found, strict=True))
         return list(zip(batch, found, strict=True))
+
+
+def _as_of_dcp(state: Any) -> Any:
+    """Give an optimizer's state of ours the form in which programs of DCP ask for it; return all else as it is."""
+    is_optimizer = isinstance(state, dict) and state.keys() == {"state", "param_groups"}
+    if is_optimizer and isinstance(state["param_groups"], dict):
+        return optimizer_in_groups(state)
+    return state
 
 
 def _item_of(name: str, tensor: OpenedTensor, box: Box) -> WriteItem:

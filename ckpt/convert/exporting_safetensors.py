@@ -26,17 +26,19 @@ from ckpt.backends.safetensors_format import (
     name_of,
 )
 from ckpt.convert.atomic_directory import atomic_directory
+from ckpt.convert.opened import Opened
 from ckpt.dist_checkpointing.megatron.layout import headless
 from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr
 from ckpt.errors import ConfigurationError, MissingStateError, StorageError
 from ckpt.format.box import flat_boxes, whole
 from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
-from ckpt.format.manifest import SHARDED, CheckpointManifest
+from ckpt.format.manifest import SHARDED, STATE, CheckpointManifest
 from ckpt.format.records import Content
 from ckpt.format.stored import read_manifest
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.report import some_of
-from ckpt.loading.strategy import ReadRequest, Stored, StoredCheckpoint
+from ckpt.loading.sources import CheckpointSource
+from ckpt.loading.strategy import Reading, ReadRequest, Stored, StoredCheckpoint
 from ckpt.memory.device import device_of
 from ckpt.memory.huge_pages import Scratch
 from ckpt.ranks.topology import Topology
@@ -75,11 +77,12 @@ class Selection:
     """The tensors of a checkpoint to export.
 
     Attributes:
+        prepare: prepares the reading of boxes of them.
         tensors: in the order of the checkpoint.
         aliases: second name -> first name, of tied tensors that are both selected: only the first is exported.
     """
 
-    stored: Stored
+    prepare: Callable[[Sequence[ReadRequest]], Reading]
     tensors: Sequence[ExportedTensor]
     aliases: Mapping[str, str]
 
@@ -130,7 +133,7 @@ def select(src: Path, component: str | None) -> Selection:
         else:
             rows = entry.grid[0] if entry.grid else 1
             tensors.append(ExportedTensor(key.removeprefix(start), first or stored, entry.dtype, entry.shape, rows))
-    return Selection(StoredCheckpoint(src, manifest), tensors, aliases)
+    return Selection(_reader_of(StoredCheckpoint(src, manifest)), tensors, aliases)
 
 
 def select_of_megatron(src: Path, component: str | None) -> Selection:
@@ -149,7 +152,26 @@ def select_of_megatron(src: Path, component: str | None) -> Selection:
         ExportedTensor(key.removeprefix(start), key, array.dtype, array.shape, array.grid[0] if array.grid else 1)
         for key, array in chosen.items()
     ]
-    return Selection(opened, tensors, {})
+    return Selection(_reader_of(opened), tensors, {})
+
+
+def select_of_other(source: CheckpointSource, src: Path, component: str | None) -> Selection:
+    """Choose the tensors of a checkpoint of another program. Arguments as for `select`.
+
+    Raises:
+        MissingStateError: the component does not exist, or has no tensor.
+    """
+    opened = Opened(source)
+    by_component = {key: opened.tensors(key, "") for key in opened.keys}
+    chosen = opened.tensors(STATE, "") if component is None else by_component.get(component, {})
+    _require_some(src, component, chosen, [key for key, held in by_component.items() if held], "/")
+    tensors = [ExportedTensor(name, one.name, one.entry.dtype, one.entry.shape) for name, one in chosen.items()]
+    return Selection(source.prepare, tensors, {})
+
+
+def _reader_of(stored: Stored) -> Callable[[Sequence[ReadRequest]], Reading]:
+    strategy, topology, device = DirectLoad(), Topology.alone(), device_of(())
+    return lambda requests: strategy.prepare(requests, stored, topology, device, verify=True)
 
 
 def _start(component: str | None, separator: str) -> str:
@@ -200,7 +222,7 @@ def export(
     shards = list(_cut(selection.tensors, max_shard_bytes))
     files = {_file_name(number, len(shards)): _in_order(few) for number, few in enumerate(shards, 1)}
     headers = {file: _header(file, tensors) for file, tensors in files.items()}
-    read = partial(_pieces, selection.stored, Topology.alone(progress), Scratch())
+    read = partial(_pieces, selection.prepare, Scratch())
     with atomic_directory(dst) as folder:
         digests = {file: _write(folder / file, headers[file], few, read, progress) for file, few in files.items()}
         for file, digest in digests.items():
@@ -258,7 +280,9 @@ def _header(file: str, tensors: Sequence[ExportedTensor]) -> bytes:
     return header.to_bytes(entries)
 
 
-def _pieces(stored: Stored, topology: Topology, memory: Scratch, tensor: ExportedTensor) -> Iterator[memoryview]:
+def _pieces(
+    prepare: Callable[[Sequence[ReadRequest]], Reading], memory: Scratch, tensor: ExportedTensor
+) -> Iterator[memoryview]:
     """Yield the checked bytes of a tensor, in order, in one reused buffer: each piece is valid until the next."""
     total = math.prod(tensor.shape)
     step = _elements_at_once(tensor)
@@ -269,7 +293,7 @@ def _pieces(stored: Stored, topology: Topology, memory: Scratch, tensor: Exporte
             ReadRequest(tensor.stored, label, box, flat[at : at + box.num_elements].view(box.shape))
             for box, at in flat_boxes(tensor.shape, first, first + flat.numel())
         ]
-        DirectLoad().prepare(requests, stored, topology, device_of(()), verify=True).run()
+        prepare(requests).run()
         bits: Any = raw_bytes(flat).numpy()
         yield memoryview(bits)
 

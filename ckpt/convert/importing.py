@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from ckpt.backends.base import Backend
 from ckpt.convert.opened import ahead, read_into
@@ -25,14 +26,15 @@ from ckpt.saving.prepared_save import SaveReport
 from ckpt.saving.writing import Item, Pack, RankWritePlan, Staged
 from ckpt.state.collect import RankState
 from ckpt.state.sharing import SharingPattern, StateComponent
-from ckpt.state.statefuls import Given
+from ckpt.state.statefuls import Given, optimizer_by_name
 
 
 def import_checkpoint(source: CheckpointSource, dst: Path, topology: Topology, backend: Backend) -> SaveReport:
     """Write a checkpoint of another program as one of ours, read it back, and then rename it to `dst`. Collective.
 
     Its parts become components that all ranks share, so that it loads on any number of ranks; if a part's name cannot be a component's,
-    the whole becomes one state dict, as `ckpt.save` writes it.
+    the whole becomes one state dict, as `ckpt.save` writes it. An optimizer's state by name gets the form of `OptimizerState`; one by
+    position stays as it is, and is loaded from `src` itself by a run, which knows the names.
 
     Args:
         source: opened by `ckpt.loading.loader.source_at`, on every rank.
@@ -61,7 +63,7 @@ def _state_of(source: CheckpointSource) -> RankState:
         keys = [STATE]
     found, parts = RankState(), []
     for key in keys:
-        component = StateComponent(key, Given(), SharingPattern.SHARDED)
+        component = StateComponent(key, _Described(), SharingPattern.SHARDED)
         entries = source.entries(component, "")
         parts.append(
             TablePart.of(
@@ -72,6 +74,15 @@ def _state_of(source: CheckpointSource) -> RankState:
         found.plain[key] = dict(source.rows(component, ""))
     found.table = Table(tuple(parts))
     return found
+
+
+class _Described(Given):
+    """A component of which nothing is known but what the checkpoint says."""
+
+    def named_from_positions(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Give an optimizer's state by name the form of ours; leave all else as it is. See `ckpt.state.abilities.NamedFromPositions`."""
+        is_flat = bool(saved) and all(str(key).startswith(("state.", "param_groups.")) for key in saved)
+        return (optimizer_by_name(saved) if is_flat or "param_groups" in saved else None) or saved
 
 
 class _StoredTensors:

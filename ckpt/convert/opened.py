@@ -50,6 +50,11 @@ class Opened:
             name: OpenedTensor(self.source, first, found[first.removeprefix(start)]) for name, first in firsts.items()
         }
 
+    def every_tensor(self) -> list[OpenedTensor]:
+        """Each tensor of all components and copies once."""
+        found = (one for key in self.keys for prefix in self.copies(key) for one in self.tensors(key, prefix).values())
+        return list({one.name: one for one in found}.values())
+
     def state(self) -> dict[str, Any]:
         """All of it as a nested state dict, with an `OpenedTensor` in the place of each tensor; tied tensors are one object.
 

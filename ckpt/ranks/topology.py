@@ -79,6 +79,7 @@ class Topology:
         groups: the process groups given to `name_groups`.
         timeout_s: a rank that does not move for this long is absent.
         grace_s: longest deferral of a SIGTERM inside an operation.
+        on_progress: called at each move of this rank with the bytes that have moved, or 1; from any thread. May be set at any time.
     """
 
     def __init__(self, rank: int, hosts: Sequence[str], *, timeout_s: float, grace_s: float) -> None:
@@ -95,7 +96,7 @@ class Topology:
         self._whats: list[str] = []
         self._told: BaseException | None = None  # the error of state failed, which the other ranks know
         self._in_phase = False
-        self._told_of_moves: Callable[[int], None] | None = None
+        self.on_progress: Callable[[int], None] | None = None
         self._store: Store | None = None
         self._host: str | None = None
         self._num_branches = 0
@@ -113,7 +114,7 @@ class Topology:
             progress: called at each move, such as `progress` of the job of which this rank is the lead.
         """
         topology = cls(0, [socket.gethostname()], timeout_s=300.0, grace_s=20.0)
-        topology._told_of_moves = progress
+        topology.on_progress = progress
         return topology
 
     @classmethod
@@ -219,7 +220,7 @@ class Topology:
             timeout_s=self.timeout_s,
             grace_s=self.grace_s,
         )
-        topology._told_of_moves = self.progress
+        topology.on_progress = self.progress
         return topology
 
     def store_for(self, name: str) -> Store | None:
@@ -249,8 +250,8 @@ class Topology:
         """Count progress of this rank. Any thread, any time; costs nothing."""
         if self._agreement is not None:
             self._agreement.heartbeat.move(num)
-        if self._told_of_moves is not None:
-            self._told_of_moves(num)
+        if self.on_progress is not None:
+            self.on_progress(num)
 
     def require_awaited(self) -> None:
         """Check that the others still wait for this rank. Called before an irreversible step.

@@ -26,6 +26,7 @@ from ckpt.state.wrappers import Unwrapping, saved_under
 
 _MACHINE_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """Options of a parameter group that depend on this run's machine. Not saved."""
+_DEFAULT_MACHINE_OPTIONS = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
 
 
 @contextmanager
@@ -206,7 +207,7 @@ class OptimizerState:
         Raises:
             ShapeMismatchError: group sizes or shapes differ, so the parameters cannot be identified.
         """
-        if (by_name := _by_name(saved)) is not None:
+        if (by_name := optimizer_by_name(saved)) is not None:
             return by_name
         mine = [[(self._names[p], p) for p in group["params"]] for group in self.optimizer.param_groups]
         sizes = [len(group["params"]) for group in saved["param_groups"]]
@@ -392,8 +393,8 @@ def _state_tensor(parameter: torch.Tensor, group: Mapping[str, Any], entry: Arra
         return torch.empty(entry.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
 
 
-def _by_name(saved: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return an optimizer's state by name, if that is how it was saved; None: it is by position.
+def optimizer_by_name(saved: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return an optimizer's state by name, in the form of `OptimizerState`, if it was saved by name; None: it is by position.
 
     DCP's `get_optimizer_state_dict` lists the names of each group, or joins all keys: "state.<name>.<field>".
     """
@@ -415,6 +416,19 @@ def _by_name(saved: Mapping[str, Any]) -> dict[str, Any] | None:
         for name, options in named["param_groups"].items()
     }
     return named
+
+
+def optimizer_in_groups(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo `optimizer_by_name`: list the names of each group, as DCP's `get_optimizer_state_dict` does.
+
+    Parameters in a row whose options are equal are a group. Options of the machine, which DCP's programs ask for, are torch's defaults.
+    """
+    groups: list[dict[str, Any]] = []
+    for name, options in saved["param_groups"].items():
+        if not groups or not _equal_options({key: groups[-1][key] for key in options if key in groups[-1]}, options):
+            groups.append({"params": [], **options, **_DEFAULT_MACHINE_OPTIONS})
+        groups[-1]["params"].append(name)
+    return {**saved, "param_groups": groups}
 
 
 def _as_step(value: Any) -> Any:

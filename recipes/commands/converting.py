@@ -1,15 +1,17 @@
-"""The command `convert`: find out the format of `src`, and write it in the format `to`, in one process."""
+"""The command `convert`: find out the format of `src`, and write it in the format `to`, on one rank or on several."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from omegaconf import MISSING, DictConfig
 from rich.filesize import decimal
 
@@ -18,23 +20,35 @@ from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.convert.atomic_directory import require_free
-from ckpt.convert.exporting_safetensors import Selection, export, select, select_of_megatron
+from ckpt.convert.exporting_dcp import export_dcp
+from ckpt.convert.exporting_safetensors import export, select, select_of_megatron, select_of_other
+from ckpt.convert.importing import import_checkpoint
+from ckpt.convert.opened import Opened
 from ckpt.convert.rewriting import rewrite
 from ckpt.dist_checkpointing.megatron.zarr import is_megatron_zarr
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.format.metadata import other_format
 from ckpt.format.stored import noticing_removal
+from ckpt.loading.direct import DirectLoad
+from ckpt.loading.loader import source_at
+from ckpt.loading.other_formats.other_source import format_at
+from ckpt.loading.sources import CheckpointSource
+from ckpt.ranks.topology import Topology
 from recipes.commands.converting_megatron import Converted, convert_megatron, differences
 from recipes.support.config import command_keys
+from recipes.support.progress import progress_bar
 from recipes.support.tables import counted, printable
 
 SAFETENSORS = "safetensors"
+DCP = "dcp"
 _BACKENDS: dict[str, Callable[[], Backend]] = {
     "zarr": ZarrBackend,
     "tensorstore": TensorStoreBackend,
     "kimi-engine": partial(KimiEngineBackend, pool=False),  # the process ends after it: no save is kept in memory
 }
+_OURS, _MEGATRON = "ours", "megatron zarr"
+_SELECT = {_OURS: select, _MEGATRON: select_of_megatron}
 _OF_SHARDED = ("zarr", "tensorstore")
 """The formats of a sharded state dict, which Megatron-Core's zarr checkpoints can become."""
 _UNITS = {"": 1, "B": 1} | {
@@ -52,6 +66,13 @@ class ConvertLoadKeys:
 
 
 @dataclass
+class ConvertLaunchKeys:
+    """The keys of `launch`."""
+
+    nproc_per_node: int = 1
+
+
+@dataclass
 class ConvertKeys:
     """The keys of the command."""
 
@@ -62,6 +83,7 @@ class ConvertKeys:
     max_shard_size: str | None = "5GB"
     load: ConvertLoadKeys = field(default_factory=ConvertLoadKeys)
     leave_out_unknown: bool = False
+    launch: ConvertLaunchKeys = field(default_factory=ConvertLaunchKeys)
     json: bool = False
 
 
@@ -72,8 +94,10 @@ def keys_of(cfg: DictConfig) -> ConvertKeys:
         ConfigurationError: src or dst is missing or a URL, or `to` or `max_shard_size` has a wrong value.
     """
     keys = command_keys(cfg, ConvertKeys, {"src": "the old checkpoint", "dst": "a folder for the new one"})
-    if keys.to not in (*_BACKENDS, SAFETENSORS):
-        raise ConfigurationError(f"to={keys.to} is not known; choose {', '.join(_BACKENDS)} or {SAFETENSORS}")
+    if keys.to not in (*_BACKENDS, SAFETENSORS, DCP):
+        raise ConfigurationError(f"to={keys.to} is not known; choose {', '.join(_BACKENDS)}, {SAFETENSORS} or {DCP}")
+    if keys.launch.nproc_per_node < 1:
+        raise ConfigurationError(f"launch.nproc_per_node={keys.launch.nproc_per_node}: expected at least 1")
     shard_bytes(keys.max_shard_size)
     return keys
 
@@ -93,36 +117,76 @@ def shard_bytes(size: str | None) -> int:
     return int(float(match[1]) * _UNITS[unit])
 
 
-def convert(keys: ConvertKeys) -> Converted:
-    """Write the checkpoint at `src` in the format `to`, read it back, and then rename it to `dst`.
+def run_of(keys: ConvertKeys) -> dict[str, Any]:
+    """Return what `launch` runs `convert_on_ranks` with."""
+    device = {"_target_": "ckpt.memory.device.Device", "type": "cpu", "collectives": "gloo"}
+    agree = {"timeout_s": 300.0, "grace_s": 20.0}
+    return {
+        "keys": asdict(keys),
+        "launch": {"nproc_per_node": keys.launch.nproc_per_node},
+        "device": device,
+        "agree": agree,
+    }
+
+
+def convert_on_ranks(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
+    """Call `convert` on this rank. Collective.
+
+    Returns:
+        the fields of `Converted`.
+    """
+    return asdict(convert(msgspec.convert(cfg["keys"], ConvertKeys), topology))
+
+
+def convert(keys: ConvertKeys, topology: Topology) -> Converted:
+    """Write the checkpoint at `src` in the format `to`, read it back, and then rename it to `dst`. Collective.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint at `src`.
         CheckpointExistsError: `dst` exists and is not empty.
-        ConfigurationError: `src` cannot be converted to that format, or holds pickles that are not allowed or not convertible.
+        ConfigurationError: `src` cannot be converted to that format, or not on several ranks, or holds pickles that are not allowed or
+            not convertible.
         CheckpointGoneError: the old checkpoint was removed while it was read.
         CorruptCheckpointError: the old checkpoint is damaged or incomplete.
         StorageError: the bytes read back differ from those written.
     """
-    with noticing_removal(Path(keys.src)):
-        return _convert(keys)
-
-
-def _convert(keys: ConvertKeys) -> Converted:
     src, dst = Path(keys.src), Path(keys.dst)
-    is_megatron = _is_megatron(src)
-    require_free(dst)
+    with topology.operation(f"conversion of {src}"):
+        with topology.phase("find") as phase:
+            if topology.is_lead:
+                require_free(dst)
+                phase.payload = _format_of(src)
+        source_format = phase.payloads[0]
+        with topology.phase("choose"):
+            work = _work(keys, source_format, topology)
+    with noticing_removal(src):
+        return work()
+
+
+def _work(keys: ConvertKeys, source_format: str, topology: Topology) -> Callable[[], Converted]:
+    """Choose how to convert. The checkpoint is opened if every rank does a share."""
+    src, allow_pickle = Path(keys.src), keys.load.allow_pickle
+    is_ours, is_megatron = source_format == _OURS, source_format == _MEGATRON
+    if keys.to == DCP and not is_megatron:
+        return partial(_to_dcp, keys, topology)
+    if not is_ours and not is_megatron and keys.to != SAFETENSORS:
+        return partial(_import, keys, topology)
+    if topology.world_size > 1:
+        raise ConfigurationError(
+            f"{src} becomes to={keys.to} in one process; several ranks write checkpoints of other programs as zarr, tensorstore or "
+            f"kimi-engine, and any but Megatron-Core's zarr as {DCP}"
+        )
     if keys.to == SAFETENSORS:
-        return _export(keys, (select_of_megatron if is_megatron else select)(src, keys.component))
-    if not is_megatron:
-        return _cross(keys)
+        return partial(_export, keys, source_format)
+    if is_ours:
+        return partial(_cross, keys)
     if keys.to not in _OF_SHARDED:
         raise ConfigurationError(
             f"{src} is a sharded state dict of Megatron-Core's, which to={keys.to} cannot hold: choose to={' or to='.join(_OF_SHARDED)}, "
             f"or to={SAFETENSORS} for the tensors alone"
         )
-    allow_pickle = keys.load.allow_pickle
-    return convert_megatron(src, dst, keys.to, allow_pickle=allow_pickle, leave_out_unknown=keys.leave_out_unknown)
+    options = {"allow_pickle": allow_pickle, "leave_out_unknown": keys.leave_out_unknown}
+    return partial(convert_megatron, src, Path(keys.dst), keys.to, **options)
 
 
 def show(found: Converted, keys: ConvertKeys) -> None:
@@ -138,22 +202,25 @@ def show(found: Converted, keys: ConvertKeys) -> None:
     print("\n".join(printable(line) for line in (first, *found.lines)))
 
 
-def _is_megatron(src: Path) -> bool:
-    """Whether Megatron-Core wrote the checkpoint at `src`, and not this library.
+def _format_of(src: Path) -> str:
+    """Return the format of the checkpoint at `src`.
 
     Raises:
-        CheckpointNotFoundError: there is neither.
+        CheckpointNotFoundError: there is none that is known.
     """
     if not src.exists():
         raise CheckpointNotFoundError(f"src={src} does not exist")
     if _is_checkpoint(src):
-        return not (src / MANIFEST_NAME).is_file()
+        return _OURS if (src / MANIFEST_NAME).is_file() else _MEGATRON
+    if (found := format_at(src)) is not None:
+        return found
     if (other := other_format(src)) is not None:
         raise CheckpointNotFoundError(f"src: {other}")
-    below = sorted(path for path in src.iterdir() if _is_checkpoint(path)) if src.is_dir() else []
+    below = sorted(path for path in src.iterdir() if _is_checkpoint(path) or format_at(path)) if src.is_dir() else []
     hint = f"; below it there is src={below[-1]}" if below else ""
     raise CheckpointNotFoundError(
-        f"src={src} is no checkpoint: it has neither a {MANIFEST_NAME}, as ours have, nor a metadata.json of Megatron-Core's zarr{hint}"
+        f"src={src} is no checkpoint: it has neither a {MANIFEST_NAME}, as ours have, nor a metadata.json of Megatron-Core's zarr, nor "
+        f"the files of another format that is known{hint}"
     )
 
 
@@ -161,17 +228,70 @@ def _is_checkpoint(path: Path) -> bool:
     return path.is_dir() and ((path / MANIFEST_NAME).is_file() or is_megatron_zarr(path))
 
 
+@contextmanager
+def _shown(keys: ConvertKeys, topology: Topology, num_bytes: int) -> Iterator[None]:
+    """Show the progress of the lead, which does a share like every rank: its bytes are read, written, and read back."""
+    if not topology.is_lead:
+        yield
+        return
+    with progress_bar(f"{keys.to}: {keys.dst}", 3 * num_bytes // topology.world_size) as advance:
+        topology.on_progress = advance
+        try:
+            yield
+        finally:
+            topology.on_progress = None
+
+
+def _opened(keys: ConvertKeys, topology: Topology) -> CheckpointSource:
+    return source_at(Path(keys.src), topology, DirectLoad(), allow_pickle=keys.load.allow_pickle)
+
+
+def _import(keys: ConvertKeys, topology: Topology) -> Converted:
+    source = _opened(keys, topology)
+    return _on_ranks(keys, source, topology, lambda dst: import_checkpoint(source, dst, topology, _BACKENDS[keys.to]()))
+
+
+def _to_dcp(keys: ConvertKeys, topology: Topology) -> Converted:
+    source = _opened(keys, topology)
+    return _on_ranks(keys, source, topology, lambda dst: export_dcp(source, dst, topology))
+
+
+def _on_ranks(
+    keys: ConvertKeys, source: CheckpointSource, topology: Topology, work: Callable[[Path], object]
+) -> Converted:
+    """Let every rank do its share of the work, and describe the result."""
+    opened, dst = Opened(source), Path(keys.dst)
+    tensors = opened.every_tensor()
+    array_bytes = sum(one.entry.num_bytes for one in tensors)
+    with _shown(keys, topology, array_bytes):
+        work(dst)
+    sizes = [file.stat().st_size for file in dst.rglob("*") if file.is_file()] if topology.is_lead else []
+    return _of_components(keys, opened.keys, len(tensors), array_bytes, len(sizes), sum(sizes))
+
+
 def _cross(keys: ConvertKeys) -> Converted:
     done = rewrite(Path(keys.src), Path(keys.dst), _BACKENDS[keys.to]())
-    components = list(done.manifest.components)
     arrays = [entry for entry in done.manifest.arrays.values() if entry.alias_of is None]
     array_bytes = sum(entry.num_bytes for entry in arrays)
-    held: dict[str, Any] = {"components": components, "arrays": len(arrays), "array_bytes": array_bytes}
-    lines = [f"  components {', '.join(components)}", f"  arrays     {len(arrays)}, {decimal(array_bytes)}"]
-    return Converted(keys.src, keys.dst, keys.to, done.num_files, done.num_bytes, held, lines)
+    return _of_components(
+        keys, list(done.manifest.components), len(arrays), array_bytes, done.num_files, done.num_bytes
+    )
 
 
-def _export(keys: ConvertKeys, selection: Selection) -> Converted:
+def _of_components(
+    keys: ConvertKeys, components: list[str], num_arrays: int, array_bytes: int, num_files: int, num_bytes: int
+) -> Converted:
+    held: dict[str, Any] = {"components": components, "arrays": num_arrays, "array_bytes": array_bytes}
+    lines = [f"  components {', '.join(components)}", f"  arrays     {num_arrays}, {decimal(array_bytes)}"]
+    return Converted(keys.src, keys.dst, keys.to, num_files, num_bytes, held, lines)
+
+
+def _export(keys: ConvertKeys, source_format: str) -> Converted:
+    src = Path(keys.src)
+    if source_format in _SELECT:
+        selection = _SELECT[source_format](src, keys.component)
+    else:
+        selection = select_of_other(_opened(keys, Topology.alone()), src, keys.component)
     done = export(selection, Path(keys.dst), shard_bytes(keys.max_shard_size))
     num_files = len(done.files) + (1 if len(done.files) > 1 else 0)
     tensor_bytes = sum(tensor.num_bytes for tensor in selection.tensors)
