@@ -36,7 +36,7 @@ from ckpt.memory.device import device_of
 from ckpt.ranks.topology import Topology
 from ckpt.state.statefuls import optimizer_in_groups
 
-_PIECE_BYTES = 32 << 20
+_PIECE_BYTES = 8 << 20
 """The largest piece of a tensor: memory for one is needed."""
 
 
@@ -148,10 +148,8 @@ class _Planner(SavePlanner):
 
 def _as_of_dcp(state: Any) -> Any:
     """Give an optimizer's state of ours the form in which programs of DCP ask for it; return all else as it is."""
-    is_optimizer = isinstance(state, dict) and state.keys() == {"state", "param_groups"}
-    if is_optimizer and isinstance(state["param_groups"], dict):
-        return optimizer_in_groups(state)
-    return state
+    is_optimizer = isinstance(state, dict) and isinstance(state.get("param_groups"), dict)
+    return optimizer_in_groups(state) if is_optimizer else state
 
 
 def _item_of(name: str, tensor: OpenedTensor, box: Box) -> WriteItem:

@@ -80,25 +80,6 @@ def unpickle_state_dict(file: Path) -> dict[Any, Any]:
     return state
 
 
-def unpickle_value(archive: bytes, where: str) -> Any:
-    """Read a value that `torch.save` wrote into memory: tensors, containers and plain values. Refuse other objects.
-
-    Args:
-        where: name of the value, for errors.
-
-    Raises:
-        ConfigurationError: it holds other objects.
-        CorruptCheckpointError: it cannot be read.
-    """
-    return _load(
-        io.BytesIO(archive),
-        lambda name: (
-            f"{where} holds {name}, and nothing but tensors and plain values is unpickled; leave its component out"
-        ),
-        where,
-    )
-
-
 def unpickle_inert(data: bytes, where: str) -> Any:
     """Read a bare pickle: plain values as they are, and an `UnknownObject` for each other object. Nothing is imported or called.
 
@@ -129,7 +110,7 @@ _CONTAINERS: dict[str, Any] = {
 }
 
 
-def unpickle(file: Path, *, unknown: Unknown = "refuse") -> Any:
+def unpickle(file: Path | io.BytesIO, *, unknown: Unknown = "refuse", where: str = "") -> Any:
     """Read what `torch.save` wrote: tensors (mapped, not read), plain values, namespaces, bytes, paths and NumPy's numbers.
 
     A class given to `torch.serialization.add_safe_globals` is built, as everywhere in torch. A `defaultdict` comes back as
@@ -137,29 +118,32 @@ def unpickle(file: Path, *, unknown: Unknown = "refuse") -> Any:
 
     Args:
         unknown: "keep" puts an `UnknownObject` in the place of each object of any other class.
+        where: name of a file in memory, for errors.
 
     Raises:
         ConfigurationError: it holds objects of other classes, and is to be refused; it names each with the way to it. Or it
             holds one that nothing can stand in for.
         CorruptCheckpointError: it is missing or cannot be read.
     """
+    where = where or str(file)
     with _ONE_AT_A_TIME:
         names, added = _additions(file)
         with safe_globals(added):
             loaded = _load(
                 file,
                 lambda name: (
-                    f"{file} holds {name}, which torch's weights-only reader does not build, and for which there is no stand-in; leave it "
+                    f"{where} holds {name}, which torch's weights-only reader does not build, and for which there is no stand-in; leave it "
                     "out where the file is written"
                 ),
+                where,
             )
     resolve = _Resolve()
     try:
         resolved = resolve(loaded, "")
     except (ValueError, TypeError, RecursionError) as error:  # NumPy's values that are none
-        raise CorruptCheckpointError(f"{file} cannot be read: {sentence(error)}") from error
+        raise CorruptCheckpointError(f"{where} cannot be read: {sentence(error)}") from error
     if unknown == "refuse":
-        _require_known(file, resolve, names)
+        _require_known(where, resolve, names)
     return resolved
 
 
@@ -183,6 +167,8 @@ def _load(file: Path | io.BytesIO, refusal: Callable[[str], str], where: str = "
         refusal: makes the sentence for a file that holds a refused object of this class name.
     """
     where = where or str(file)
+    if isinstance(file, io.BytesIO):
+        file.seek(0)
     try:
         # Files of the older, non-zip kind cannot be mapped. Mapping avoids reading tensors that are not used.
         mmap = isinstance(file, Path) and zipfile.is_zipfile(file)
@@ -199,7 +185,7 @@ def _load(file: Path | io.BytesIO, refusal: Callable[[str], str], where: str = "
 _REFUSED = re.compile(r"(?i:unsupported (?:global: global|global|class)) ([\w.]+)|but got <class '([\w.]+)'>")
 
 
-def _additions(file: Path) -> tuple[set[str], list[Any]]:
+def _additions(file: Path | io.BytesIO) -> tuple[set[str], list[Any]]:
     """Return the class names in a file that get stand-ins, and all that torch's reader shall be allowed besides the user's list.
 
     The user's own entries are left out: torch would drop them together with ours afterwards. NumPy's names go together.
@@ -221,7 +207,7 @@ def _stand_in(name: str) -> type[UnknownObject]:
     return type(qualname, (UnknownObject,), {"name": name, "__module__": module})
 
 
-def _require_known(file: Path, resolved: _Resolve, names: Iterable[str]) -> None:
+def _require_known(where: str, resolved: _Resolve, names: Iterable[str]) -> None:
     """Refuse a file with unknown objects, or with class names that no visited object has.
 
     A built-in class alone does not count: a `defaultdict` refers to one, for example.
@@ -232,7 +218,7 @@ def _require_known(file: Path, resolved: _Resolve, names: Iterable[str]) -> None
     if places:
         more = f" and {len(places) - _NAMED} more" if len(places) > _NAMED else ""
         raise ConfigurationError(
-            f"{file} holds objects of classes that are not built unasked: {'; '.join(places[:_NAMED])}{more}. {_HOW_TO_ALLOW}"
+            f"{where} holds objects of classes that are not built unasked: {'; '.join(places[:_NAMED])}{more}. {_HOW_TO_ALLOW}"
         )
 
 

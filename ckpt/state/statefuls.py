@@ -419,16 +419,27 @@ def optimizer_by_name(saved: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def optimizer_in_groups(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo `optimizer_by_name`: list the names of each group, as DCP's `get_optimizer_state_dict` does.
+    """Return a saved state of `OptimizerState` in the form of DCP's `get_optimizer_state_dict`, which lists the names of each group.
 
-    Parameters in a row whose options are equal are a group. Options of the machine, which DCP's programs ask for, are torch's defaults.
+    Parameters with equal options are a group. Options of the machine, which programs of DCP ask for, are torch's defaults.
+
+    Args:
+        saved: nested, or with tensors under their joined keys "state.<name>.<field>".
     """
-    groups: list[dict[str, Any]] = []
+    groups: list[tuple[dict[str, Any], list[str]]] = []
     for name, options in saved["param_groups"].items():
-        if not groups or not _equal_options({key: groups[-1][key] for key in options if key in groups[-1]}, options):
-            groups.append({"params": [], **options, **_DEFAULT_MACHINE_OPTIONS})
-        groups[-1]["params"].append(name)
-    return {**saved, "param_groups": groups}
+        members = next((names for other, names in groups if _equal_options(other, options)), None)
+        if members is None:
+            groups.append((options, [name]))
+        else:
+            members.append(name)
+    state = {name: dict(fields) for name, fields in saved.get("state", {}).items()}
+    for key, value in saved.items():
+        if key.startswith("state."):
+            name, _, state_field = key.removeprefix("state.").rpartition(".")
+            state.setdefault(name, {})[state_field] = value
+    listed = [{**_DEFAULT_MACHINE_OPTIONS, **options, "params": names} for options, names in groups]
+    return {"state": state, "param_groups": listed}
 
 
 def _as_step(value: Any) -> Any:

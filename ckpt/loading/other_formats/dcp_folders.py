@@ -6,6 +6,7 @@ one, is an archive of `torch.save` in a file of the rank that wrote it.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationE
 from ckpt.format.box import Box
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import torch_dtype
-from ckpt.format.unpickling import unpickle_inert, unpickle_value
+from ckpt.format.unpickling import unpickle, unpickle_inert
 from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint, OtherTensor, Piece, folder_with
 from ckpt.loading.other_formats.torch_archives import sizes_in, tensor_in
 
@@ -98,7 +99,7 @@ def _pieces(root: Path, fqn: str, dtype: str, parts: list[tuple[Box, dict[str, A
 
 def _value(root: Path, fqn: str, place: dict[str, Any]) -> Any:
     with _archive(root, fqn, place) as (stream, file, length):
-        return unpickle_value(stream.read(length), f"{root / file}: {fqn}")
+        return unpickle(io.BytesIO(stream.read(length)), where=f"{root / file}: {fqn}")
 
 
 @contextmanager
