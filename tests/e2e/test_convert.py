@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 import ckpt.dist_checkpointing.serialization
 import recipes.convert
+import recipes.diff
 import recipes.verify
 from ckpt.dist_checkpointing.mapping import ShardedObject
 from ckpt.dist_checkpointing.serialization import (
@@ -34,6 +35,7 @@ from ckpt.format.stored import read_manifest
 from ckpt.state.sharded_tensor import ShardedTensor
 from recipes.commands.converting import shard_bytes
 from tests.covering import covering
+from tests.dcp_runs import save_by_dcp
 from tests.e2e.conftest import STEPS, Run
 from tests.e2e.runs import checkpoint, run
 from tests.golden.megatron.truth import Truth, truth
@@ -299,6 +301,7 @@ def test_help_says_what_it_does_and_names_every_key(convert: Command) -> None:
         "max_shard_size: 5GB",
         "allow_pickle: false",
         "leave_out_unknown: false",
+        "nproc_per_node: 1",
         "json: false",
     ):
         assert key in shown
@@ -384,6 +387,7 @@ def test_a_size_is_read_as_hugging_face_does(size: str | None, num_bytes: int) -
 
 _MEASURED = """
 import sys, threading
+from ckpt.ranks.topology import Topology
 from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert
 
 def anonymous():
@@ -396,11 +400,22 @@ def watch():
 ended, seen = threading.Event(), [anonymous()]
 watcher = threading.Thread(target=watch)
 watcher.start()
-convert(ConvertKeys(src=sys.argv[1], dst=sys.argv[2], to=sys.argv[3], load=ConvertLoadKeys(allow_pickle=True)))
+keys = ConvertKeys(src=sys.argv[1], dst=sys.argv[2], to=sys.argv[3], load=ConvertLoadKeys(allow_pickle=True))
+convert(keys, Topology.alone())
 ended.set()
 watcher.join()
 print(max(seen) - seen[0])
 """
+
+
+def anonymous_bytes(src: Path, dst: Path, to: str) -> int:
+    """The most anonymous memory that a conversion takes on top."""
+    root = str(Path(recipes.convert.__file__).parent.parent)
+    command = [sys.executable, "-W", "ignore", "-c", _MEASURED, str(src), str(dst), to]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True, timeout=120, check=True
+    )
+    return int(done.stdout)
 
 
 @pytest.mark.full
@@ -416,12 +431,42 @@ def test_no_memory_of_the_size_of_the_checkpoint_is_needed(tmp_path: Path, to: s
     random = np.random.default_rng(0)
     for number in range(16):
         random.random(1024 * 2048, np.float32).tofile(src / "w" / f"{number // 4}.{number % 4}")
-    root = str(Path(recipes.convert.__file__).parent.parent)
-    command = [sys.executable, "-c", _MEASURED, str(src), str(tmp_path / "dst"), to]
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True, timeout=120, check=True
+    assert anonymous_bytes(src, tmp_path / "dst", to) < 40 << 20
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("to", ["zarr", "tensorstore", "kimi-engine", "safetensors", "dcp"])
+def test_a_checkpoint_of_another_program_needs_none_either(tmp_path: Path, to: str) -> None:
+    save_by_dcp({"model": {"w": torch.rand(512, 1 << 20)}}, tmp_path / "dcp")
+    assert anonymous_bytes(tmp_path / "dcp", tmp_path / "dst", to) < 256 << 20
+
+
+def test_a_checkpoint_of_dcp_goes_over_and_back_on_two_ranks(convert: Command, tmp_path: Path) -> None:
+    state = {"model": {"w": torch.arange(1 << 21).reshape(1024, -1)}, "optimizer": {"lr": 0.1}}
+    save_by_dcp(state, tmp_path / "dcp")
+    code, out, err = convert(
+        f"src={tmp_path / 'dcp'}", f"dst={tmp_path / 'ours'}", "load.allow_pickle=true", "json=true"
     )
-    assert int(done.stdout) < 40 << 20
+    assert (code, err) == (0, "")
+    told = json.loads(out)
+    assert (told["components"], told["arrays"], told["array_bytes"]) == (["model", "optimizer"], 1, 16 << 20)
+    assert convert(f"src={tmp_path / 'ours'}", f"dst={tmp_path / 'new'}", "to=dcp", "launch.nproc_per_node=2")[0] == 0
+    assert len([*(tmp_path / "new").glob("*.distcp")]) == 2
+    assert (
+        convert(f"a={tmp_path / 'dcp'}", f"b={tmp_path / 'new'}", "load.allow_pickle=true", recipe=recipes.diff)[0] == 0
+    )
+
+
+def test_what_several_ranks_cannot_do_is_refused_before_anything_is_read(convert: Command, tmp_path: Path) -> None:
+    save_by_dcp({"model": {"w": torch.arange(5)}}, tmp_path / "dcp")
+    told = convert.refused(
+        f"src={tmp_path / 'dcp'}", f"dst={tmp_path / 'x'}", "to=safetensors", "launch.nproc_per_node=2"
+    )
+    assert "becomes to=safetensors in one process" in told
+    told = convert.refused(f"src={tmp_path / 'dcp'}", f"dst={tmp_path / 'x'}", "launch.nproc_per_node=0")
+    assert "launch.nproc_per_node=0: expected at least 1" in told
+    assert "load with allow_pickle=True" in convert.refused(f"src={tmp_path / 'dcp'}", f"dst={tmp_path / 'x'}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "here"]
 
 
 def test_extra_state_of_transformer_engine_comes_over_as_the_bytes_it_is(convert: Command, tmp_path: Path) -> None:
