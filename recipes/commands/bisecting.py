@@ -130,7 +130,7 @@ class Parting:
             said.append(f"{name} departs from its own replay at step {step}{where}")
         if self.not_reproduced:
             said.append(
-                "it was not deterministic, ran on another machine or version, or was changed by hand or a fault of hardware"
+                "it was not deterministic, ran with other threads or versions or elsewhere, or was changed by hand or a fault of hardware"
             )
         return "; ".join(said)
 
