@@ -4,5 +4,6 @@ reading         inspect, verify
 planning        plan
 patterns        doctor
 comparing       diff
+bisecting       bisect
 converting, converting_megatron   convert
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,30 +53,30 @@ def diff(keys: DiffKeys) -> int:
         source_at(Path(path), Topology.alone(), DirectLoad(), allow_pickle=keys.load.allow_pickle)
         for path in (keys.a, keys.b)
     )
-    found = [*_of_configs(a.config_text, b.config_text), *compare(a, b)]
+    configs = (values_of(a.config_text), values_of(b.config_text)) if a.config_text and b.config_text else ({}, {})
+    found = [*of_configs(*configs), *compare(a, b)]
     if keys.json:
-        rows = [{name: _as_json(value) for name, value in asdict(one).items()} for one in found]
-        print(json.dumps({"equal": not found, "a": keys.a, "b": keys.b, "differences": rows}, indent=2))
+        print(json.dumps({"equal": not found, "a": keys.a, "b": keys.b, "differences": as_json(found)}, indent=2))
     elif not found:
         print(printable(f"{keys.a} and {keys.b} are equal"))
     else:
-        _show(found)
+        show(found)
+        components = {one.component for one in found}
+        print(f"{counted(len(found), 'difference')} in {', '.join(map(printable, sorted(components)))}")
     return 1 if found else 0
 
 
-def _of_configs(a: str, b: str) -> Iterator[Difference]:
-    """The keys of the configs that the checkpoints were saved with, where both have one."""
-    if not a or not b:
-        return
-    left, right = values_of(a), values_of(b)
-    for name in sorted({*left, *right}):
-        if name not in left or name not in right:
-            yield Difference("config", name, f"only in {'a' if name in left else 'b'}", left.get(name), right.get(name))
-        elif left[name] != right[name]:
-            yield Difference("config", name, "value", left[name], right[name])
+def of_configs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
+    """Yield the differences of two configs, given by dotted key."""
+    for name in sorted({*a, *b}):
+        if name not in a or name not in b:
+            yield Difference("config", name, f"only in {'a' if name in a else 'b'}", a.get(name), b.get(name))
+        elif a[name] != b[name]:
+            yield Difference("config", name, "value", a[name], b[name])
 
 
-def _show(found: list[Difference]) -> None:
+def show(found: Sequence[Difference]) -> None:
+    """Print a table of differences."""
     table = table_of("component", "name", "difference", "a", "b", "elements", "largest", right=(5, 6))
     for one in found:
         of_bits = one.what == "bits"
@@ -84,8 +84,11 @@ def _show(found: list[Difference]) -> None:
         numbers = [str(one.num_differ), f"{one.largest:.4g}"] if of_bits else ["", ""]
         add_row(table, one.component, one.name, one.what, *cells, *numbers)
     console().print(table)
-    components = {one.component for one in found}
-    print(f"{counted(len(found), 'difference')} in {', '.join(map(printable, sorted(components)))}")
+
+
+def as_json(found: Sequence[Difference]) -> list[dict[str, Any]]:
+    """Return a row of JSON for each difference."""
+    return [{name: _as_json(value) for name, value in asdict(one).items()} for one in found]
 
 
 def _text(value: Any) -> str:

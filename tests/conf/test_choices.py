@@ -41,7 +41,7 @@ FOR_CODE = {"read_at"}
 """A function that a program passes and no command line can."""
 CHOICES = [(group, name) for group, names in GROUPS.items() for name in sorted(names)]
 ROOTS = {
-    "train", "sync_weights", "join_rollout", "inspect", "verify", "plan", "doctor", "convert", "diff",
+    "train", "sync_weights", "join_rollout", "inspect", "verify", "plan", "doctor", "convert", "diff", "bisect",
     "benchmark", "benchmark_async", "benchmark_device", "benchmark_megatron", "benchmark_plan", "benchmark_sync", "benchmark_validation",
 }  # fmt: skip
 
