@@ -51,6 +51,8 @@ from ckpt.storage.pieces import Pieces, padded_pieces
 POLL_S = 0.05
 """Seconds between two polls of a running commit. Nothing here blocks longer, so that signals and other threads get their turn."""
 
+TREE_CACHE = "cache_pool#tree"
+
 _MANIFEST = "manifest.ocdbt"
 _CONFIG = {"max_inline_value_bytes": 0, "compression": None}
 _STATUS_ERRORS = (ValueError, RuntimeError, KeyError, NotImplementedError)
@@ -406,9 +408,13 @@ def read_box(stored: ts.TensorStore, context: ts.Context, box: Box, out: torch.T
     ts.array(values, context=context).write(wanted).result()
 
 
-def mapping_files() -> ts.Context:
-    """Return a context in which files are mapped, not read."""
-    return ts.Context({"file_io_mode": {"mode": "memmap"}})
+def mapping_files(*, tree_cache_bytes: int = 0) -> ts.Context:
+    """Return a context in which files are mapped, not read.
+
+    Args:
+        tree_cache_bytes: most bytes of decoded B-tree nodes that are kept, for databases opened with `TREE_CACHE`.
+    """
+    return ts.Context({"file_io_mode": {"mode": "memmap"}, TREE_CACHE: {"total_bytes_limit": tree_cache_bytes}})
 
 
 def _spec_of(path: str, stored: ts.TensorStore) -> ArraySpec:

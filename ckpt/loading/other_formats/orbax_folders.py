@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -20,14 +21,14 @@ import numpy as np
 import torch
 
 from ckpt.backends.ocdbt_format import Value
-from ckpt.backends.tensorstore import folder_store, mapping_files, opened, read_box, refusing, values_in
+from ckpt.backends.tensorstore import TREE_CACHE, folder_store, mapping_files, opened, read_box, refusing, values_in
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import Box, chunk_box, num_chunks, whole
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import item_bytes, torch_dtype
 from ckpt.format.gc_pause import gc_paused
 from ckpt.format.records import ArraySpec
-from ckpt.format.strict_json import Shape, Side, fit, parse, read
+from ckpt.format.strict_json import MAX_INT, Shape, Side, fit, parse, read
 from ckpt.loading.other_formats.other_checkpoint import Encoded, OtherCheckpoint, OtherTensor
 
 METADATA = "_METADATA"
@@ -38,6 +39,8 @@ _STRINGS = "_strings.json"
 _MOST_BYTES = 1 << 30
 _MOST_DOCUMENT_BYTES = 1 << 20
 _MOST_DEPTH = 128
+_TREE_CACHE_BYTES = 100_000_000
+"""As Orbax: without it the nodes, which hold small arrays, too, are decoded again for each array."""
 _EMPTY: dict[str, Callable[[], Any]] = {
     "None": lambda: None, "Dict": dict, "List": list, "Tuple": tuple, "NamedTuple": lambda: None,
 }  # fmt: skip
@@ -54,6 +57,14 @@ _CODECS = {
 }
 """Codecs that are decoded, and the most bytes that one byte can decode to, rounded up: deflate reaches 1032, zstd 128 KiB in 4 bytes."""
 
+_ZARR2_TYPES = {
+    np.dtype(name).str[1:]: name
+    for name in (
+        "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64", "complex64",
+        "complex128",
+    )
+}  # fmt: skip
+"""What Zarr v2 calls them, behind a letter for the order of bytes, which TensorStore heeds. Others have the same names in both versions."""
 _LEFT_OUT = (
     ". This version of Orbax left chunks of zeros out, and a lost one cannot be told from them: restore the checkpoint with Orbax, and "
     "save it with a newer version"
@@ -226,19 +237,17 @@ def _leaves_of(tree: _Tree, where: str) -> dict[_Steps, _LeafValue]:
         for depth in range(len(steps)):
             below.setdefault(steps[:depth], set()).add(steps[depth])
     for steps, found in below.items():
-        if (
-            steps in leaves and leaves.pop(steps).value_type not in _EMPTY
-        ):  # an empty container may have been filled by a later save
+        # An empty container stays in the list when a later save fills it.
+        if steps in leaves and leaves.pop(steps).value_type not in _EMPTY:
             raise CorruptCheckpointError(f"{where}: {_shown(steps)} is a leaf, and there are leaves below it")
         positions = {one for one in found if isinstance(one, int)}
         if positions and (len(positions) != len(found) or max(positions) >= len(found)):
             raise CorruptCheckpointError(
                 f"{where}: {_shown(steps)} is a list, of which elements are missing or have names"
             )
-    names = [".".join(map(str, steps)) for steps, leaf in leaves.items() if leaf.value_type not in _EMPTY]
-    if len(set(names)) != len(names):
-        twice = next(one for one in names if names.count(one) > 1)
-        raise CorruptCheckpointError(f"{where}: two leaves have the name {twice!r:.200}")
+    names = Counter(".".join(map(str, steps)) for steps, leaf in leaves.items() if leaf.value_type not in _EMPTY)
+    if names and (most := names.most_common(1)[0])[1] > 1:
+        raise CorruptCheckpointError(f"{where}: {most[1]} leaves have the name {most[0]!r:.200}")
     return leaves
 
 
@@ -312,7 +321,7 @@ class _Files(Protocol):
 class _Folders:
     """Arrays with a folder each."""
 
-    file = None
+    file: str | None = None
 
     def __init__(self, folder: CheckpointFolder) -> None:
         self._folder = folder
@@ -358,7 +367,8 @@ class _Database:
         return value.length
 
     def store(self, name: str) -> dict[str, Any]:
-        return {"driver": "ocdbt", "base": folder_store(self._folder.root), "path": f"{name}/"}
+        base = folder_store(self._folder.root)
+        return {"driver": "ocdbt", "base": base, "path": f"{name}/", "cache_pool": TREE_CACHE}
 
     def _value(self, key: str) -> Value | bytes:
         try:
@@ -379,7 +389,7 @@ class _Arrays:
         self._files = files
         self._is_zarr3 = is_zarr3
         self._has_all_chunks = has_all_chunks
-        self._context = mapping_files()
+        self._context = mapping_files(tree_cache_bytes=_TREE_CACHE_BYTES)
         self._opened: dict[str, Any] = {}
 
     def describe(self, name: str) -> tuple[ArraySpec, Encoded]:
@@ -399,9 +409,9 @@ class _Arrays:
         array, codecs, key_of = (_zarr3 if self._is_zarr3 else _zarr2)(data, name, where)
         if unknown := set(codecs) - _CODECS.keys():
             raise ConfigurationError(f"{where} names the codecs {sorted(unknown)}, which are not decoded here")
-        if len(array.grid) != len(array.shape):
+        if len(array.grid) != len(array.shape) or math.prod(side or 1 for side in array.shape) > MAX_INT:
             raise CorruptCheckpointError(
-                f"{where}: chunks of {list(array.grid)} do not fit the shape {list(array.shape)}"
+                f"{where}: no array has the shape {list(array.shape)} and chunks of {list(array.grid)}"
             )
         try:
             chunk_bytes = math.prod(array.grid) * item_bytes(array.dtype)
@@ -439,7 +449,7 @@ class _Arrays:
     def _open(self, array: ArraySpec) -> Any:
         stored = opened(self._files.store(array.path), self._context, driver="zarr3" if self._is_zarr3 else "zarr")
         grid = stored.chunk_layout.write_chunk.shape
-        found = ArraySpec(array.path, stored.dtype.name, tuple(stored.shape), tuple(grid or ()))
+        found = ArraySpec(array.path, stored.dtype.name, tuple(stored.shape), tuple(side or 1 for side in grid or ()))
         if found != array:
             raise CorruptCheckpointError(f"{self._root}: to tensorstore this is {found}, and its metadata says {array}")
         return stored
@@ -451,8 +461,7 @@ _Described = tuple[ArraySpec, list[str], Callable[[Sequence[int]], str]]
 def _zarr2(document: bytes, name: str, where: str) -> _Described:
     """Return what `.zarray` says of an array, its codecs, and the function that names its chunks."""
     said = read(document, _Zarr2, where)
-    dtype = np.dtype(said.dtype).name if re.fullmatch("[<>|][a-z][0-9]{1,2}", said.dtype) else said.dtype
-    array = ArraySpec(name, dtype, said.shape, said.chunks)
+    array = ArraySpec(name, _ZARR2_TYPES.get(said.dtype[1:], said.dtype), said.shape, said.chunks)
     codecs = [said.compressor.id] if said.compressor else []
     return array, codecs, lambda at: said.dimension_separator.join(map(str, at)) or "0"
 
