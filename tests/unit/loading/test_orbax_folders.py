@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -244,14 +245,14 @@ def _database(
 
 
 def _twice(leaf: Node, at: int) -> tuple[Node, bytes]:
-    return _interior([leaf, leaf], "d/nodes", at, is_root=True)
+    return _interior([leaf, replace(leaf, key=b"y")], "d/nodes", at, is_root=True)
 
 
 def _in_a_circle(leaf: Node, at: int) -> tuple[Node, bytes]:
     child = leaf
     for _ in range(5):  # until its own length, which is in it, stands still
-        node, data = _interior([child, child], "d/nodes", at, is_root=True)
-        child = Node(leaf.key, 0, 0, at, len(data), 2, len(data), 0)
+        node, data = _interior([child], "d/nodes", at, is_root=True)
+        child = Node(leaf.key, 0, 0, at, len(data), 1, len(data), 0)
     return node, data
 
 
@@ -283,9 +284,9 @@ ON_DATABASE: dict[str, Callable[[Path], object]] = {
     "no file of chunks": lambda folder: _file_of_chunks(folder).unlink(),
     "chunks behind a link": lambda folder: _linked(f"ocdbt.process_0/d/{_file_of_chunks(folder).name}")(folder),
     "no values": _database(Value(b"x", "d/nodes", 0, 1)),
-    "a document outside": _database(Value(b"host.a/.zarray", "../secret/.zarray", 0, 10)),
-    "a document far out": _database(Value(b"host.a/.zarray", "_METADATA", (1 << 62) - 1, 1 << 62)),
-    "a document that is none": _database(Value(b"host.a/.zarray", "_METADATA", 0, 100)),
+    "a document outside": _database(Value(b"flag/.zarray", "../secret/.zarray", 0, 10)),
+    "a document far out": _database(Value(b"flag/.zarray", "_METADATA", (1 << 62) - 1, 1 << 62)),
+    "a document that is none": _database(Value(b"flag/.zarray", "_METADATA", 0, 100)),
     "a node twice": _database(Value(b"x", "d/nodes", 0, 1), inside=_twice),
     "a tree in a circle": _database(Value(b"x", "d/nodes", 0, 1), inside=_in_a_circle),
     "arrays in folders": _json("_METADATA", lambda tree: tree.update(use_ocdbt=False)),
