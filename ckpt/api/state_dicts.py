@@ -89,10 +89,11 @@ def load(
 ) -> dict[str, Any]:
     """Load a checkpoint: that of `save`, or any other. Every byte is checked. Collective.
 
-    Safetensors files are read, too, and with `allow_pickle` checkpoints of `torch.distributed.checkpoint`: these have no digests to check.
+    Safetensors files and checkpoints of Orbax are read, too, and with `allow_pickle` those of `torch.distributed.checkpoint`: these have no
+    digests to check.
 
     Args:
-        path: the folder of a checkpoint, or a safetensors file.
+        path: the folder of a checkpoint, or a safetensors file. Of Orbax: a step with one item, or an item.
         into: a state dict whose tensors are filled in place, DTensors of any layout among them, and whose plain values are set. None: whole
             tensors are made, on the host.
         load: "direct", "two-stage", or a loading strategy.

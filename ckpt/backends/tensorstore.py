@@ -51,10 +51,14 @@ from ckpt.storage.pieces import Pieces, padded_pieces
 POLL_S = 0.05
 """Seconds between two polls of a running commit. Nothing here blocks longer, so that signals and other threads get their turn."""
 
+TREE_CACHE = "cache_pool#tree"
+
 _MANIFEST = "manifest.ocdbt"
 _CONFIG = {"max_inline_value_bytes": 0, "compression": None}
 _STATUS_ERRORS = (ValueError, RuntimeError, KeyError, NotImplementedError)
 """Exceptions of TensorStore's failed operations, by status code."""
+_LOCATION = re.compile(r"(?:btreenode|value):([^:%]*):([^:%]+):([0-9]{1,19}):([0-9]{1,19})")
+"""A node or value in `ts.ocdbt.dump`: folder and file, percent-encoded, its first byte, and its length."""
 
 
 class TensorStoreBackend:
@@ -234,32 +238,65 @@ class OcdbtWriter(FileSinkWriter):
         self._written.chunks[path, chunk] = ChunkExtent(file.path, value.offset, value.length, source.written(path))
 
 
+def values_in(
+    database: Path, opening: Callable[[str], object] = lambda file: None
+) -> Iterator[tuple[bytes, Value | bytes]]:
+    """Yield every key of the newest version of a database, in order, and its value: its bytes if they lie in the B-tree, or its place.
+
+    Args:
+        opening: called with each file of the B-tree, relative to the database, before it is read.
+
+    Raises:
+        CorruptCheckpointError: the B-tree has a node twice, or a place that names no file.
+        Exceptions of TensorStore: see `refusing`.
+    """
+    base = ts.KvStore.open(folder_store(database)).result()
+    versions = ts.ocdbt.dump(base).result().get("versions")
+    if not versions:
+        raise CorruptCheckpointError(f"{database}: the manifest of the database lists no version")
+    newest = versions[-1]["root"]
+    nodes = [(newest["location"], b"")] if "location" in newest else []
+    seen: set[Value] = set()
+    while nodes:
+        location, prefix = nodes.pop()
+        place = _place_of(b"", location, database)
+        if place in seen:
+            raise CorruptCheckpointError(f"{database}: the B-tree has the node {location} twice")
+        seen.add(place)
+        opening(place.file)
+        node = ts.ocdbt.dump(base, location).result()
+        if node["height"] > 0:
+            below = [(entry["location"], prefix + entry["subtree_common_prefix"]) for entry in node["entries"]]
+            nodes += reversed(below)
+            continue
+        for entry in node["entries"]:
+            key = prefix + entry["key"]
+            yield (
+                key,
+                entry["inline_value"] if "inline_value" in entry else _place_of(key, entry["indirect_value"], database),
+            )
+
+
+def _place_of(key: bytes, location: str, database: Path) -> Value:
+    found = _LOCATION.fullmatch(location)
+    if found is None:
+        raise CorruptCheckpointError(f"{database}: {location!r:.200} names no bytes of a file")
+    folder, file, offset, length = found.groups()
+    return Value(key, folder + file, int(offset), int(length))
+
+
 def _values_of(database: Path) -> Iterator[Value]:
-    """Yield every value of the newest version of a database, in the order of the keys.
+    """Yield every value of the newest version of a database of this package.
 
     Raises:
         StorageError: a value lies inside a node of the B-tree, where it has no extent.
     """
-    base = ts.KvStore.open(folder_store(database)).result()
-    newest = ts.ocdbt.dump(base).result()["versions"][-1]["root"]
-    if "location" in newest:
-        yield from _values_below(base, newest["location"], b"")
-
-
-def _values_below(base: ts.KvStore, location: str, prefix: bytes) -> Iterator[Value]:
-    """Yield the values under one node, whose keys lack `prefix`."""
-    node = ts.ocdbt.dump(base, location).result()
-    for entry in node["entries"]:
-        if node["height"] > 0:
-            yield from _values_below(base, entry["location"], prefix + entry["subtree_common_prefix"])
-            continue
-        key = prefix + entry["key"]
-        if "indirect_value" not in entry:
+    for key, value in values_in(database):
+        if not isinstance(value, Value):
             raise StorageError(
-                f"{key.decode()!r} lies inside a B-tree node of {base.url}, without an extent of its own"
+                f"{key.decode()!r} lies inside a B-tree node of {database}, without an extent of its own"
             )
-        kind_and_folder, file, offset, length = entry["indirect_value"].rsplit(":", 3)
-        yield Value(key, kind_and_folder.split(":", 1)[1] + file, int(offset), int(length))
+        yield value
 
 
 def _join_databases(root: Path, writers: Sequence[int], progress: Callable[[int], None]) -> list[str]:
@@ -371,9 +408,13 @@ def read_box(stored: ts.TensorStore, context: ts.Context, box: Box, out: torch.T
     ts.array(values, context=context).write(wanted).result()
 
 
-def mapping_files() -> ts.Context:
-    """Return a context in which files are mapped, not read."""
-    return ts.Context({"file_io_mode": {"mode": "memmap"}})
+def mapping_files(*, tree_cache_bytes: int = 0) -> ts.Context:
+    """Return a context in which files are mapped, not read.
+
+    Args:
+        tree_cache_bytes: most bytes of decoded B-tree nodes that are kept, for databases opened with `TREE_CACHE`.
+    """
+    return ts.Context({"file_io_mode": {"mode": "memmap"}, TREE_CACHE: {"total_bytes_limit": tree_cache_bytes}})
 
 
 def _spec_of(path: str, stored: ts.TensorStore) -> ArraySpec:

@@ -22,6 +22,8 @@ from ckpt.storage.runs import WantedBox
 
 _ALIGNED_BYTES = 16
 """A multiple of every element's size."""
+_CHUNK_BITS = 36
+"""A tensor has fewer chunks than 2^36, and a checkpoint fewer tensors than 2^26."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +91,10 @@ class OtherCheckpoint:
 
     Args:
         root: its folder.
-        tensors: name -> tensor.
+        tensors: name -> tensor, in the same order on all ranks.
         values: path -> a function that returns the plain value there.
         program: that wrote it, for messages.
+        named_by: a folder whose name ends in the step; None: the path that was given to open it.
     """
 
     has_digests = False
@@ -103,11 +106,15 @@ class OtherCheckpoint:
         program: str,
         tensors: Mapping[str, OtherTensor],
         values: Mapping[tuple[str | int, ...], Callable[[], Any]],
+        *,
+        named_by: Path | None = None,
     ) -> None:
         self.root = root
+        self.named_by = named_by
         self.program = program
         self.tensors = tensors
         self.values = values
+        self._numbers = {name: number for number, name in enumerate(tensors)}
         self._pieces: dict[str, list[Piece] | Encoded] = {}
         self._chunks: dict[tuple[str, int], ChunkExtent] = {}
         self._encoded: dict[tuple[str, int], ChunkExtent] = {}
@@ -143,8 +150,10 @@ class OtherCheckpoint:
         tensor = self.tensors[request.name]
         spec = ArraySpec(request.name, tensor.dtype, tensor.shape, encoded.grid)
         for number, chunk_box, wanted in needed_chunks(tensor.shape, encoded.grid, request.box):
-            # No bytes are read by their place: a negative one tells it from all other chunks of the file.
-            new = ChunkExtent(encoded.file, -1 - len(self._encoded), 0, (), raw=False)
+            # No bytes are read by their place: a negative one, the same on all ranks, tells it from all other chunks of the file.
+            new = ChunkExtent(
+                encoded.file, -1 - (self._numbers[request.name] << _CHUNK_BITS) - number, 0, (), raw=False
+            )
             chunk = self._encoded.setdefault((request.name, number), new)
             out = request.out[wanted.relative_to(request.box).slices]
             part = WantedBox(0, encoded.grid, wanted.relative_to(chunk_box), out, request.label)

@@ -18,6 +18,7 @@ from ckpt.errors import MissingStateError
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.manifest import MANIFEST_NAME, STATE, ArrayEntry
 from ckpt.loading.other_formats.dcp_folders import is_dcp, open_dcp
+from ckpt.loading.other_formats.orbax_folders import is_orbax, open_orbax
 from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint
 from ckpt.loading.other_formats.safetensors_files import is_safetensors, open_safetensors
 from ckpt.loading.sources import Rows, require_same_kind
@@ -32,6 +33,7 @@ MODEL = "model"
 _OPEN: dict[str, tuple[Callable[[Path], bool], Callable[..., OtherCheckpoint]]] = {
     "dcp": (is_dcp, open_dcp),
     "safetensors": (is_safetensors, lambda path, *, allow_pickle: open_safetensors(path)),
+    "orbax": (is_orbax, lambda path, *, allow_pickle: open_orbax(path)),
 }
 
 
@@ -63,7 +65,7 @@ class OtherSource:
     def __init__(
         self, path: Path, checkpoint: OtherCheckpoint, topology: Topology, strategy: LoadingStrategy, device: Device
     ) -> None:
-        number = re.search(r"\d+$", path.name)
+        number = re.search(r"\d+$", (checkpoint.named_by or path).name)
         self.checkpoint_id = (
             number[0] if number else "0"
         )  # the step of "step-100" and "iter_0000100"; weights to begin with have none
