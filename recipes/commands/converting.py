@@ -118,53 +118,44 @@ def shard_bytes(size: str | None) -> int:
 
 
 def run_of(keys: ConvertKeys) -> dict[str, Any]:
-    """Return what `launch` runs `convert_on_ranks` with."""
-    device = {"_target_": "ckpt.memory.device.Device", "type": "cpu", "collectives": "gloo"}
-    agree = {"timeout_s": 300.0, "grace_s": 20.0}
-    return {
-        "keys": asdict(keys),
-        "launch": {"nproc_per_node": keys.launch.nproc_per_node},
-        "device": device,
-        "agree": agree,
-    }
-
-
-def convert_on_ranks(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
-    """Call `convert` on this rank. Collective.
-
-    Returns:
-        the fields of `Converted`.
-    """
-    return asdict(convert(msgspec.convert(cfg["keys"], ConvertKeys), topology))
-
-
-def convert(keys: ConvertKeys, topology: Topology) -> Converted:
-    """Write the checkpoint at `src` in the format `to`, read it back, and then rename it to `dst`. Collective.
+    """Find out the format of `src`, and return what `launch` runs `convert_on_ranks` with.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint at `src`.
         CheckpointExistsError: `dst` exists and is not empty.
+    """
+    source_format = _format_of(Path(keys.src))
+    require_free(Path(keys.dst))
+    device = {"_target_": "ckpt.memory.device.Device", "type": "cpu", "collectives": "gloo"}
+    launch = {"nproc_per_node": keys.launch.nproc_per_node}
+    agree = {"timeout_s": 300.0, "grace_s": 20.0}
+    return {"keys": asdict(keys), "format": source_format, "launch": launch, "device": device, "agree": agree}
+
+
+def convert_on_ranks(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
+    """Write the checkpoint at `src` in the format `to`, read it back, and then rename it to `dst`. Collective.
+
+    Args:
+        cfg: `run_of` the command's keys.
+
+    Returns:
+        the fields of `Converted`.
+
+    Raises:
         ConfigurationError: `src` cannot be converted to that format, or not on several ranks, or holds pickles that are not allowed or
             not convertible.
         CheckpointGoneError: the old checkpoint was removed while it was read.
         CorruptCheckpointError: the old checkpoint is damaged or incomplete.
         StorageError: the bytes read back differ from those written.
     """
-    src, dst = Path(keys.src), Path(keys.dst)
-    with topology.operation(f"conversion of {src}"):
-        with topology.phase("find") as phase:
-            if topology.is_lead:
-                require_free(dst)
-                phase.payload = _format_of(src)
-        source_format = phase.payloads[0]
-        with topology.phase("choose"):
-            work = _work(keys, source_format, topology)
-    with noticing_removal(src):
-        return work()
+    keys = msgspec.convert(cfg["keys"], ConvertKeys)
+    work = _work(keys, cfg["format"], topology)
+    with noticing_removal(Path(keys.src)):
+        return asdict(work())
 
 
 def _work(keys: ConvertKeys, source_format: str, topology: Topology) -> Callable[[], Converted]:
-    """Choose how to convert. The checkpoint is opened if every rank does a share."""
+    """Choose how to convert."""
     src, allow_pickle = Path(keys.src), keys.load.allow_pickle
     is_ours, is_megatron = source_format == _OURS, source_format == _MEGATRON
     if keys.to == DCP and not is_megatron:

@@ -196,7 +196,7 @@ def test_values_that_only_the_old_program_has_are_refused_by_name_or_left_out(
         ),
         (
             ["src={src}", "dst={dst}", "to=npz"],
-            "to=npz is not known; choose zarr, tensorstore, kimi-engine or safetensors",
+            "to=npz is not known; choose zarr, tensorstore, kimi-engine, safetensors or dcp",
         ),
         (["src={src}/no", "dst={dst}"], "src={src}/no does not exist"),
         (
@@ -388,7 +388,7 @@ def test_a_size_is_read_as_hugging_face_does(size: str | None, num_bytes: int) -
 _MEASURED = """
 import sys, threading
 from ckpt.ranks.topology import Topology
-from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert
+from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert_on_ranks, run_of
 
 def anonymous():
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))
@@ -401,7 +401,7 @@ ended, seen = threading.Event(), [anonymous()]
 watcher = threading.Thread(target=watch)
 watcher.start()
 keys = ConvertKeys(src=sys.argv[1], dst=sys.argv[2], to=sys.argv[3], load=ConvertLoadKeys(allow_pickle=True))
-convert(keys, Topology.alone())
+convert_on_ranks(run_of(keys), Topology.alone())
 ended.set()
 watcher.join()
 print(max(seen) - seen[0])
@@ -465,7 +465,7 @@ def test_what_several_ranks_cannot_do_is_refused_before_anything_is_read(convert
     assert "becomes to=safetensors in one process" in told
     told = convert.refused(f"src={tmp_path / 'dcp'}", f"dst={tmp_path / 'x'}", "launch.nproc_per_node=0")
     assert "launch.nproc_per_node=0: expected at least 1" in told
-    assert "load with allow_pickle=True" in convert.refused(f"src={tmp_path / 'dcp'}", f"dst={tmp_path / 'x'}")
+    assert "load.allow_pickle=true" in convert.refused(f"src={tmp_path / 'dcp'}", f"dst={tmp_path / 'x'}")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "here"]
 
 
