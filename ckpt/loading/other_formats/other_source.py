@@ -20,6 +20,7 @@ from ckpt.errors import MissingStateError
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.manifest import MANIFEST_NAME, STATE, ArrayEntry
 from ckpt.loading.other_formats.dcp_folders import is_dcp, open_dcp
+from ckpt.loading.other_formats.deepspeed_folders import is_deepspeed, open_deepspeed
 from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint, Step
 from ckpt.loading.other_formats.safetensors_files import is_safetensors, open_safetensors
 from ckpt.loading.other_formats.torch_files import is_torch_file, open_torch_file
@@ -35,6 +36,7 @@ MODEL = "model"
 _OPEN: dict[str, tuple[Callable[[Path], bool], Callable[..., OtherCheckpoint]]] = {
     "dcp": (is_dcp, open_dcp),
     "safetensors": (is_safetensors, lambda path, *, allow_pickle: open_safetensors(path)),
+    "deepspeed": (is_deepspeed, open_deepspeed),
     "torch": (is_torch_file, open_torch_file),
 }
 
