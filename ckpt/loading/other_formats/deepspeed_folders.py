@@ -147,6 +147,13 @@ class _Opening:
             {option: value for option, value in one.items() if option not in ("params", "step")}
             for one in held.values[_GROUPS,]()
         ]
+        steps = [
+            one for path, one in held.tensors.items() if len(path) == 4 and path[1] == "state" and path[3] == "step"
+        ]
+        for path in [one for one in self._tensors if one[0] == "optimizer" and one[-1] == _MOMENTS[0]]:
+            at = (*path[:-1], "step")
+            if steps and at not in self._tensors and at not in self._values:
+                self._add(at, replace(steps[0], memory=None))
         self._values["optimizer", _GROUPS] = partial(_with_names, options, groups, str(self._root / _OPTIMIZER))
 
     def _add(self, path: tuple[Step, ...], tensor: OtherTensor) -> None:

@@ -64,8 +64,12 @@ def write(folder: Path, net: Net, optimizer: torch.optim.AdamW, *, stage: int = 
             if file != "step" or stage < 3:
                 torch.save(one if file == "step" else whole, root / "zero" / name / f"{file}.pt")
     groups = [{k: v for k, v in one.items() if k != "params"} | {"params": [0]} for one in optimizer.param_groups]
-    torch.save({"param_groups": groups, "loss_scaler": Odd(), "zero_stage": stage}, root / "zero/optimizer_state.pt")
-    shapes = [OrderedDict(list((name, one.shape) for name, one in trained.items())[a:b]) for a, b in [(0, 1), (1, 3)]]
+    inner = {"state": {0: {"step": optimizer.state[net.embed.weight]["step"]}}, "param_groups": groups}
+    more = {"optimizer_state_dict": inner} if stage == 3 else {}
+    torch.save(
+        more | {"param_groups": groups, "loss_scaler": Odd(), "zero_stage": stage}, root / "zero/optimizer_state.pt"
+    )
+    shapes = [OrderedDict([(name, one.shape) for name, one in trained.items()][a:b]) for a, b in [(0, 1), (1, 3)]]
     states = {
         "module": module,
         "buffer_names": [name for name, _ in net.named_buffers()],
