@@ -7,7 +7,7 @@ one, is an archive of `torch.save` in a file of the rank that wrote it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from ckpt.format.box import Box
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.unpickling import unpickle_inert, unpickle_value
-from ckpt.loading.other_formats.other_checkpoint import Encoded, OtherCheckpoint, OtherTensor, Piece, folder_with
+from ckpt.loading.other_formats.other_checkpoint import Encoded, OtherCheckpoint, OtherTensor, Piece, Step, folder_with
 from ckpt.loading.other_formats.torch_archives import located, sizes_in, tensor_in
 
 METADATA = ".metadata"
@@ -62,9 +62,10 @@ def _checkpoint(root: Path, metadata: dict[str, Any]) -> OtherCheckpoint:
         offset = None if key.get("offset") is None else sizes_in(key["offset"])
         places[str(key["fqn"]), offset] = place.state
     paths = metadata.get("planner_data") or {}
-    tensors, values = {}, {}
+    tensors: dict[str, OtherTensor] = {}
+    values: dict[tuple[Step, ...], Callable[[], Any]] = {}
     for fqn, one in metadata["state_dict_metadata"].items():
-        path = tuple(part if isinstance(part, int) else str(part) for part in paths.get(fqn, (fqn,)))
+        path: tuple[Step, ...] = tuple(part if isinstance(part, int) else str(part) for part in paths.get(fqn, (fqn,)))
         kind = one.name.removeprefix(_METADATA)
         if kind == "BytesStorageMetadata":
             place = places[fqn, None]

@@ -194,7 +194,8 @@ def _with_names(
         made += [{**options[min(at, len(options) - 1)], "params": list(names)} for at, names in enumerate(of_rank)]
     seen: set[str] = set()
     for group in made:
-        group["params"] = [name for name in group["params"] if not (name in seen or seen.add(name))]
+        group["params"] = [name for name in group["params"] if name not in seen]
+        seen |= set(group["params"])
     return [group for group in made if group["params"]]
 
 

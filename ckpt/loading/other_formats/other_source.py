@@ -196,7 +196,7 @@ def _closed(node: Any, where: str) -> Any:
     if isinstance(node, _Leaf):
         return node.value
     made = {step: _closed(one, f"{where}.{_name(step)}") for step, one in node.items()}
-    positions = [
+    positions: list[Any] = [
         step if isinstance(step, int) else step[0] if not isinstance(step, str) and step[1] == "tuple" else None
         for step in made
     ]

@@ -257,7 +257,8 @@ def sizes_in(given: Any) -> tuple[int, ...]:
 def _unwrapped(described: Any) -> Any:
     """Return the tensor inside of a parameter or buffer: their Python attributes are no part of the state."""
     for _ in range(2):  # a parameter of a plain type with attributes
-        name, args = getattr(described, "name", None), getattr(described, "args", None) or ()
+        name: Any = getattr(described, "name", None)
+        args: Any = getattr(described, "args", None) or ()
         if name in _PARAMETERS:
             described = args[0]
         elif name == "torch._tensor._rebuild_from_type_v2" and getattr(args[1], "name", None) in _PLAIN_TYPES:
