@@ -92,6 +92,19 @@ def unpickle_inert(data: bytes, where: str) -> Any:
         raise CorruptCheckpointError(f"{where} cannot be read as a pickle: {type(error).__name__}") from error
 
 
+def unpickle_archived(data: bytes, where: str) -> Any:
+    """Read the pickle of an archive of `torch.save`: containers, plain values, numbers and arrays of NumPy, and torch's data types as they
+    are; an `UnknownObject` for each other object, tensors among them. Nothing is imported, and no code of the file runs.
+
+    Raises:
+        CorruptCheckpointError: it is no pickle.
+    """
+    try:
+        return _Resolve()(_ArchiveUnpickler(io.BytesIO(data)).load(), "")
+    except Exception as error:  # as in `unpickle_inert`
+        raise CorruptCheckpointError(f"{where} cannot be read as a pickle: {type(error).__name__}") from error
+
+
 class _InertUnpickler(pickle.Unpickler):
     """References to memory outside of the pickle come back as they are: tuples, of `torch.save`."""
 
@@ -100,6 +113,15 @@ class _InertUnpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         return pid
+
+
+class _ArchiveUnpickler(_InertUnpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        module = "builtins" if module == "__builtin__" else module  # as the pickles of torch.save have it
+        found = getattr(torch, name, None) if module == "torch" else None
+        return (
+            found if isinstance(found, torch.dtype) else _BUILT.get(f"{module}.{name}") or _stand_in(f"{module}.{name}")
+        )
 
 
 _CONTAINERS: dict[str, Any] = {
@@ -259,7 +281,8 @@ class _Resolve:
         if type(value) in (dict, OrderedDict, Counter):
             pairs = [(self(key, f"{path} (a key)"), self(item, _below(path, key))) for key, item in value.items()]
             value.clear()
-            dict.update(value, pairs)  # Counter.update would add up
+            for key, item in pairs:  # dict.update leaves an OrderedDict without an order, and Counter.update adds up
+                value[key] = item
         elif type(value) in (list, tuple, set, frozenset):
             return self._items(value, path)
         elif hasattr(value, "__dict__") and not isinstance(value, torch.Tensor | type | types.FunctionType):
@@ -331,6 +354,16 @@ _HARMLESS: dict[str, Any] = {
     "pathlib.PureWindowsPath": pathlib.PureWindowsPath,
 }
 """Class names that a file may use besides those that torch allows -> what is built: inert containers only."""
+
+_BUILT = {
+    **_CONTAINERS,
+    **_HARMLESS,
+    "torch.Size": torch.Size,
+    "collections.Counter": Counter,
+    "builtins.complex": complex,
+    "_codecs.encode": lambda text, encoding: text.encode("latin1"),  # bytes, in the pickles of torch.save
+}
+"""What `unpickle_archived` builds."""
 
 _NUMPY = {
     name: _stand_in(name)

@@ -7,6 +7,8 @@ Files:
     torch_archives          tensors and values in the archives that `torch.save` writes: their places, and their types
     dcp_folders             checkpoints of `torch.distributed.checkpoint`
     orbax_folders           checkpoints of Orbax, JAX's library: OCDBT databases or folders of Zarr arrays
+    torch_files             one file of `torch.save`
+    deepspeed_folders       universal checkpoints of DeepSpeed
     safetensors_files       one safetensors file, or several with an index
     other_source            what such a checkpoint holds of a component
 """

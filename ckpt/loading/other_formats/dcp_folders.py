@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,8 @@ from ckpt.format.box import Box
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.unpickling import unpickle, unpickle_inert
-from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint, OtherTensor, Piece, folder_with
-from ckpt.loading.other_formats.torch_archives import sizes_in, tensor_in
+from ckpt.loading.other_formats.other_checkpoint import Encoded, OtherCheckpoint, OtherTensor, Piece, Step, folder_with
+from ckpt.loading.other_formats.torch_archives import located, sizes_in, tensor_in
 
 METADATA = ".metadata"
 _MOST_BYTES = 4 << 30
@@ -63,9 +63,10 @@ def _checkpoint(root: Path, metadata: dict[str, Any]) -> OtherCheckpoint:
         offset = None if key.get("offset") is None else sizes_in(key["offset"])
         places[str(key["fqn"]), offset] = place.state
     paths = metadata.get("planner_data") or {}
-    tensors, values = {}, {}
+    tensors: dict[str, OtherTensor] = {}
+    values: dict[tuple[Step, ...], Callable[[], Any]] = {}
     for fqn, one in metadata["state_dict_metadata"].items():
-        path = tuple(part if isinstance(part, int) else str(part) for part in paths.get(fqn, (fqn,)))
+        path: tuple[Step, ...] = tuple(part if isinstance(part, int) else str(part) for part in paths.get(fqn, (fqn,)))
         kind = one.name.removeprefix(_METADATA)
         if kind == "BytesStorageMetadata":
             place = places[fqn, None]
@@ -74,13 +75,15 @@ def _checkpoint(root: Path, metadata: dict[str, Any]) -> OtherCheckpoint:
             shape, dtype = sizes_in(one.state["size"]), _dtype(one.state["properties"])
             boxes = [Box(sizes_in(c.state["offsets"]), sizes_in(c.state["sizes"])) for c in one.state["chunks"]]
             parts = [(box, places.get((fqn, box.offsets)) or places[fqn, None]) for box in boxes]
-            tensors[fqn] = OtherTensor(path, dtype, shape, partial(_pieces, root, fqn, dtype, parts))
+            tensors[fqn] = OtherTensor(path, dtype, shape, partial(_pieces, root, fqn, dtype, shape, parts))
         else:
             raise CorruptCheckpointError(f"{root / METADATA}: {fqn} is a {one.name}, which is not known")
     return OtherCheckpoint(root, "torch.distributed.checkpoint", tensors, values)
 
 
-def _pieces(root: Path, fqn: str, dtype: str, parts: list[tuple[Box, dict[str, Any]]]) -> list[Piece]:
+def _pieces(
+    root: Path, fqn: str, dtype: str, shape: tuple[int, ...], parts: list[tuple[Box, dict[str, Any]]]
+) -> list[Piece] | Encoded:
     """Find the bytes of a tensor's parts in their archives."""
     found = []
     for box, place in parts:
@@ -91,10 +94,8 @@ def _pieces(root: Path, fqn: str, dtype: str, parts: list[tuple[Box, dict[str, A
             raise CorruptCheckpointError(
                 f"{where} is {inside.dtype} {list(inside.shape)}, and {METADATA} says {dtype} {list(box.shape)}"
             )
-        if not inside.is_row_major:
-            raise ConfigurationError(f"{where} is not row-major; save a contiguous tensor")
-        found.append(Piece(box, file, inside.offset))
-    return found
+        found.append((box, file, inside))
+    return located(root, fqn, shape, found)
 
 
 def _value(root: Path, fqn: str, place: dict[str, Any]) -> Any:

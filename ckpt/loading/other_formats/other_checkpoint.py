@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,6 +19,9 @@ from ckpt.format.records import ArraySpec, ChunkExtent
 from ckpt.loading.strategy import ReadRequest, StoredPart
 from ckpt.planning.plan import needed_chunks
 from ckpt.storage.runs import WantedBox
+
+Step = str | int | tuple[Any, Literal["key", "tuple"]]
+"""Step into a nested state: a key, a position in a list, or a key that is no text, or a position in a tuple."""
 
 _ALIGNED_BYTES = 16
 """A multiple of every element's size."""
@@ -61,15 +64,17 @@ class OtherTensor:
     """A tensor of the checkpoint.
 
     Attributes:
-        path: steps from the whole state dict to it: keys, and positions in lists.
+        path: steps from the whole state dict to it.
         dtype: a Zarr v3 data type name.
         pieces: finds its pieces; called once, when they are first read. They tile the tensor, or the checkpoint is damaged.
+        memory: equal for tensors that are one, as tied weights are; None: it is not known.
     """
 
-    path: tuple[str | int, ...]
+    path: tuple[Step, ...]
     dtype: str
     shape: tuple[int, ...]
     pieces: Callable[[], list[Piece] | Encoded]
+    memory: Hashable = None
 
 
 @contextmanager
@@ -105,7 +110,7 @@ class OtherCheckpoint:
         root: Path,
         program: str,
         tensors: Mapping[str, OtherTensor],
-        values: Mapping[tuple[str | int, ...], Callable[[], Any]],
+        values: Mapping[tuple[Step, ...], Callable[[], Any]],
         *,
         named_by: Path | None = None,
     ) -> None:

@@ -7,7 +7,9 @@ torchtitan saves them. All ranks share every component: the formats know no copi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,9 +20,11 @@ from ckpt.errors import MissingStateError
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.manifest import MANIFEST_NAME, STATE, ArrayEntry
 from ckpt.loading.other_formats.dcp_folders import is_dcp, open_dcp
+from ckpt.loading.other_formats.deepspeed_folders import is_deepspeed, open_deepspeed
 from ckpt.loading.other_formats.orbax_folders import is_orbax, open_orbax
-from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint
+from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint, Step
 from ckpt.loading.other_formats.safetensors_files import is_safetensors, open_safetensors
+from ckpt.loading.other_formats.torch_files import is_torch_file, open_torch_file
 from ckpt.loading.sources import Rows, require_same_kind
 from ckpt.loading.strategy import LoadingStrategy, Reading, ReadRequest
 from ckpt.memory.device import Device
@@ -34,6 +38,8 @@ _OPEN: dict[str, tuple[Callable[[Path], bool], Callable[..., OtherCheckpoint]]] 
     "dcp": (is_dcp, open_dcp),
     "safetensors": (is_safetensors, lambda path, *, allow_pickle: open_safetensors(path)),
     "orbax": (is_orbax, lambda path, *, allow_pickle: open_orbax(path)),
+    "deepspeed": (is_deepspeed, open_deepspeed),
+    "torch": (is_torch_file, open_torch_file),
 }
 
 
@@ -73,15 +79,15 @@ class OtherSource:
         self._topology = topology
         self._strategy = strategy
         self._device = device
-        self._tensors: dict[str, dict[tuple[str | int, ...], str]] = {}  # component -> path in it -> name of the tensor
-        self._values: dict[str, dict[tuple[str | int, ...], Callable[[], Any]]] = {}
+        self._tensors: dict[str, dict[tuple[Step, ...], str]] = {}  # component -> path in it -> name of the tensor
+        self._values: dict[str, dict[tuple[Step, ...], Callable[[], Any]]] = {}
         paths = {tensor.path for tensor in checkpoint.tensors.values()}
         has_model = any(len(one) > 1 and one[0] == MODEL for one in paths)
         for name, tensor in checkpoint.tensors.items():
             steps = tensor.path if len(tensor.path) > 1 or has_model else (MODEL, *tensor.path)
-            self._tensors.setdefault(str(steps[0]), {})[steps[1:] or steps] = name
+            self._tensors.setdefault(_name(steps[0]), {})[steps[1:] or steps] = name
         for steps, value in checkpoint.values.items():
-            self._values.setdefault(str(steps[0]), {})[steps[1:] or steps] = value
+            self._values.setdefault(_name(steps[0]), {})[steps[1:] or steps] = value
         self._keys = list(dict.fromkeys((*self._tensors, *self._values)))
         if STATE not in self._keys:  # `ckpt.load` takes all as one state dict
             self._tensors[STATE] = {tensor.path: name for name, tensor in checkpoint.tensors.items()}
@@ -113,8 +119,15 @@ class OtherSource:
 
     def entries(self, component: StateComponent, prefix: str) -> Mapping[str, ArrayEntry]:
         _, names = self._leaves(component)
-        tensors = self._checkpoint.tensors
-        return {key: ArrayEntry(tensors[name].dtype, tensors[name].shape) for key, name in names.items()}
+        entries: dict[str, ArrayEntry] = {}
+        first: dict[Hashable, str] = {}
+        for key, name in names.items():
+            one = self._checkpoint.tensors[name]
+            tied = None if one.memory is None else first.setdefault(one.memory, key)
+            entries[key] = ArrayEntry(
+                one.dtype, one.shape, alias_of=None if tied in (None, key) else f"{component.key}/{tied}"
+            )
+        return entries
 
     def rows(self, component: StateComponent, prefix: str) -> Rows:
         leaves, names = self._leaves(component)
@@ -139,12 +152,14 @@ class OtherSource:
         """The state of a component, whose tensors have no memory, and key -> name of the tensor in the checkpoint."""
         if component.key not in self._found:
             placeholders: dict[int, str] = {}
-            leaves: dict[tuple[str | int, ...], Any] = {}
+            leaves: dict[tuple[Step, ...], Any] = {}
             for path, name in self._tensors.get(component.key, {}).items():
                 stored = self._checkpoint.tensors[name]
                 leaves[path] = torch.empty(stored.shape, dtype=torch_dtype(stored.dtype), device="meta")
                 placeholders[id(leaves[path])] = name
             leaves |= {path: value() for path, value in self._values.get(component.key, {}).items()}
+            if leaves.get((component.key,)) == {}:  # the component itself, without any state
+                del leaves[component.key,]
             state = _nested(leaves, component.key)
             if offers(component.stateful, NamedFromPositions):
                 state = component.stateful.named_from_positions(state)
@@ -154,29 +169,46 @@ class OtherSource:
         return self._found[component.key]
 
 
-def _nested(leaves: Mapping[tuple[str | int, ...], Any], component: str) -> dict[str, Any]:
-    """Build the nested state. A step that is a number is a position in a list.
+def _nested(leaves: Mapping[tuple[Step, ...], Any], component: str) -> dict[Any, Any]:
+    """Build the nested state.
 
     Raises:
         MissingStateError: the positions of a list are not complete.
     """
-    root: dict[Any, Any] = {}
+    root: dict[Step, Any] = {}
     for path, leaf in leaves.items():
         at = root
         for step in path[:-1]:
             at = at.setdefault(step, {})
-        at[path[-1]] = leaf
-    closed = _with_lists(root, component)
+        at[path[-1]] = _Leaf(leaf)
+    closed = _closed(root, component)
     assert isinstance(closed, dict), "it is no list: its keys are names"
     return closed
 
 
-def _with_lists(node: Any, where: str) -> Any:
-    if not isinstance(node, dict):
-        return node
-    made = {step: _with_lists(one, f"{where}.{step}") for step, one in node.items()}
-    if not made or not all(isinstance(step, int) for step in made):
-        return made
-    if sorted(made) != list(range(len(made))):
-        raise MissingStateError(f"{where}: of a list there are the elements {sorted(made)} alone")
-    return [made[at] for at in range(len(made))]
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """Tells a leaf from a container that is being built: plain values may be dictionaries."""
+
+    value: Any
+
+
+def _closed(node: Any, where: str) -> Any:
+    """Make dictionaries, lists and tuples of dictionaries from steps to what is there."""
+    if isinstance(node, _Leaf):
+        return node.value
+    made = {step: _closed(one, f"{where}.{_name(step)}") for step, one in node.items()}
+    positions: list[Any] = [
+        step if isinstance(step, int) else step[0] if not isinstance(step, str) and step[1] == "tuple" else None
+        for step in made
+    ]
+    if not made or None in positions:
+        return {step if isinstance(step, str | int) else step[0]: one for step, one in made.items()}
+    if sorted(positions) != list(range(len(made))):
+        raise MissingStateError(f"{where}: of a list there are the elements {sorted(positions)} alone")
+    in_order = [one for _, one in sorted(zip(positions, made.values(), strict=True), key=itemgetter(0))]
+    return in_order if isinstance(next(iter(made)), int) else tuple(in_order)
+
+
+def _name(step: Step) -> str:
+    return str(step[0] if isinstance(step, tuple) else step)

@@ -6,22 +6,41 @@ An archive is a zip without compression: `data.pkl` describes the tensors, and `
 from __future__ import annotations
 
 import io
+import math
+import mmap
 import struct
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO
 
-from ckpt.errors import CorruptCheckpointError
+import numpy as np
+import torch
+
+from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
+from ckpt.format.box import Box, first_overlap, overlap
 from ckpt.format.dtypes import item_bytes
-from ckpt.format.unpickling import unpickle_inert
+from ckpt.format.unpickling import UnknownObject, unpickle_inert
+from ckpt.loading.other_formats.other_checkpoint import Encoded, Piece, folder_with
 
 _MOST_PICKLE_BYTES = 1 << 30
+_MOST_DIMS = 60
+_MOST_REPEATED_BYTES = 1 << 30
+"""Bytes that a tensor which repeats its elements may have on top of its file's size: memory for all of it will be asked for."""
+_DECODED_BYTES = 16 << 20
+"""The most bytes of a tensor with strides that a two-stage load reads at once."""
 _STORAGE_DTYPES = {
     "BoolStorage": "bool", "CharStorage": "int8", "ShortStorage": "int16", "IntStorage": "int32", "LongStorage": "int64",
     "ByteStorage": "uint8", "HalfStorage": "float16", "FloatStorage": "float32", "DoubleStorage": "float64",
     "BFloat16Storage": "bfloat16", "ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128",
 }  # fmt: skip
+_REBUILT = {"torch._utils._rebuild_tensor_v2": 6, "torch._utils._rebuild_tensor_v3": 7}
+"""Function that makes a tensor -> position of its argument for the bits of views. `v3`: of types that are newer than typed storages."""
+_PARAMETERS = {"torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"}
+_PLAIN_TYPES = {"torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"}
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
+_DAMAGE = (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,62 +48,199 @@ class ArchivedTensor:
     """A tensor in an archive.
 
     Attributes:
-        offset: of its first element in the file that holds the archive.
-        stride: in elements.
+        stride: in elements; 0 for sides of one element or none.
+        header: where its memory begins in the file that holds the archive: a member of the zip, with its header; None: it is empty.
+        first: its first element, in bytes from the member's content.
+        is_conj, is_neg: its elements are the complex conjugates, or the negatives, of those that lie there.
     """
 
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
+    header: int | None
+    first: int
+    is_conj: bool = False
+    is_neg: bool = False
 
     @property
-    def is_row_major(self) -> bool:
+    def is_raw(self) -> bool:
+        """Whether its elements lie there as they are, row-major."""
         expected = 1
         for side, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if side != 1 and stride != expected:
                 return 0 in self.shape
             expected *= side
-        return True
+        return not (self.is_conj or self.is_neg)
+
+
+class Archive:
+    """An archive that lies in a file, from byte `begin` on. Reads its directory.
+
+    Args:
+        where: its name, for messages.
+
+    Raises:
+        CorruptCheckpointError: there is no such archive.
+        ConfigurationError: it is of a big-endian machine.
+    """
+
+    def __init__(self, file: BinaryIO, begin: int, length: int, where: str) -> None:
+        self._begin, self._length, self._where = begin, length, where
+        try:
+            self._zip = zipfile.ZipFile(_Slice(file, begin, length))
+            names = self._zip.namelist()
+            self._root = next(one for one in names if one.endswith("/data.pkl")).removesuffix("data.pkl")
+        except Exception as error:  # bytes that are no zip make Python raise nearly anything
+            raise CorruptCheckpointError(f"{where} is no archive of torch.save") from error
+        if len(set(names)) != len(names):
+            raise CorruptCheckpointError(f"{where} has two members of one name")
+        if f"{self._root}byteorder" in names and self._read("byteorder") != b"little":
+            raise ConfigurationError(f"{where} was written on a big-endian machine, which is not read here")
+
+    @property
+    def pickle(self) -> bytes:
+        """The description of its tensors."""
+        return self._read("data.pkl")
+
+    def tensor(self, described: Any, name: str) -> ArchivedTensor:
+        """Return the tensor that an object of the pickle stands for.
+
+        Raises:
+            ConfigurationError: it is a tensor of a kind that is not read here, or none.
+            CorruptCheckpointError: it does not lie in the archive.
+        """
+        try:
+            return self._tensor(described, name)
+        except CheckpointError:
+            raise
+        except _DAMAGE as error:
+            raise CorruptCheckpointError(f"{name} describes no tensor that can be read: {error}") from error
+
+    def _tensor(self, described: Any, name: str) -> ArchivedTensor:
+        described = _unwrapped(described)
+        made_by = getattr(described, "name", type(described).__name__)
+        if made_by not in _REBUILT:
+            raise ConfigurationError(f"{name} is made by {made_by}: only plain tensors are read, with all elements")
+        at = _REBUILT[made_by]
+        (kind, storage_type, key, _, num_elements), first, shape, stride = described.args[:4]
+        bits = described.args[at] if len(described.args) > at else None
+        if kind != "storage" or not (isinstance(key, str) and key.isdecimal()):
+            raise ValueError(f"its memory is {kind!r:.40} {key!r:.40}")
+        if any(type(one) is not int or one < 0 for one in (first, num_elements)):
+            raise ValueError(f"its first element is {first!r:.40} of {num_elements!r:.40}")
+        dtype = _STORAGE_DTYPES.get(storage_type.name.rpartition(".")[2]) if at == 6 else _dtype_name(described.args[6])
+        if dtype is None:
+            raise ConfigurationError(f"{name} lies in a {storage_type.name}, of a data type that is not read here")
+        item = item_bytes(dtype)
+        shape, stride = sizes_in(shape), sizes_in(stride)
+        if len(shape) > _MOST_DIMS or math.prod(max(1, side) for side in shape) * item >= 1 << 63:
+            raise ValueError(f"its shape is {shape!r:.80}")
+        stride = tuple(step if side > 1 else 0 for side, step in zip(shape, stride, strict=True))
+        is_conj, is_neg = _bits(bits)
+        if 0 in shape:
+            return ArchivedTensor(dtype, shape, stride, None, 0)
+        last = first + sum((side - 1) * step for side, step in zip(shape, stride, strict=True))
+        member = self._member(f"data/{key}")
+        if (last + 1) * item > member.file_size or not last < num_elements // (1 if at == 6 else item):
+            raise ValueError(f"its elements {first} to {last} do not lie in {member.filename}")
+        if math.prod(shape) * item > self._length + _MOST_REPEATED_BYTES:
+            raise ConfigurationError(
+                f"{name} repeats its elements to {math.prod(shape) * item} bytes; save what is repeated"
+            )
+        return ArchivedTensor(dtype, shape, stride, self._begin + member.header_offset, first * item, is_conj, is_neg)
+
+    def _member(self, name: str) -> zipfile.ZipInfo:
+        member = self._zip.getinfo(f"{self._root}{name}")
+        if (
+            member.compress_type != zipfile.ZIP_STORED
+            or member.flag_bits & 1
+            or member.compress_size != member.file_size
+            or not 0 <= member.header_offset <= self._length - member.file_size
+        ):
+            raise CorruptCheckpointError(f"{self._where}: {name} is compressed, encrypted or cut off")
+        return member
+
+    def _read(self, name: str) -> bytes:
+        member = self._member(name)
+        if member.file_size > _MOST_PICKLE_BYTES:
+            raise CorruptCheckpointError(f"{self._where}: {name} has {member.file_size} bytes")
+        try:
+            return self._zip.read(member)
+        except Exception as error:  # as above
+            raise CorruptCheckpointError(f"{self._where}: {name} cannot be read") from error
 
 
 def tensor_in(file: BinaryIO, begin: int, length: int, where: str) -> ArchivedTensor:
     """Find the one tensor of an archive that lies at `begin` in a file.
 
-    Raises:
-        CorruptCheckpointError: there is no such archive, or it holds something else.
+    Raises: as `Archive`, and `Archive.tensor`.
     """
-    archive, root = _open_archive(file, begin, length, where)
-    described = unpickle_inert(_read(archive, f"{root}data.pkl", where), where)
-    try:
-        if described.name == "torch._utils._rebuild_parameter":
-            described = described.args[0]
-        (kind, storage_type, key, _, num_elements), first, shape, stride = described.args[:4]
-        if described.name == "torch._utils._rebuild_tensor_v2":
-            dtype = _STORAGE_DTYPES[storage_type.name.rpartition(".")[2]]
-        elif described.name == "torch._utils._rebuild_tensor_v3":  # of types that are newer than typed storages
-            dtype = described.args[6].name.removeprefix("torch.")
-            num_elements //= item_bytes(dtype)
-        else:
-            raise ValueError(f"it is made by {described.name}")
-        shape, stride = sizes_in(shape), sizes_in(stride)
-        last = (
-            first + sum((side - 1) * step for side, step in zip(shape, stride, strict=True)) if 0 not in shape else -1
-        )
-        if kind != "storage" or first < 0 or not last < num_elements:
-            raise ValueError(f"its elements {first} to {last} of {num_elements}")
-        name = f"{root}data/{key}"
-        item = item_bytes(dtype)
-        if 0 in shape:
-            return ArchivedTensor(dtype, shape, stride, begin)
-        inside = archive.getinfo(name)
-        if inside.compress_type != zipfile.ZIP_STORED or inside.file_size < num_elements * item:
-            raise ValueError(f"{name} is compressed, or too short")
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-        raise CorruptCheckpointError(f"{where} describes no tensor that can be read: {error}") from error
-    return ArchivedTensor(
-        dtype, shape, stride, begin + _data_offset(file, begin, inside.header_offset, where) + first * item
-    )
+    archive = Archive(file, begin, length, where)
+    described = unpickle_inert(archive.pickle, where)
+    if not isinstance(described, UnknownObject):
+        raise CorruptCheckpointError(f"{where} describes no tensor: {type(described).__name__}")
+    return archive.tensor(described, where)
+
+
+def located(
+    root: Path, name: str, shape: tuple[int, ...], parts: Sequence[tuple[Box, str, ArchivedTensor]]
+) -> list[Piece] | Encoded:
+    """Find the bytes of a tensor's parts: pieces, where all lie row-major; otherwise they are copied out of the files, which are mapped.
+
+    Args:
+        name: of the tensor.
+        parts: box in the whole tensor, file that the archive lies in, and the part, whose shape has as many elements as the box.
+
+    Raises:
+        CorruptCheckpointError: the header of a part is missing, or parts with strides do not tile the tensor.
+    """
+    pieces = [Piece(box, file, _content(root, file, one, name)) for box, file, one in parts]
+    if all(one.is_raw for _, _, one in parts):
+        return pieces
+    if first_overlap([box for box, _, _ in parts]) or sum(box.num_elements for box, _, _ in parts) != math.prod(shape):
+        raise CorruptCheckpointError(f"{root}: the parts of {name} do not tile it")
+
+    def read(wanted: Box, out: torch.Tensor) -> None:
+        for piece, (_, _, one) in zip(pieces, parts, strict=True):
+            if (both := overlap(piece.box, wanted)) is not None:
+                _copy(root, piece, one, both.relative_to(piece.box), out[both.relative_to(wanted).slices], name)
+
+    return Encoded(parts[0][1], _grid(shape, parts[0][2].dtype), read)
+
+
+def _copy(root: Path, piece: Piece, one: ArchivedTensor, box: Box, out: torch.Tensor, name: str) -> None:
+    """Copy a box of a part into host memory. The elements may lie at any byte, so that NumPy copies them, as integers."""
+    item = item_bytes(one.dtype)
+    word = min(item, 8)
+    stride = [step * item for step in one.stride]
+    first = piece.offset + sum(at * step for at, step in zip(box.offsets, stride, strict=True))
+    shape, steps = (*box.shape, item // word), (*stride, word)
+    with folder_with(root, piece.file) as folder, folder.stream(piece.file) as stream:
+        try:
+            memory = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            source: Any = np.ndarray(shape, f"<i{word}", memory, first, steps)  # checks that all lies in the file
+        except (ValueError, TypeError) as error:
+            raise CorruptCheckpointError(f"{root / piece.file} was cut off: {name}", file=piece.file) from error
+    out = out.detach()
+    real = torch.view_as_real(out) if item > word else out.unsqueeze(-1)
+    words: Any = real.view(_WORDS[word]).numpy()
+    np.copyto(words, source)
+    if one.is_conj:
+        torch.conj_physical_(out)
+    if one.is_neg:
+        out.neg_()
+
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _grid(shape: tuple[int, ...], dtype: str) -> tuple[int, ...]:
+    """Cut a tensor along its first sides into chunks of at most `_DECODED_BYTES`."""
+    grid, inner = [], item_bytes(dtype)
+    for side in reversed(shape):
+        grid.append(max(1, min(side, _DECODED_BYTES // inner)))
+        inner *= grid[-1]
+    return tuple(reversed(grid))
 
 
 def sizes_in(given: Any) -> tuple[int, ...]:
@@ -94,38 +250,52 @@ def sizes_in(given: Any) -> tuple[int, ...]:
         ValueError: it is something else.
     """
     if not isinstance(given, tuple) or not all(type(one) is int and one >= 0 for one in given):
-        raise ValueError(f"{given!r} is no shape")
-    return given
+        raise ValueError(f"{given!r:.80} is no shape")
+    return tuple(given)
 
 
-def _open_archive(file: BinaryIO, begin: int, length: int, where: str) -> tuple[zipfile.ZipFile, str]:
-    """Open an archive that lies in a file; return it, and the folder that all its names begin with."""
+def _unwrapped(described: Any) -> Any:
+    """Return the tensor inside of a parameter or buffer: their Python attributes are no part of the state."""
+    for _ in range(2):  # a parameter of a plain type with attributes
+        name: Any = getattr(described, "name", None)
+        args: Any = getattr(described, "args", None) or ()
+        if name in _PARAMETERS:
+            described = args[0]
+        elif name == "torch._tensor._rebuild_from_type_v2" and getattr(args[1], "name", None) in _PLAIN_TYPES:
+            made = UnknownObject(*args[2])
+            made.__dict__["name"] = args[0].name
+            described = made
+    return described
+
+
+def _dtype_name(given: Any) -> str | None:
+    """The data type of a pickle's argument: one of torch, or a stand-in for it; None: it is not known."""
+    name = str(getattr(given, "name", given)).removeprefix("torch.")
     try:
-        archive = zipfile.ZipFile(_Slice(file, begin, length))
-        name = next(one for one in archive.namelist() if one.endswith("/data.pkl"))
-    except (zipfile.BadZipFile, StopIteration, OSError, ValueError, struct.error, NotImplementedError) as error:
-        raise CorruptCheckpointError(f"{where} is no archive of torch.save") from error
-    return archive, name.removesuffix("data.pkl")
+        item_bytes(name)
+    except CorruptCheckpointError:
+        return None
+    return name
 
 
-def _read(archive: zipfile.ZipFile, name: str, where: str) -> bytes:
-    info = archive.getinfo(name)
-    if info.file_size > _MOST_PICKLE_BYTES or info.compress_type != zipfile.ZIP_STORED:
-        raise CorruptCheckpointError(f"{where}: {name} has {info.file_size} bytes, or is compressed")
-    try:
-        return archive.read(info)
-    except (zipfile.BadZipFile, OSError, EOFError) as error:
-        raise CorruptCheckpointError(f"{where}: {name} cannot be read") from error
+def _bits(given: Any) -> tuple[bool, bool]:
+    bits = given or {}
+    if not isinstance(bits, dict) or not bits.keys() <= {"conj", "neg"}:
+        raise ValueError(f"it has the bits {given!r:.80}")
+    return bool(bits.get("conj")), bool(bits.get("neg"))
 
 
-def _data_offset(file: BinaryIO, begin: int, header: int, where: str) -> int:
-    """The first byte of a member, which follows its local header: its name and padding are as long as that says."""
-    file.seek(begin + header)
-    found = file.read(_LOCAL_HEADER.size)
+def _content(root: Path, file: str, one: ArchivedTensor, name: str) -> int:
+    """The position of a tensor's first element in its file. Its member's header says where the content begins."""
+    if one.header is None:
+        return 0
+    with folder_with(root, file) as folder, folder.stream(file) as stream:
+        stream.seek(one.header)
+        found = stream.read(_LOCAL_HEADER.size)
     if len(found) < _LOCAL_HEADER.size or not found.startswith(b"PK\x03\x04"):
-        raise CorruptCheckpointError(f"{where}: the header of a tensor's bytes is missing")
-    _, name, extra = _LOCAL_HEADER.unpack(found)
-    return int(header + _LOCAL_HEADER.size + name + extra)
+        raise CorruptCheckpointError(f"{root / file}: the header of the bytes of {name} is missing", file=file)
+    _, name_length, extra = _LOCAL_HEADER.unpack(found)
+    return int(one.header + _LOCAL_HEADER.size + name_length + extra + one.first)
 
 
 class _Slice(io.RawIOBase):

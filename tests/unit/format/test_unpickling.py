@@ -99,6 +99,7 @@ def test_tensors_plain_values_and_harmless_containers_come_back(tmp_path: Path, 
     }
     found = unpickle(saved(tmp_path, value, _use_new_zipfile_serialization=in_zip))
     assert same_values(found, value)
+    assert list(found["ordered"]) == ["b", "a"]
     assert type(found["counted"]) is collections.Counter and type(found["ordered"]) is collections.OrderedDict
     assert unknown_in(found) == {}
 
