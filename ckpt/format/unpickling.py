@@ -81,22 +81,16 @@ def unpickle_state_dict(file: Path) -> dict[Any, Any]:
 
 
 def unpickle_value(archive: bytes, where: str) -> Any:
-    """Read a value that `torch.save` wrote into memory: tensors, containers and plain values. Refuse other objects.
+    """Read a value that `torch.save` wrote into memory, as `unpickle` with unknown="keep" reads a file.
 
     Args:
         where: name of the value, for errors.
 
     Raises:
-        ConfigurationError: it holds other objects.
+        ConfigurationError: it holds an object that nothing can stand in for.
         CorruptCheckpointError: it cannot be read.
     """
-    return _load(
-        io.BytesIO(archive),
-        lambda name: (
-            f"{where} holds {name}, and nothing but tensors and plain values is unpickled; leave its component out"
-        ),
-        where,
-    )
+    return _unpickled(io.BytesIO(archive), where, "keep")
 
 
 def unpickle_inert(data: bytes, where: str) -> Any:
@@ -143,23 +137,30 @@ def unpickle(file: Path, *, unknown: Unknown = "refuse") -> Any:
             holds one that nothing can stand in for.
         CorruptCheckpointError: it is missing or cannot be read.
     """
+    return _unpickled(file, str(file), unknown)
+
+
+def _unpickled(file: Path | io.BytesIO, where: str, unknown: Unknown) -> Any:
     with _ONE_AT_A_TIME:
         names, added = _additions(file)
+        if isinstance(file, io.BytesIO):
+            file.seek(0)
         with safe_globals(added):
             loaded = _load(
                 file,
                 lambda name: (
-                    f"{file} holds {name}, which torch's weights-only reader does not build, and for which there is no stand-in; leave it "
+                    f"{where} holds {name}, which torch's weights-only reader does not build, and for which there is no stand-in; leave it "
                     "out where the file is written"
                 ),
+                where,
             )
     resolve = _Resolve()
     try:
         resolved = resolve(loaded, "")
     except (ValueError, TypeError, RecursionError) as error:  # NumPy's values that are none
-        raise CorruptCheckpointError(f"{file} cannot be read: {sentence(error)}") from error
+        raise CorruptCheckpointError(f"{where} cannot be read: {sentence(error)}") from error
     if unknown == "refuse":
-        _require_known(file, resolve, names)
+        _require_known(where, resolve, names)
     return resolved
 
 
@@ -173,6 +174,26 @@ def unknown_in(value: Any) -> dict[str, str]:
     resolve = _Resolve()
     resolve(value, "")
     return resolve.places
+
+
+def without_unknown(value: Any) -> Any:
+    """Return a result of `unpickle` without its unknown objects: entries of dictionaries and attributes of namespaces are left out.
+
+    Returns:
+        what is left; an `UnknownObject` if the value is one, or a list, tuple or set that holds one.
+
+    Example:
+        >>> without_unknown({"args": argparse.Namespace(lr=0.1)})
+        {'args': Namespace(lr=0.1)}
+    """
+    if isinstance(value, argparse.Namespace | types.SimpleNamespace):
+        left = type(value)()
+        vars(left).update(without_unknown(vars(value)))
+        return left
+    if isinstance(value, dict):
+        known = {key: without_unknown(item) for key, item in value.items() if not unknown_in(key)}
+        return {key: item for key, item in known.items() if not isinstance(item, UnknownObject)}
+    return UnknownObject() if unknown_in(value) else value
 
 
 def _load(file: Path | io.BytesIO, refusal: Callable[[str], str], where: str = "") -> Any:
@@ -199,7 +220,7 @@ def _load(file: Path | io.BytesIO, refusal: Callable[[str], str], where: str = "
 _REFUSED = re.compile(r"(?i:unsupported (?:global: global|global|class)) ([\w.]+)|but got <class '([\w.]+)'>")
 
 
-def _additions(file: Path) -> tuple[set[str], list[Any]]:
+def _additions(file: Path | io.BytesIO) -> tuple[set[str], list[Any]]:
     """Return the class names in a file that get stand-ins, and all that torch's reader shall be allowed besides the user's list.
 
     The user's own entries are left out: torch would drop them together with ours afterwards. NumPy's names go together.
@@ -221,7 +242,7 @@ def _stand_in(name: str) -> type[UnknownObject]:
     return type(qualname, (UnknownObject,), {"name": name, "__module__": module})
 
 
-def _require_known(file: Path, resolved: _Resolve, names: Iterable[str]) -> None:
+def _require_known(where: str, resolved: _Resolve, names: Iterable[str]) -> None:
     """Refuse a file with unknown objects, or with class names that no visited object has.
 
     A built-in class alone does not count: a `defaultdict` refers to one, for example.
@@ -232,7 +253,7 @@ def _require_known(file: Path, resolved: _Resolve, names: Iterable[str]) -> None
     if places:
         more = f" and {len(places) - _NAMED} more" if len(places) > _NAMED else ""
         raise ConfigurationError(
-            f"{file} holds objects of classes that are not built unasked: {'; '.join(places[:_NAMED])}{more}. {_HOW_TO_ALLOW}"
+            f"{where} holds objects of classes that are not built unasked: {'; '.join(places[:_NAMED])}{more}. {_HOW_TO_ALLOW}"
         )
 
 

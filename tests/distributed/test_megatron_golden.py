@@ -616,7 +616,7 @@ def test_a_rank_may_ask_alone_what_is_in_a_checkpoint() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("sharded_backend", "torch_dist"),
+        ("sharded_backend", "hdf5"),
         ("sharded_backend_version", 2),
         ("common_backend", "msgpack"),
         ("common_backend_version", 3),

@@ -39,6 +39,11 @@ def open_dcp(root: Path, *, allow_pickle: bool) -> OtherCheckpoint:
         ConfigurationError: it was written with a transform, such as compression.
         CorruptCheckpointError: `.metadata` is damaged.
     """
+    return described_dcp(root, allow_pickle=allow_pickle)[0]
+
+
+def described_dcp(root: Path, *, allow_pickle: bool) -> tuple[OtherCheckpoint, dict[str, Any]]:
+    """Open it as `open_dcp` does; also return all that `.metadata` says."""
     if not allow_pickle:
         raise CheckpointNotFoundError(
             f"{root} is a checkpoint of torch.distributed.checkpoint, whose {METADATA} is a pickle. To read it, without running any code "
@@ -47,12 +52,19 @@ def open_dcp(root: Path, *, allow_pickle: bool) -> OtherCheckpoint:
     where = str(root / METADATA)
     with CheckpointFolder(root) as folder:
         described = unpickle_inert(folder.read(METADATA, _MOST_BYTES), where)
+    with refusing_metadata(root):
+        return _checkpoint(root, described.state), described.state
+
+
+@contextmanager
+def refusing_metadata(root: Path) -> Iterator[None]:
+    """Turn errors of reading what `.metadata` says into a `CorruptCheckpointError`."""
     try:
-        return _checkpoint(root, described.state)
+        yield
     except CheckpointError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-        raise CorruptCheckpointError(f"{where} is not what DCP writes: {error!r}") from error
+        raise CorruptCheckpointError(f"{root / METADATA} is not what DCP writes: {error!r}") from error
 
 
 def _checkpoint(root: Path, metadata: dict[str, Any]) -> OtherCheckpoint:
@@ -76,7 +88,7 @@ def _checkpoint(root: Path, metadata: dict[str, Any]) -> OtherCheckpoint:
             tensors[fqn] = OtherTensor(path, dtype, shape, partial(_pieces, root, fqn, dtype, parts))
         else:
             raise CorruptCheckpointError(f"{root / METADATA}: {fqn} is a {one.name}, which is not known")
-    return OtherCheckpoint(root, "torch.distributed.checkpoint", tensors, values)
+    return OtherCheckpoint(root, "torch.distributed.checkpoint", tensors, values, described_in=METADATA)
 
 
 def _pieces(root: Path, fqn: str, dtype: str, parts: list[tuple[Box, dict[str, Any]]]) -> list[Piece]:

@@ -92,6 +92,7 @@ class OtherCheckpoint:
         tensors: name -> tensor.
         values: path -> a function that returns the plain value there.
         program: that wrote it, for messages.
+        described_in: the file below `root` that describes the values, if some hold tensors.
     """
 
     has_digests = False
@@ -103,14 +104,17 @@ class OtherCheckpoint:
         program: str,
         tensors: Mapping[str, OtherTensor],
         values: Mapping[tuple[str | int, ...], Callable[[], Any]],
+        *,
+        described_in: str = "",
     ) -> None:
         self.root = root
+        self.described_in = described_in
         self.program = program
-        self.tensors = tensors
+        self.tensors = dict(tensors)
         self.values = values
         self._pieces: dict[str, list[Piece] | Encoded] = {}
         self._chunks: dict[tuple[str, int], ChunkExtent] = {}
-        self._encoded: dict[tuple[str, int], ChunkExtent] = {}
+        self._numbers = {name: number for number, name in enumerate(self.tensors)}
 
     def parts(self, request: ReadRequest) -> Iterator[StoredPart]:
         """See `Stored.parts`.
@@ -120,6 +124,15 @@ class OtherCheckpoint:
         """
         pieces = self._pieces_of(request.name)
         return self._encoded_parts(request, pieces) if isinstance(pieces, Encoded) else self._raw_parts(request, pieces)
+
+    def hold(self, name: str, path: tuple[str | int, ...], tensor: torch.Tensor) -> None:
+        """Add a tensor that a value holds, and that has been read with it. All ranks that read it add the same, in the same order."""
+        encoded = Encoded(
+            self.described_in, tuple(tensor.shape), lambda box, out: out.copy_(tensor.detach()[box.slices])
+        )
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        self._numbers[name] = len(self._numbers)
+        self.tensors[name] = OtherTensor(path, dtype, shape, lambda: encoded)
 
     def _raw_parts(self, request: ReadRequest, pieces: Sequence[Piece]) -> Iterator[StoredPart]:
         tensor = self.tensors[request.name]
@@ -144,8 +157,9 @@ class OtherCheckpoint:
         spec = ArraySpec(request.name, tensor.dtype, tensor.shape, encoded.grid)
         for number, chunk_box, wanted in needed_chunks(tensor.shape, encoded.grid, request.box):
             # No bytes are read by their place: a negative one tells it from all other chunks of the file.
-            new = ChunkExtent(encoded.file, -1 - len(self._encoded), 0, (), raw=False)
-            chunk = self._encoded.setdefault((request.name, number), new)
+            # The same one on all ranks, in whatever order each asks.
+            place = self._numbers[request.name] << 32 | number
+            chunk = ChunkExtent(encoded.file, -1 - place, 0, (), raw=False)
             out = request.out[wanted.relative_to(request.box).slices]
             part = WantedBox(0, encoded.grid, wanted.relative_to(chunk_box), out, request.label)
             yield StoredPart(chunk, part, spec, "encoded", wanted)

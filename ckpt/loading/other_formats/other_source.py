@@ -6,6 +6,7 @@ torchtitan saves them. All ranks share every component: the formats know no copi
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -14,12 +15,15 @@ from typing import Any
 
 import torch
 
-from ckpt.errors import MissingStateError
+from ckpt.errors import ConfigurationError, MissingStateError
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.manifest import MANIFEST_NAME, STATE, ArrayEntry
+from ckpt.format.unpickling import UnknownObject, unknown_in, without_unknown
 from ckpt.loading.other_formats.dcp_folders import is_dcp, open_dcp
+from ckpt.loading.other_formats.megatron_folders import is_megatron, open_megatron
 from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint
 from ckpt.loading.other_formats.safetensors_files import is_safetensors, open_safetensors
+from ckpt.loading.report import some_of
 from ckpt.loading.sources import Rows, require_same_kind
 from ckpt.loading.strategy import LoadingStrategy, Reading, ReadRequest
 from ckpt.memory.device import Device
@@ -28,8 +32,11 @@ from ckpt.state.abilities import NamedFromPositions, offers
 from ckpt.state.flatten import Leaves, flatten, rows_of
 from ckpt.state.sharing import OWN_COPIES, Sharing, SharingPattern, StateComponent
 
+_log = logging.getLogger("ckpt")
+
 MODEL = "model"
 _OPEN: dict[str, tuple[Callable[[Path], bool], Callable[..., OtherCheckpoint]]] = {
+    "megatron": (is_megatron, open_megatron),
     "dcp": (is_dcp, open_dcp),
     "safetensors": (is_safetensors, lambda path, *, allow_pickle: open_safetensors(path)),
 }
@@ -142,14 +149,43 @@ class OtherSource:
                 stored = self._checkpoint.tensors[name]
                 leaves[path] = torch.empty(stored.shape, dtype=torch_dtype(stored.dtype), device="meta")
                 placeholders[id(leaves[path])] = name
-            leaves |= {path: value() for path, value in self._values.get(component.key, {}).items()}
+            leaves |= self._plain_values(component.key)
             state = _nested(leaves, component.key)
             if offers(component.stateful, NamedFromPositions):
                 state = component.stateful.named_from_positions(state)
             flat = flatten(state, component.key)
-            names = {key: placeholders[id(leaf)] for key, leaf in flat.tensors.items()}
+            names = {}
+            for key, leaf in flat.tensors.items():
+                if id(leaf) not in placeholders:  # it is in a value
+                    placeholders[id(leaf)] = f"{component.key}: {key}"
+                    self._checkpoint.hold(placeholders[id(leaf)], (component.key, key), leaf)
+                names[key] = placeholders[id(leaf)]
             self._found[component.key] = flat, names
         return self._found[component.key]
+
+    def _plain_values(self, key: str) -> dict[tuple[str | int, ...], Any]:
+        """The values of a component. Of the whole checkpoint, read as one state dict, objects of unknown classes are left out.
+
+        Raises:
+            ConfigurationError: the component holds such an object.
+        """
+        read = {path: value() for path, value in self._values.get(key, {}).items()}
+        unknown = {
+            ".".join(map(str, (*path, *filter(None, [inside])))): name
+            for path, value in read.items()
+            for inside, name in unknown_in(value).items()
+        }
+        if not unknown:
+            return read
+        named = some_of([f"{where} ({name})" for where, name in unknown.items()])
+        if key != STATE:
+            raise ConfigurationError(
+                f"{self._checkpoint.root} holds objects of classes that are not built: {named}. Leave component {key} out."
+            )
+        if self._topology.is_lead:
+            _log.warning("%s: objects of classes that are not built are left out: %s", self._checkpoint.root, named)
+        known = {path: without_unknown(value) for path, value in read.items()}
+        return {path: value for path, value in known.items() if not isinstance(value, UnknownObject)}
 
 
 def _nested(leaves: Mapping[tuple[str | int, ...], Any], component: str) -> dict[str, Any]:
@@ -158,19 +194,23 @@ def _nested(leaves: Mapping[tuple[str | int, ...], Any], component: str) -> dict
     Raises:
         MissingStateError: the positions of a list are not complete.
     """
-    root: dict[Any, Any] = {}
+    root = _Node()
     for path, leaf in leaves.items():
         at = root
         for step in path[:-1]:
-            at = at.setdefault(step, {})
+            at = at.setdefault(step, _Node())
         at[path[-1]] = leaf
     closed = _with_lists(root, component)
     assert isinstance(closed, dict), "it is no list: its keys are names"
     return closed
 
 
+class _Node(dict[Any, Any]):
+    """What steps lead through, as opposed to a leaf that is a dictionary."""
+
+
 def _with_lists(node: Any, where: str) -> Any:
-    if not isinstance(node, dict):
+    if not isinstance(node, _Node):
         return node
     made = {step: _with_lists(one, f"{where}.{step}") for step, one in node.items()}
     if not made or not all(isinstance(step, int) for step in made):
