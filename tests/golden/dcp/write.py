@@ -49,6 +49,9 @@ def by_torchtitan(rank: int, folder: Path) -> None:
         def state_dict(self) -> dict[str, int]:
             return {"step": 7, "ntokens_seen": 99}
 
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise NotImplementedError
+
     model, filled = run_of(2, filled=True)
     optimizers = default_adamw(lr=0.25).build(model_parts=[model])
     (inner,) = optimizers.optimizers
