@@ -6,7 +6,8 @@
 
 Patched in the process: there is no GPU, so `torch.cuda.synchronize` does nothing, and `torch.cuda.current_device` says "cpu".
 0.10.0 tells torch of its own rank's ranges of a 1-D tensor alone; torch 2.13 then misses the others' and refuses, so this check is
-off. The files are the same. It also calls `numpy.product`, which NumPy 2 has as `prod`.
+off. The files are the same. It also calls `numpy.product`, which NumPy 2 has as `prod`,
+and torch's `_write_item` with the arguments of its time.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import io
 import shutil
 import sys
 import tempfile
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ import numpy
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -59,11 +62,16 @@ def pieces(key: str, cut: Any, rank: int) -> Any:
     return found
 
 
+def _write_item(of_torch: Any, stream: Any, data: Any, item: Any, key: str) -> Any:
+    return of_torch(_StorageWriterTransforms(), stream, data, item, key, SerializationFormat.TORCH_SAVE)
+
+
 def write(rank: int, folder: str, store: str) -> None:
     """Save on one rank."""
     from contents import ARGUMENTS, RANGES, WHOLE_CHUNKS, common, random_state
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.enums import ModelType
 
     torch.set_num_threads(1)
@@ -73,6 +81,8 @@ def write(rank: int, folder: str, store: str) -> None:
         if "check_tensor" in vars(module):
             module.check_tensor = lambda *_: None
     numpy.product = numpy.prod
+    if VERSION == "0.10.0":
+        filesystem_async._write_item = partial(_write_item, filesystem_async._write_item)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     with_ranges = hasattr(dist_checkpointing.ShardedTensor, "from_rank_offsets_flat")
     cuts = WHOLE_CHUNKS | (RANGES if with_ranges else {})
