@@ -40,6 +40,7 @@ from ckpt.dist_checkpointing.strategies.base import (
     get_default_strategy,
 )
 from ckpt.dist_checkpointing.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
+from ckpt.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from ckpt.dist_checkpointing.utils import split_for_load, split_for_save
 from ckpt.dist_checkpointing.validation import (
     CkptShardedMetadata,
@@ -53,7 +54,7 @@ from ckpt.dist_checkpointing.validation import (
     verify_checkpoint_and_load_strategy,
 )
 from ckpt.errors import ConfigurationError
-from ckpt.format.metadata import CheckpointingConfig, maybe_load_config, save_config
+from ckpt.format.metadata import TORCH_DIST, CheckpointingConfig, maybe_load_config, save_config
 from ckpt.format.names import local_path
 from ckpt.ranks.default_topology import current_topology, use_topology
 from ckpt.ranks.topology import Topology
@@ -186,6 +187,8 @@ def load(
             handling = parse_strict_flag(strict)
             if allow_pickle and common_strategy in (None, ("torch", 1)) and _is_pickled(folder):
                 common_strategy = _of_pickles()
+            if allow_pickle and sharded_strategy in (None, (TORCH_DIST, 1)) and _is_torch_dist(folder):
+                sharded_strategy = TorchDistLoadShardedStrategy(allow_pickle=True)
             sharded, common = verify_checkpoint_and_load_strategy(str(folder), sharded_strategy, common_strategy)
             state = common.load_common(folder)
             wanted, local, factories = split_for_load(sharded_state_dict)
@@ -275,6 +278,11 @@ def _sharded_metadata(folder: Path, sharded: LoadShardedStrategy, common: LoadCo
 def _is_pickled(folder: Path) -> bool:
     config = maybe_load_config(str(folder))
     return config is not None and config.common_backend == "torch"
+
+
+def _is_torch_dist(folder: Path) -> bool:
+    config = maybe_load_config(str(folder))
+    return config is not None and config.sharded_backend == TORCH_DIST
 
 
 def _of_pickles() -> LoadCommonStrategy:

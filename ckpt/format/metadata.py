@@ -77,7 +77,7 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingCo
 
 
 def other_format(checkpoint_dir: str | os.PathLike[str]) -> str | None:
-    """Return a sentence about a folder in a known format that is not read here, with the way to convert it; else None. Any rank."""
+    """Return a sentence about a folder in a known format that is read elsewhere, with the way to read it; else None. Any rank."""
     folder = Path(checkpoint_dir)
     try:
         config = maybe_load_config(folder)
@@ -85,9 +85,8 @@ def other_format(checkpoint_dir: str | os.PathLike[str]) -> str | None:
         config = None
     if config is not None and config.sharded_backend == TORCH_DIST:
         return (
-            f"{folder} is a {TORCH_DIST} checkpoint of Megatron-Core, in the format of torch.distributed.checkpoint, whose metadata is "
-            "a pickle; this format is not read here. Load it with Megatron-Core, and save the state that it returns with "
-            "ckpt.dist_checkpointing.save; Megatron-Core's zarr checkpoints are read directly"
+            f"{folder} is a {TORCH_DIST} checkpoint of Megatron-Core, whose metadata is a pickle. Load it by ckpt.load(path, "
+            "allow_pickle=True), or by ckpt.dist_checkpointing.load with allow_pickle=True and no sharded_strategy; no code in it is run"
         )
     if config is None and (folder / _DCP_METADATA).is_file():
         return (

@@ -80,6 +80,19 @@ def unpickle_state_dict(file: Path) -> dict[Any, Any]:
     return state
 
 
+def unpickle_value(archive: bytes, where: str) -> Any:
+    """Read a value that `torch.save` wrote into memory, as `unpickle` with unknown="keep" reads a file.
+
+    Args:
+        where: name of the value, for errors.
+
+    Raises:
+        ConfigurationError: it holds an object that nothing can stand in for.
+        CorruptCheckpointError: it cannot be read.
+    """
+    return _unpickled(io.BytesIO(archive), where, "keep")
+
+
 def unpickle_inert(data: bytes, where: str) -> Any:
     """Read a bare pickle: plain values as they are, and an `UnknownObject` for each other object. Nothing is imported or called.
 
@@ -132,7 +145,7 @@ _CONTAINERS: dict[str, Any] = {
 }
 
 
-def unpickle(file: Path | io.BytesIO, *, unknown: Unknown = "refuse", where: str = "") -> Any:
+def unpickle(file: Path, *, unknown: Unknown = "refuse") -> Any:
     """Read what `torch.save` wrote: tensors (mapped, not read), plain values, namespaces, bytes, paths and NumPy's numbers.
 
     A class given to `torch.serialization.add_safe_globals` is built, as everywhere in torch. A `defaultdict` comes back as
@@ -140,14 +153,16 @@ def unpickle(file: Path | io.BytesIO, *, unknown: Unknown = "refuse", where: str
 
     Args:
         unknown: "keep" puts an `UnknownObject` in the place of each object of any other class.
-        where: name of a file in memory, for errors.
 
     Raises:
         ConfigurationError: it holds objects of other classes, and is to be refused; it names each with the way to it. Or it
             holds one that nothing can stand in for.
         CorruptCheckpointError: it is missing or cannot be read.
     """
-    where = where or str(file)
+    return _unpickled(file, str(file), unknown)
+
+
+def _unpickled(file: Path | io.BytesIO, where: str, unknown: Unknown) -> Any:
     with _ONE_AT_A_TIME:
         names, added = _additions(file)
         with safe_globals(added):
@@ -179,6 +194,26 @@ def unknown_in(value: Any) -> dict[str, str]:
     resolve = _Resolve()
     resolve(value, "")
     return resolve.places
+
+
+def without_unknown(value: Any) -> Any:
+    """Return a result of `unpickle` without its unknown objects: entries of dictionaries and attributes of namespaces are left out.
+
+    Returns:
+        what is left; an `UnknownObject` if the value is one, or a list, tuple or set that holds one.
+
+    Example:
+        >>> without_unknown({"args": argparse.Namespace(lr=0.1)})
+        {'args': Namespace(lr=0.1)}
+    """
+    if isinstance(value, argparse.Namespace | types.SimpleNamespace):
+        left = type(value)()
+        vars(left).update(without_unknown(vars(value)))
+        return left
+    if isinstance(value, dict):
+        known = {key: without_unknown(item) for key, item in value.items() if not unknown_in(key)}
+        return {key: item for key, item in known.items() if not isinstance(item, UnknownObject)}
+    return UnknownObject() if unknown_in(value) else value
 
 
 def _load(file: Path | io.BytesIO, refusal: Callable[[str], str], where: str = "") -> Any:

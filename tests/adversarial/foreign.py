@@ -31,7 +31,7 @@ from random import Random
 from ckpt.errors import CheckpointError
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.ranks.topology import Topology
-from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert
+from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert_on_ranks, run_of
 from recipes.commands.reading import ReadingKeys, show, verify
 from recipes.support.report import config_differences
 from tests.adversarial import held_state
@@ -135,7 +135,9 @@ def _do(attempt: str, root: Path, path: Path, dst: Path, num_ranks: int) -> str:
         show(ReadingKeys(str(path)))
         show(ReadingKeys(str(path), json=True))
         return ""
-    convert(ConvertKeys(src=str(path), dst=str(dst), to="zarr", load=ConvertLoadKeys()))
+    convert_on_ranks(
+        run_of(ConvertKeys(src=str(path), dst=str(dst), to="zarr", load=ConvertLoadKeys())), Topology.alone()
+    )
     return f"exit code {verify(ReadingKeys(str(dst)))}"
 
 

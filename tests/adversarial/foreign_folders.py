@@ -24,7 +24,7 @@ import torch
 from ckpt import StateComponent
 from ckpt.errors import CheckpointError
 from ckpt.ranks.topology import Topology
-from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert
+from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert_on_ranks, run_of
 from recipes.commands.reading import ReadingKeys, show, verify
 from tests.adversarial import held_state
 from tests.adversarial.driver import Case, Outcome, in_child
@@ -100,7 +100,10 @@ def _load(place: Path, out: Path, *, allow_pickle: bool) -> None:
 
 def _convert(place: Path, out: Path, *, allow_pickle: bool) -> None:
     dst = out / f"converted-{allow_pickle}"
-    convert(ConvertKeys(src=str(place), dst=str(dst), to="zarr", load=ConvertLoadKeys(allow_pickle)))
+    convert_on_ranks(
+        run_of(ConvertKeys(src=str(place), dst=str(dst), to="zarr", load=ConvertLoadKeys(allow_pickle))),
+        Topology.alone(),
+    )
     assert held_state.problems_of(dst) == []
 
 

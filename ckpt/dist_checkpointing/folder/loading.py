@@ -23,6 +23,7 @@ from ckpt.format.manifest import MANIFEST_NAME, SHARDED, ArrayEntry
 from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.format.stored import read_manifest, read_manifest_bytes
 from ckpt.loading.direct import DirectLoad
+from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint, OtherTensor
 from ckpt.loading.report import some_of
 from ckpt.loading.sources import CommittedSource
 from ckpt.loading.state_matching import SavedCopy, match_changed
@@ -38,7 +39,7 @@ from ckpt.state.statefuls import Given
 _log = logging.getLogger("ckpt")
 
 
-StoredArray = ArrayEntry | MegatronArray
+StoredArray = ArrayEntry | MegatronArray | OtherTensor
 """Data type, by Zarr's name, and global shape of a tensor in a checkpoint."""
 Wanted = tuple[str, Box, torch.Tensor]
 """(Key, box in global coordinates, memory of the box's shape and the stored data type)."""
@@ -54,7 +55,7 @@ class TensorSource:
     """
 
     stored: Mapping[str, StoredArray]
-    checkpoint: StoredCheckpoint | MegatronZarr
+    checkpoint: StoredCheckpoint | MegatronZarr | OtherCheckpoint
     above: str
     strategy: LoadingStrategy
     topology: Topology
@@ -96,15 +97,14 @@ def load_tensors(
     sharded_state_dict: ShardedStateDict,
     checkpoint_dir: Path,
     *,
-    library: Library,
+    open_source: Callable[[], TensorSource],
     into_data: bool | None,
     topology: Topology,
-    strategy: LoadingStrategy,
 ) -> ShardedStateDict:
     """Replace every ShardedTensor of a nested state dict, in place, by the tensor it describes. Collective.
 
     Args:
-        strategy: spreads the reading over ranks.
+        open_source: opens the checkpoint, on all ranks.
         into_data: read into the memory of `ShardedTensor.data`, and put that tensor into the dict. Otherwise new tensors
             of the stored data type are made, on the host. None: into data where a ShardedTensor has any.
 
@@ -115,7 +115,7 @@ def load_tensors(
         CorruptCheckpointError: bytes are missing or changed.
     """
     with topology.operation(f"load of {checkpoint_dir}"):
-        source = open_tensors(checkpoint_dir, library, topology, strategy)
+        source = open_source()
         with topology.phase("check"):
             memory = HostMemory()
             tensors = tensors_in(sharded_state_dict, "loads")

@@ -1,4 +1,6 @@
-"""Read checkpoints that Megatron-Core's zarr strategy wrote. Its format torch_dist is not read.
+"""Read checkpoints that Megatron-Core's zarr strategy wrote.
+
+Its format torch_dist: `ckpt.loading.other_formats.megatron_folders`.
 
 Files:
 

@@ -217,12 +217,14 @@ _KINDS: Mapping[StrategyAction, type[Strategy]] = {
 
 _COMMON = "ckpt.dist_checkpointing.strategies.common:register_default_common_strategies"
 _TENSORSTORE = "ckpt.dist_checkpointing.strategies.tensorstore:register_default_tensorstore_strategies"
+_TORCH = "ckpt.dist_checkpointing.strategies.torch:register_default_torch_strategies"
 _ZARR = "ckpt.dist_checkpointing.strategies.zarr:register_default_zarr_strategies"
 
 _FILLED_BY: dict[str, tuple[str, ...]] = {
     "json": (_COMMON,),
     "tensorstore": (_TENSORSTORE,),
     "torch": (_COMMON,),
+    "torch_dist": (_TORCH,),
     "zarr": (_ZARR, _TENSORSTORE),
 }
 """Backend -> the functions that register its strategies, each imported when the backend is first requested."""

@@ -166,7 +166,7 @@ class TorchCommonLoadStrategy(DeclaredFormats, LoadCommonStrategy):
         """
         common = load_megatron_common(Path(checkpoint_dir), allow_pickle=self._allow_pickle, unknown=self._unknown)
         if current_topology().is_lead:
-            _tell_of_unknown(common, Path(checkpoint_dir))
+            tell_of_unknown(common, Path(checkpoint_dir))
         return common
 
     def load_sharded_objects(
@@ -183,7 +183,7 @@ class TorchCommonLoadStrategy(DeclaredFormats, LoadCommonStrategy):
             found = load_megatron_object(
                 Path(checkpoint_dir), one.unique_key, allow_pickle=self._allow_pickle, unknown=self._unknown
             )
-            _tell_of_unknown({one.unique_key: found}, Path(checkpoint_dir))
+            tell_of_unknown({one.unique_key: found}, Path(checkpoint_dir))
             return found
 
         dict_list_map_inplace(load, sharded_objects_state_dict)
@@ -213,7 +213,8 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         )
 
 
-def _tell_of_unknown(value: Any, checkpoint_dir: Path) -> None:
+def tell_of_unknown(value: Any, checkpoint_dir: Path) -> None:
+    """Log a warning that names the unknown objects in a value that was unpickled."""
     unknown = unknown_in(value)
     if unknown:
         named = ", ".join(f"{path} ({name})" for path, name in unknown.items())

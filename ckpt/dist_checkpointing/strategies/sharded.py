@@ -13,7 +13,7 @@ import torch
 
 from ckpt.backends.base import Backend
 from ckpt.dist_checkpointing.folder.destination import GivenFolder
-from ckpt.dist_checkpointing.folder.loading import load_tensors, open_tensors, tensors_in
+from ckpt.dist_checkpointing.folder.loading import TensorSource, load_tensors, open_tensors, tensors_in
 from ckpt.dist_checkpointing.folder.removing import remove_tensors
 from ckpt.dist_checkpointing.folder.saving import FolderSave, contribution_of, require_alike
 from ckpt.dist_checkpointing.mapping import ShardedStateDict
@@ -112,7 +112,7 @@ class LoadTensors(DeclaredFormats, LoadShardedStrategy):
             holds any.
     """
 
-    library: ClassVar[Library]
+    library: ClassVar[Library] = "zarr"
     backends = ("zarr", "tensorstore")
     versions = (1,)
 
@@ -125,14 +125,18 @@ class LoadTensors(DeclaredFormats, LoadShardedStrategy):
 
         Raises: those of `ckpt.dist_checkpointing.folder.loading.load_tensors`.
         """
+        topology = self._topology()
         return load_tensors(
             sharded_state_dict,
             Path(checkpoint_dir),
-            library=self.library,
+            open_source=partial(self._open, Path(checkpoint_dir), topology, self._strategy()),
             into_data=self.load_directly_on_device,
-            topology=self._topology(),
-            strategy=self._strategy(),
+            topology=topology,
         )
+
+    def _open(self, checkpoint_dir: Path, topology: Topology, strategy: LoadingStrategy) -> TensorSource:
+        """Open the tensors of a checkpoint. Collective."""
+        return open_tensors(checkpoint_dir, self.library, topology, strategy)
 
     def _strategy(self) -> LoadingStrategy:
         """The loading strategy."""
@@ -148,7 +152,7 @@ class LoadTensors(DeclaredFormats, LoadShardedStrategy):
 
     def load_tensors_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
         """Key -> ShardedTensor without data and uncut, of every tensor in the checkpoint. Not collective."""
-        stored = open_tensors(Path(checkpoint_dir), self.library, Topology.alone(), DirectLoad()).stored
+        stored = self._open(Path(checkpoint_dir), Topology.alone(), DirectLoad()).stored
         return {key: uncut(key, torch_dtype(one.dtype), one.shape) for key, one in stored.items()}
 
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:

@@ -6,6 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -119,13 +120,13 @@ class TwoStageDataParallelLoadShardedStrategy(LoadTensors):
         A flattened range is not applied: each rank cuts its own.
         """
         whole = replace(ten_meta.sharded_tensor_no_data, data=None, flattened_range=None)
+        alone = Topology.alone()
         loaded = load_tensors(
             {"whole": whole},
             Path(checkpoint_dir),
-            library=self.library,
+            open_source=partial(self._open, Path(checkpoint_dir), alone, DirectLoad()),
             into_data=False,
-            topology=Topology.alone(),
-            strategy=DirectLoad(),
+            topology=alone,
         )
         tensor: torch.Tensor = loaded["whole"]
         return tensor

@@ -6,6 +6,7 @@ Files:
     other_checkpoint        what each format here is read as: tensors that are raw bytes at known places in files, or are decoded
     torch_archives          tensors and values in the archives that `torch.save` writes: their places, and their types
     dcp_folders             checkpoints of `torch.distributed.checkpoint`
+    megatron_folders        checkpoints of Megatron-Core's `torch_dist`: one of DCP, and `common.pt`
     orbax_folders           checkpoints of Orbax, JAX's library: OCDBT databases or folders of Zarr arrays
     torch_files             one file of `torch.save`
     deepspeed_folders       universal checkpoints of DeepSpeed

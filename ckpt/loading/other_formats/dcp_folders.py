@@ -6,7 +6,6 @@ one, is an archive of `torch.save` in a file of the rank that wrote it.
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationE
 from ckpt.format.box import Box
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import torch_dtype
-from ckpt.format.unpickling import unpickle, unpickle_inert
+from ckpt.format.unpickling import unpickle_inert, unpickle_value
 from ckpt.loading.other_formats.other_checkpoint import Encoded, OtherCheckpoint, OtherTensor, Piece, Step, folder_with
 from ckpt.loading.other_formats.torch_archives import located, sizes_in, tensor_in
 
@@ -40,6 +39,11 @@ def open_dcp(root: Path, *, allow_pickle: bool) -> OtherCheckpoint:
         ConfigurationError: it was written with a transform, such as compression.
         CorruptCheckpointError: `.metadata` is damaged.
     """
+    return described_dcp(root, allow_pickle=allow_pickle)[0]
+
+
+def described_dcp(root: Path, *, allow_pickle: bool) -> tuple[OtherCheckpoint, dict[str, Any]]:
+    """Open it as `open_dcp` does; also return all that `.metadata` says."""
     if not allow_pickle:
         raise CheckpointNotFoundError(
             f"{root} is a checkpoint of torch.distributed.checkpoint, whose {METADATA} is a pickle. To read it, without running any code "
@@ -48,12 +52,19 @@ def open_dcp(root: Path, *, allow_pickle: bool) -> OtherCheckpoint:
     where = str(root / METADATA)
     with CheckpointFolder(root) as folder:
         described = unpickle_inert(folder.read(METADATA, _MOST_BYTES), where)
+    with refusing_metadata(root):
+        return _checkpoint(root, described.state), described.state
+
+
+@contextmanager
+def refusing_metadata(root: Path) -> Iterator[None]:
+    """Turn errors of reading what `.metadata` says into a `CorruptCheckpointError`."""
     try:
-        return _checkpoint(root, described.state)
+        yield
     except CheckpointError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-        raise CorruptCheckpointError(f"{where} is not what DCP writes: {error!r}") from error
+        raise CorruptCheckpointError(f"{root / METADATA} is not what DCP writes: {error!r}") from error
 
 
 def _checkpoint(root: Path, metadata: dict[str, Any]) -> OtherCheckpoint:
@@ -78,7 +89,7 @@ def _checkpoint(root: Path, metadata: dict[str, Any]) -> OtherCheckpoint:
             tensors[fqn] = OtherTensor(path, dtype, shape, partial(_pieces, root, fqn, dtype, shape, parts))
         else:
             raise CorruptCheckpointError(f"{root / METADATA}: {fqn} is a {one.name}, which is not known")
-    return OtherCheckpoint(root, "torch.distributed.checkpoint", tensors, values)
+    return OtherCheckpoint(root, "torch.distributed.checkpoint", tensors, values, described_in=METADATA)
 
 
 def _pieces(
@@ -100,7 +111,7 @@ def _pieces(
 
 def _value(root: Path, fqn: str, place: dict[str, Any]) -> Any:
     with _archive(root, fqn, place) as (stream, file, length):
-        return unpickle(io.BytesIO(stream.read(length)), where=f"{root / file}: {fqn}")
+        return unpickle_value(stream.read(length), f"{root / file}: {fqn}")
 
 
 @contextmanager

@@ -100,6 +100,7 @@ class OtherCheckpoint:
         values: path -> a function that returns the plain value there.
         program: that wrote it, for messages.
         named_by: a folder whose name ends in the step; None: the path that was given to open it.
+        described_in: the file below `root` that describes the values, if some hold tensors.
     """
 
     has_digests = False
@@ -113,16 +114,18 @@ class OtherCheckpoint:
         values: Mapping[tuple[Step, ...], Callable[[], Any]],
         *,
         named_by: Path | None = None,
+        described_in: str = "",
     ) -> None:
         self.root = root
         self.named_by = named_by
+        self.described_in = described_in
         self.program = program
-        self.tensors = tensors
+        self.tensors = dict(tensors)
         self.values = values
-        self._numbers = {name: number for number, name in enumerate(tensors)}
         self._pieces: dict[str, list[Piece] | Encoded] = {}
         self._chunks: dict[tuple[str, int], ChunkExtent] = {}
         self._encoded: dict[tuple[str, int], ChunkExtent] = {}
+        self._numbers = {name: number for number, name in enumerate(self.tensors)}
 
     def parts(self, request: ReadRequest) -> Iterator[StoredPart]:
         """See `Stored.parts`.
@@ -132,6 +135,15 @@ class OtherCheckpoint:
         """
         pieces = self._pieces_of(request.name)
         return self._encoded_parts(request, pieces) if isinstance(pieces, Encoded) else self._raw_parts(request, pieces)
+
+    def hold(self, name: str, path: tuple[str | int, ...], tensor: torch.Tensor) -> None:
+        """Add a tensor that a value holds, and that has been read with it. All ranks that read it add the same, in the same order."""
+        encoded = Encoded(
+            self.described_in, tuple(tensor.shape), lambda box, out: out.copy_(tensor.detach()[box.slices])
+        )
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        self._numbers[name] = len(self._numbers)
+        self.tensors[name] = OtherTensor(path, dtype, shape, lambda: encoded)
 
     def _raw_parts(self, request: ReadRequest, pieces: Sequence[Piece]) -> Iterator[StoredPart]:
         tensor = self.tensors[request.name]

@@ -6,6 +6,7 @@ torchtitan saves them. All ranks share every component: the formats know no copi
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,15 +17,18 @@ from typing import Any
 
 import torch
 
-from ckpt.errors import MissingStateError
+from ckpt.errors import ConfigurationError, MissingStateError
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.manifest import MANIFEST_NAME, STATE, ArrayEntry
+from ckpt.format.unpickling import UnknownObject, unknown_in, without_unknown
 from ckpt.loading.other_formats.dcp_folders import is_dcp, open_dcp
 from ckpt.loading.other_formats.deepspeed_folders import is_deepspeed, open_deepspeed
+from ckpt.loading.other_formats.megatron_folders import is_megatron, open_megatron
 from ckpt.loading.other_formats.orbax_folders import is_orbax, open_orbax
 from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint, Step
 from ckpt.loading.other_formats.safetensors_files import is_safetensors, open_safetensors
 from ckpt.loading.other_formats.torch_files import is_torch_file, open_torch_file
+from ckpt.loading.report import some_of
 from ckpt.loading.sources import Rows, require_same_kind
 from ckpt.loading.strategy import LoadingStrategy, Reading, ReadRequest
 from ckpt.memory.device import Device
@@ -33,8 +37,11 @@ from ckpt.state.abilities import NamedFromPositions, offers
 from ckpt.state.flatten import Leaves, flatten, rows_of
 from ckpt.state.sharing import OWN_COPIES, Sharing, SharingPattern, StateComponent
 
+_log = logging.getLogger("ckpt")
+
 MODEL = "model"
 _OPEN: dict[str, tuple[Callable[[Path], bool], Callable[..., OtherCheckpoint]]] = {
+    "megatron": (is_megatron, open_megatron),
     "dcp": (is_dcp, open_dcp),
     "safetensors": (is_safetensors, lambda path, *, allow_pickle: open_safetensors(path)),
     "orbax": (is_orbax, lambda path, *, allow_pickle: open_orbax(path)),
@@ -89,16 +96,16 @@ class OtherSource:
         for steps, value in checkpoint.values.items():
             self._values.setdefault(_name(steps[0]), {})[steps[1:] or steps] = value
         self._keys = list(dict.fromkeys((*self._tensors, *self._values)))
-        if STATE not in self._keys:  # `ckpt.load` takes all as one state dict
-            self._tensors[STATE] = {tensor.path: name for name, tensor in checkpoint.tensors.items()}
-            self._values[STATE] = dict(checkpoint.values)
+        # `ckpt.load` takes all as one state dict, also where a part of it has that name.
+        self._tensors[STATE] = {tensor.path: name for name, tensor in checkpoint.tensors.items()}
+        self._values[STATE] = dict(checkpoint.values)
         self._found: dict[str, tuple[Leaves, dict[str, str]]] = {}
 
     def holds(self, key: str) -> bool:
-        return key == STATE or key in self._keys
+        return key in self._tensors or key in self._values
 
     def component_keys(self) -> Collection[str]:
-        return self._keys
+        return [STATE] if STATE in self._keys else self._keys
 
     def saved_sharing(self, component: StateComponent) -> Sharing | None:
         """See `CheckpointSource.saved_sharing`: shared by all ranks, however many had saved it."""
@@ -157,16 +164,45 @@ class OtherSource:
                 stored = self._checkpoint.tensors[name]
                 leaves[path] = torch.empty(stored.shape, dtype=torch_dtype(stored.dtype), device="meta")
                 placeholders[id(leaves[path])] = name
-            leaves |= {path: value() for path, value in self._values.get(component.key, {}).items()}
+            leaves |= self._plain_values(component.key)
             if leaves.get((component.key,)) == {}:  # the component itself, without any state
                 del leaves[component.key,]
             state = _nested(leaves, component.key)
             if offers(component.stateful, NamedFromPositions):
                 state = component.stateful.named_from_positions(state)
             flat = flatten(state, component.key)
-            names = {key: placeholders[id(leaf)] for key, leaf in flat.tensors.items()}
+            names = {}
+            for key, leaf in flat.tensors.items():
+                if id(leaf) not in placeholders:  # it is in a value
+                    placeholders[id(leaf)] = f"{component.key}: {key}"
+                    self._checkpoint.hold(placeholders[id(leaf)], (component.key, key), leaf)
+                names[key] = placeholders[id(leaf)]
             self._found[component.key] = flat, names
         return self._found[component.key]
+
+    def _plain_values(self, key: str) -> dict[tuple[str | int, ...], Any]:
+        """The values of a component. Of the whole checkpoint, read as one state dict, objects of unknown classes are left out.
+
+        Raises:
+            ConfigurationError: the component holds such an object.
+        """
+        read = {path: value() for path, value in self._values.get(key, {}).items()}
+        unknown = {
+            ".".join(map(str, (*path, *filter(None, [inside])))): name
+            for path, value in read.items()
+            for inside, name in unknown_in(value).items()
+        }
+        if not unknown:
+            return read
+        named = some_of([f"{where} ({name})" for where, name in unknown.items()])
+        if key != STATE:
+            raise ConfigurationError(
+                f"{self._checkpoint.root} holds objects of classes that are not built: {named}. Leave component {key} out."
+            )
+        if self._topology.is_lead:
+            _log.warning("%s: objects of classes that are not built are left out: %s", self._checkpoint.root, named)
+        known = {path: without_unknown(value) for path, value in read.items()}
+        return {path: value for path, value in known.items() if not isinstance(value, UnknownObject)}
 
 
 def _nested(leaves: Mapping[tuple[Step, ...], Any], component: str) -> dict[Any, Any]:
