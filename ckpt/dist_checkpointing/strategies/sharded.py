@@ -113,7 +113,7 @@ class LoadTensors(DeclaredFormats, LoadShardedStrategy):
     """
 
     library: ClassVar[Library] = "zarr"
-    backends = ("zarr", "tensorstore")
+    backends: ClassVar[tuple[str, ...]] = ("zarr", "tensorstore")
     versions = (1,)
 
     def __init__(self, load_directly_on_device: bool | None = False) -> None:

@@ -20,7 +20,7 @@ from ckpt.format.dtypes import item_bytes
 from ckpt.format.metadata import TORCH_DIST, maybe_load_config
 from ckpt.format.unpickling import unpickle
 from ckpt.loading.other_formats.dcp_folders import METADATA, described_dcp, is_dcp, refusing_metadata
-from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint, OtherTensor, Piece, folder_with
+from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint, OtherTensor, Piece, Step, folder_with
 from ckpt.loading.other_formats.torch_archives import sizes_in
 
 COMMON = "common.pt"
@@ -42,8 +42,10 @@ def open_megatron(root: Path, *, allow_pickle: bool) -> OtherCheckpoint:
     Raises: those of `ckpt.loading.other_formats.dcp_folders.open_dcp`, also for `common.pt`.
     """
     sharded = open_sharded(root, allow_pickle=allow_pickle)
-    common = {(key,): partial(_itself, value) for key, value in common_state(root).items()}
-    twice = [key for (key,) in common if key in sharded.tensors or (key,) in sharded.values]
+    common: dict[tuple[Step, ...], Callable[[], Any]] = {
+        (key,): partial(_itself, value) for key, value in common_state(root).items()
+    }
+    twice = [path[0] for path in common if path[0] in sharded.tensors or path in sharded.values]
     if twice:
         raise CorruptCheckpointError(f"{root} holds {twice[0]} twice: in {COMMON} and in {METADATA}")
     return OtherCheckpoint(root, _PROGRAM, sharded.tensors, {**sharded.values, **common}, described_in=METADATA)
@@ -62,7 +64,9 @@ def open_sharded(root: Path, *, allow_pickle: bool) -> OtherCheckpoint:
             name: replace(_unflattened(root, name, tensor, shapes.get(name)), path=(name,))
             for name, tensor in dcp.tensors.items()
         }
-    values = {("".join(map(str, path)),): partial(_object, root, path, read) for path, read in dcp.values.items()}
+    values: dict[tuple[Step, ...], Callable[[], Any]] = {
+        ("".join(map(str, path)),): partial(_object, root, path, read) for path, read in dcp.values.items()
+    }
     return OtherCheckpoint(root, _PROGRAM, tensors, values)
 
 
@@ -110,7 +114,7 @@ def _placed(root: Path, name: str, stored: OtherTensor, chunk: tuple[int, ...]) 
     return placed
 
 
-def _object(root: Path, path: tuple[str | int, ...], read: Callable[[], Any]) -> Any:
+def _object(root: Path, path: tuple[Step, ...], read: Callable[[], Any]) -> Any:
     """The one object that a rank has stored under a unique key, in a list."""
     found = read()
     if not isinstance(found, list) or len(found) != 1:

@@ -29,7 +29,7 @@ from ckpt.format.dtypes import item_bytes, torch_dtype
 from ckpt.format.gc_pause import gc_paused
 from ckpt.format.records import ArraySpec
 from ckpt.format.strict_json import MAX_INT, Shape, Side, fit, parse, read
-from ckpt.loading.other_formats.other_checkpoint import Encoded, OtherCheckpoint, OtherTensor
+from ckpt.loading.other_formats.other_checkpoint import Encoded, OtherCheckpoint, OtherTensor, Step
 
 METADATA = "_METADATA"
 _STEP = "_CHECKPOINT_METADATA"
@@ -70,7 +70,7 @@ _LEFT_OUT = (
     "save it with a newer version"
 )
 
-_Steps = tuple[str | int, ...]
+_Steps = tuple[Step, ...]
 
 
 class _Key(msgspec.Struct):

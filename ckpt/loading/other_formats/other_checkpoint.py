@@ -136,11 +136,13 @@ class OtherCheckpoint:
         pieces = self._pieces_of(request.name)
         return self._encoded_parts(request, pieces) if isinstance(pieces, Encoded) else self._raw_parts(request, pieces)
 
-    def hold(self, name: str, path: tuple[str | int, ...], tensor: torch.Tensor) -> None:
+    def hold(self, name: str, path: tuple[Step, ...], tensor: torch.Tensor) -> None:
         """Add a tensor that a value holds, and that has been read with it. All ranks that read it add the same, in the same order."""
-        encoded = Encoded(
-            self.described_in, tuple(tensor.shape), lambda box, out: out.copy_(tensor.detach()[box.slices])
-        )
+
+        def read(box: Box, out: torch.Tensor) -> None:
+            out.copy_(tensor.detach()[box.slices])
+
+        encoded = Encoded(self.described_in, tuple(tensor.shape), read)
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         self._numbers[name] = len(self._numbers)
         self.tensors[name] = OtherTensor(path, dtype, shape, lambda: encoded)

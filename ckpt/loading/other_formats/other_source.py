@@ -174,13 +174,14 @@ class OtherSource:
             names = {}
             for key, leaf in flat.tensors.items():
                 if id(leaf) not in placeholders:  # it is in a value
+                    assert isinstance(leaf, torch.Tensor), "values hold no shards"
                     placeholders[id(leaf)] = f"{component.key}: {key}"
                     self._checkpoint.hold(placeholders[id(leaf)], (component.key, key), leaf)
                 names[key] = placeholders[id(leaf)]
             self._found[component.key] = flat, names
         return self._found[component.key]
 
-    def _plain_values(self, key: str) -> dict[tuple[str | int, ...], Any]:
+    def _plain_values(self, key: str) -> dict[tuple[Step, ...], Any]:
         """The values of a component. Of the whole checkpoint, read as one state dict, objects of unknown classes are left out.
 
         Raises:
