@@ -34,10 +34,11 @@ FORBIDDEN_CALLS = {
 CALLS = {
     "unpickling.py": {"torch.load"},
     "dcp.py": {"torch.save"},
+    "exporting_dcp.py": {"torch.save"},
     "lightning.py": {"all_gather_object"},
 }
-"""File -> calls: what load.allow_pickle allows, with weights_only, as the test below checks; plain values in memory, for DCP; and random
-generators, from rank to rank, by the group that Lightning itself says such things by."""
+"""File -> calls: what load.allow_pickle allows, with weights_only, as the test below checks; plain values in memory, for DCP, and in its
+files; and random generators, from rank to rank, by the group that Lightning itself says such things by."""
 BETWEEN_OWN_PROCESSES = {
     name: {"pickle"} for name in ("serialized_errors.py", "writer_child.py", "writer_process.py", "worker_line.py")
 }

@@ -70,7 +70,7 @@ _LEFT_OUT = (
     "save it with a newer version"
 )
 
-_Steps = tuple[Step, ...]
+_Steps = tuple[str | int, ...]
 
 
 class _Key(msgspec.Struct):
@@ -171,7 +171,7 @@ def open_orbax(path: Path) -> OtherCheckpoint:
         files: _Files = _Database(folder) if is_database else _Folders(folder)
         arrays = _Arrays(root, files, bool(tree.use_zarr3), bool(tree.store_array_data_equal_to_fill_value))
         tensors: dict[str, OtherTensor] = {}
-        values: dict[_Steps, Callable[[], Any]] = {}
+        values: dict[tuple[Step, ...], Callable[[], Any]] = {}
         strings = _strings_in(folder) if any(one.value_type == "string" for one in leaves.values()) else None
         for steps, leaf in leaves.items():
             name = ".".join(map(str, steps))
