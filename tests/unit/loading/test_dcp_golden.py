@@ -36,7 +36,7 @@ def _resume(topology: Topology, own: Path) -> list[dict[str, Any]]:
             ) as checkpoints:
                 assert checkpoints.restore(path) == 7
             assert optimizer.param_groups[0]["lr"] == (0.25 if path == TORCH else 0.125)
-            found.append(bits_of(model, optimizer))
+            found.append({name: tensor.detach() for name, tensor in bits_of(model, optimizer).items()})
     return found
 
 
