@@ -8,5 +8,6 @@ Files:
     importing               writes a checkpoint of another program as one of ours
     exporting_safetensors   exports tensors as plain safetensors files
     exporting_dcp           exports a checkpoint as one of torch.distributed.checkpoint
+    exporting_torch         exports a checkpoint as one file of torch.save
     comparing               compares two checkpoints of any formats
 """

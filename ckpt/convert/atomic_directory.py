@@ -40,8 +40,11 @@ def shared_directory(dst: Path, topology: Topology) -> Iterator[Path]:
 
 
 @contextmanager
-def atomic_directory(dst: Path) -> Iterator[Path]:
+def atomic_directory(dst: Path, *, is_file: bool = False) -> Iterator[Path]:
     """Yield a temporary folder beside `dst`. It is renamed to `dst` at the end of the block, or removed after an error.
+
+    Args:
+        is_file: yield a path at which the block makes a file.
 
     Its last part is that of `dst`, because the id of a sharded state dict's checkpoint is the name of its folder. The block makes the
     content durable; the rename is made durable here.
@@ -55,7 +58,7 @@ def atomic_directory(dst: Path) -> Iterator[Path]:
     around = dst.parent / f".converting-{dst.name}-{secrets.token_hex(4)}"
     folder = around / dst.name
     try:
-        folder.mkdir(parents=True)
+        (around if is_file else folder).mkdir(parents=True)
         yield folder
         os.rename(folder, dst)
         sync_folder(dst.parent)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
@@ -23,21 +22,27 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckpt.convert.atomic_directory import shared_directory
-from ckpt.convert.opened import Opened, OpenedTensor, ahead, read_into, slabs
-from ckpt.errors import CheckpointError, ConfigurationError, StorageError
+from ckpt.convert.opened import (
+    PIECE_BYTES,
+    Opened,
+    OpenedTensor,
+    Piece,
+    ahead,
+    batches,
+    digest_of_piece,
+    read_pieces,
+    require_known,
+    slabs,
+)
+from ckpt.errors import CheckpointError, StorageError
 from ckpt.format.box import Box
-from ckpt.format.dtypes import raw_bytes, torch_dtype, zarr_name
-from ckpt.format.unpickling import unknown_in
+from ckpt.format.dtypes import torch_dtype, zarr_name
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.other_formats.dcp_folders import open_dcp
 from ckpt.loading.sources import CheckpointSource
 from ckpt.loading.strategy import ReadRequest
 from ckpt.memory.device import device_of
 from ckpt.ranks.topology import Topology
-from ckpt.state.statefuls import optimizer_in_groups
-
-_PIECE_BYTES = 8 << 20
-"""The largest piece of a tensor: memory for one is needed."""
 
 
 def export_dcp(source: CheckpointSource, dst: Path, topology: Topology) -> None:
@@ -85,18 +90,15 @@ class _Planner(SavePlanner):
     """
 
     def __init__(self, source: CheckpointSource, topology: Topology) -> None:
-        flat, self._paths = flatten_state_dict({key: _as_of_dcp(one) for key, one in Opened(source).state().items()})
+        flat, self._paths = flatten_state_dict(Opened(source).state(optimizers_in_groups=True))
         self._source = source
         self.tensors: dict[str, OpenedTensor] = {key: one for key, one in flat.items() if isinstance(one, OpenedTensor)}
         self._values = {key: value for key, value in flat.items() if key not in self.tensors}
-        if unknown := unknown_in(self._values):
-            raise ConfigurationError(
-                f"{next(iter(unknown))} is an object of a class that is not known here, and cannot be written"
-            )
+        require_known(self._values)
         self.num_bytes = sum(one.entry.num_bytes for one in self.tensors.values())
-        self.digests: dict[tuple[str, Box, str], str] = {}
+        self.digests: dict[Piece, str] = {}
         self._topology = topology
-        self._coming: Iterator[tuple[tuple[str, Box, str], torch.Tensor]] = iter(())
+        self._coming: Iterator[tuple[Piece, torch.Tensor]] = iter(())
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         """See `SavePlanner`: everything is known already."""
@@ -106,7 +108,7 @@ class _Planner(SavePlanner):
         rank, world_size = self._topology.rank, self._topology.world_size
         items, at = [], 0
         for name, tensor in self.tensors.items():
-            for box in slabs(tensor.entry, _PIECE_BYTES):
+            for box in slabs(tensor.entry, PIECE_BYTES):
                 if at * world_size // max(self.num_bytes, 1) == rank:
                     items.append(_item_of(name, tensor, box))
                 at += box.num_elements * torch_dtype(tensor.entry.dtype).itemsize
@@ -122,7 +124,7 @@ class _Planner(SavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """See `SavePlanner`."""
         pieces = [_piece_of(item) for item in new_plan.items if item.tensor_data is not None]
-        read = ahead(partial(self._read, batch) for batch in _batches(pieces))
+        read = ahead(partial(self._read, batch) for batch in batches(pieces))
         self._coming = (one for batch in read for one in batch)
         return new_plan
 
@@ -134,22 +136,12 @@ class _Planner(SavePlanner):
             return stream
         piece, tensor = next(self._coming)
         assert piece == _piece_of(write_item), "DCP's writer keeps the order of the plan"
-        self.digests[piece] = _digest(tensor)
+        self.digests[piece] = digest_of_piece(tensor)
         self._topology.progress(tensor.nbytes)
         return tensor
 
-    def _read(self, batch: Sequence[tuple[str, Box, str]]) -> list[tuple[tuple[str, Box, str], torch.Tensor]]:
-        found = [torch.empty(box.shape, dtype=torch_dtype(dtype)) for _, box, dtype in batch]
-        names = (self.tensors[name].name for name, _, _ in batch)
-        boxes = (box for _, box, _ in batch)
-        read_into(self._source, zip(names, boxes, found, strict=True))
-        return list(zip(batch, found, strict=True))
-
-
-def _as_of_dcp(state: Any) -> Any:
-    """Give an optimizer's state of ours the form in which programs of DCP ask for it; return all else as it is."""
-    is_optimizer = isinstance(state, dict) and isinstance(state.get("param_groups"), dict)
-    return optimizer_in_groups(state) if is_optimizer else state
+    def _read(self, batch: Sequence[Piece]) -> list[tuple[Piece, torch.Tensor]]:
+        return read_pieces(self._source, batch, self.tensors)
 
 
 def _item_of(name: str, tensor: OpenedTensor, box: Box) -> WriteItem:
@@ -160,42 +152,21 @@ def _item_of(name: str, tensor: OpenedTensor, box: Box) -> WriteItem:
     return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
 
 
-def _piece_of(item: WriteItem) -> tuple[str, Box, str]:
+def _piece_of(item: WriteItem) -> Piece:
     """Name, box and data type of an item that is a tensor."""
     data = item.tensor_data
     assert data is not None, "it is a tensor"
-    return item.index.fqn, Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)), zarr_name(data.properties.dtype)
+    box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    return Piece(item.index.fqn, box, zarr_name(data.properties.dtype))
 
 
-def _digest(piece: torch.Tensor) -> str:
-    bits: Any = raw_bytes(piece.reshape(-1)).numpy()
-    return xxhash.xxh3_128_hexdigest(bits)
-
-
-def _batches(pieces: Iterable[tuple[str, Box, str]]) -> Iterator[list[tuple[str, Box, str]]]:
-    """Group pieces that are read together, so that small ones cost little: (name, box, data type)."""
-    batch: list[tuple[str, Box, str]] = []
-    num_bytes = 0
-    for piece in pieces:
-        size = piece[1].num_elements * torch_dtype(piece[2]).itemsize
-        if batch and num_bytes + size > _PIECE_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-        batch.append(piece)
-        num_bytes += size
-    if batch:
-        yield batch
-
-
-def _require_read_back(
-    folder: Path, dst: Path, written: Mapping[tuple[str, Box, str], str], topology: Topology
-) -> None:
+def _require_read_back(folder: Path, dst: Path, written: Mapping[Piece, str], topology: Topology) -> None:
     """Compare the pieces that this rank wrote with those that are there."""
     stored = open_dcp(folder, allow_pickle=True)
-    for batch in _batches(written):
-        found = [torch.empty(box.shape, dtype=torch_dtype(dtype)) for _, box, dtype in batch]
-        requests = [ReadRequest(name, name, box, out) for (name, box, _), out in zip(batch, found, strict=True)]
+    for batch in batches(written):
+        found = [piece.empty() for piece in batch]
+        requests = [ReadRequest(one.name, one.name, one.box, out) for one, out in zip(batch, found, strict=True)]
         DirectLoad().prepare(requests, stored, topology, device_of(()), verify=False).run()
         for piece, one in zip(batch, found, strict=True):
-            if _digest(one) != written[piece]:
-                raise StorageError(f"what was written for {dst} is not what is read back: {piece[0]} was changed")
+            if digest_of_piece(one) != written[piece]:
+                raise StorageError(f"what was written for {dst} is not what is read back: {piece.name} was changed")

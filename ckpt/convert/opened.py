@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import xxhash
 
+from ckpt.errors import ConfigurationError
 from ckpt.format.box import Box
-from ckpt.format.dtypes import item_bytes, torch_dtype
+from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
 from ckpt.format.manifest import STATE, ArrayEntry
+from ckpt.format.unpickling import unknown_in
 from ckpt.loading.sources import CheckpointSource
 from ckpt.loading.strategy import ReadRequest
 from ckpt.state.flatten import Path, path_from_json, plain_and_paths, unflatten
 from ckpt.state.sharing import Sharing, SharingPattern, StateComponent
-from ckpt.state.statefuls import Given
+from ckpt.state.statefuls import Given, optimizer_in_groups
 
 Result = TypeVar("Result")
+
+PIECE_BYTES = 8 << 20
+"""The largest piece of a tensor that is read at once. Memory for a few of them is needed."""
 
 
 class Opened:
@@ -55,11 +61,14 @@ class Opened:
         found = (one for key in self.keys for prefix in self.copies(key) for one in self.tensors(key, prefix).values())
         return list({one.name: one for one in found}.values())
 
-    def state(self) -> dict[str, Any]:
+    def state(self, *, optimizers_in_groups: bool = False) -> dict[str, Any]:
         """All of it as a nested state dict, with an `OpenedTensor` in the place of each tensor; tied tensors are one object.
 
         A component has its key there, the copies of a component that ranks, nodes or groups have of their own their prefixes below it. A
         state dict that was saved alone is it itself.
+
+        Args:
+            optimizers_in_groups: an optimizer's state of ours gets the form of DCP's `get_optimizer_state_dict`.
 
         Raises:
             CorruptCheckpointError: a plain value is none that was saved.
@@ -69,7 +78,8 @@ class Opened:
         for key in [STATE] if is_one else self.keys:
             copies = {prefix.removesuffix("/"): self._nested(key, prefix) for prefix in self.copies(key)}
             found[key] = copies.get("", copies)
-        return found[STATE] if is_one else found
+        state = found[STATE] if is_one else found
+        return {key: _in_groups(one) for key, one in state.items()} if optimizers_in_groups else state
 
     def _nested(self, key: str, prefix: str) -> dict[Any, Any]:
         tensors = self.tensors(key, prefix)
@@ -119,6 +129,31 @@ def read_into(source: CheckpointSource, wanted: Iterable[tuple[str, Box, torch.T
         reading.close()
 
 
+def read_pieces(
+    source: CheckpointSource, pieces: Sequence[Piece], tensors: Mapping[str, OpenedTensor]
+) -> list[tuple[Piece, torch.Tensor]]:
+    """Read pieces together into new memory.
+
+    Args:
+        tensors: by the names of the pieces.
+
+    Raises: as `read_into`.
+    """
+    found = [(piece, piece.empty()) for piece in pieces]
+    read_into(source, ((tensors[piece.name].name, piece.box, out) for piece, out in found))
+    return found
+
+
+def require_known(state: Any) -> None:
+    """Refuse a state with objects of classes that this process does not have, before it is written.
+
+    Raises:
+        ConfigurationError
+    """
+    for path, name in unknown_in(state).items():
+        raise ConfigurationError(f"{path} is a {name}, which is not known here; import its module, or leave it out")
+
+
 def ahead(jobs: Iterable[Callable[[], Result]]) -> Iterator[Result]:
     """Yield the results of jobs, in order. While the caller uses one, another thread does the next."""
     with ThreadPoolExecutor(1, "read ahead") as thread:
@@ -129,6 +164,49 @@ def ahead(jobs: Iterable[Callable[[], Result]]) -> Iterator[Result]:
                 yield last.result()
         if coming is not None:
             yield coming.result()
+
+
+def _in_groups(state: Any) -> Any:
+    is_optimizer = isinstance(state, dict) and isinstance(state.get("param_groups"), dict)
+    return optimizer_in_groups(state) if is_optimizer else state
+
+
+class Piece(NamedTuple):
+    """A box of a tensor.
+
+    Attributes:
+        name: of the tensor.
+        dtype: a Zarr v3 data type name.
+    """
+
+    name: str
+    box: Box
+    dtype: str
+
+    def empty(self) -> torch.Tensor:
+        """Return new memory for it."""
+        return torch.empty(self.box.shape, dtype=torch_dtype(self.dtype))
+
+
+def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Group pieces that are read together, so that small ones cost little."""
+    batch: list[Piece] = []
+    num_bytes = 0
+    for piece in pieces:
+        size = piece.box.num_elements * item_bytes(piece.dtype)
+        if batch and num_bytes + size > PIECE_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(piece)
+        num_bytes += size
+    if batch:
+        yield batch
+
+
+def digest_of_piece(piece: torch.Tensor) -> str:
+    """The digest of a tensor's bytes, to compare them with what is read back."""
+    bits: Any = raw_bytes(piece.reshape(-1)).numpy()
+    return xxhash.xxh3_128_hexdigest(bits)
 
 
 def slabs(entry: ArrayEntry, most_bytes: int) -> Iterator[Box]:

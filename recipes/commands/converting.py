@@ -22,6 +22,7 @@ from ckpt.backends.zarr import ZarrBackend
 from ckpt.convert.atomic_directory import require_free
 from ckpt.convert.exporting_dcp import export_dcp
 from ckpt.convert.exporting_safetensors import export, select, select_of_megatron, select_of_other
+from ckpt.convert.exporting_torch import export_torch
 from ckpt.convert.importing import import_checkpoint
 from ckpt.convert.opened import Opened
 from ckpt.convert.rewriting import rewrite
@@ -42,6 +43,7 @@ from recipes.support.tables import counted, printable
 
 SAFETENSORS = "safetensors"
 DCP = "dcp"
+TORCH = "torch"
 _BACKENDS: dict[str, Callable[[], Backend]] = {
     "zarr": ZarrBackend,
     "tensorstore": TensorStoreBackend,
@@ -94,8 +96,10 @@ def keys_of(cfg: DictConfig) -> ConvertKeys:
         ConfigurationError: src or dst is missing or a URL, or `to` or `max_shard_size` has a wrong value.
     """
     keys = command_keys(cfg, ConvertKeys, {"src": "the old checkpoint", "dst": "a folder for the new one"})
-    if keys.to not in (*_BACKENDS, SAFETENSORS, DCP):
-        raise ConfigurationError(f"to={keys.to} is not known; choose {', '.join(_BACKENDS)}, {SAFETENSORS} or {DCP}")
+    if keys.to not in (*_BACKENDS, SAFETENSORS, DCP, TORCH):
+        raise ConfigurationError(
+            f"to={keys.to} is not known; choose {', '.join(_BACKENDS)}, {SAFETENSORS}, {DCP} or {TORCH}"
+        )
     if keys.launch.nproc_per_node < 1:
         raise ConfigurationError(f"launch.nproc_per_node={keys.launch.nproc_per_node}: expected at least 1")
     shard_bytes(keys.max_shard_size)
@@ -160,7 +164,7 @@ def _work(keys: ConvertKeys, source_format: str, topology: Topology) -> Callable
     is_ours, is_megatron = source_format == _OURS, source_format == _MEGATRON
     if keys.to == DCP and not is_megatron:
         return partial(_to_dcp, keys, topology)
-    if not is_ours and not is_megatron and keys.to != SAFETENSORS:
+    if not is_ours and not is_megatron and keys.to in _BACKENDS:
         return partial(_import, keys, topology)
     if topology.world_size > 1:
         raise ConfigurationError(
@@ -169,6 +173,8 @@ def _work(keys: ConvertKeys, source_format: str, topology: Topology) -> Callable
         )
     if keys.to == SAFETENSORS:
         return partial(_export, keys, source_format)
+    if keys.to == TORCH and not is_megatron:
+        return partial(_to_torch, keys, topology)
     if is_ours:
         return partial(_cross, keys)
     if keys.to not in _OF_SHARDED:
@@ -247,6 +253,11 @@ def _to_dcp(keys: ConvertKeys, topology: Topology) -> Converted:
     return _on_ranks(keys, source, topology, lambda dst: export_dcp(source, dst, topology))
 
 
+def _to_torch(keys: ConvertKeys, topology: Topology) -> Converted:
+    source = _opened(keys, topology)
+    return _on_ranks(keys, source, topology, lambda dst: export_torch(source, dst, progress=topology.progress))
+
+
 def _on_ranks(
     keys: ConvertKeys, source: CheckpointSource, topology: Topology, work: Callable[[Path], object]
 ) -> Converted:
@@ -256,7 +267,8 @@ def _on_ranks(
     array_bytes = sum(one.entry.num_bytes for one in tensors)
     with _shown(keys, topology, array_bytes):
         work(dst)
-    sizes = [file.stat().st_size for file in dst.rglob("*") if file.is_file()] if topology.is_lead else []
+    files = [dst] if dst.is_file() else dst.rglob("*")
+    sizes = [file.stat().st_size for file in files if file.is_file()] if topology.is_lead else []
     return _of_components(keys, opened.keys, len(tensors), array_bytes, len(sizes), sum(sizes))
 
 

@@ -196,7 +196,7 @@ def test_values_that_only_the_old_program_has_are_refused_by_name_or_left_out(
         ),
         (
             ["src={src}", "dst={dst}", "to=npz"],
-            "to=npz is not known; choose zarr, tensorstore, kimi-engine, safetensors or dcp",
+            "to=npz is not known; choose zarr, tensorstore, kimi-engine, safetensors, dcp or torch",
         ),
         (["src={src}/no", "dst={dst}"], "src={src}/no does not exist"),
         (

@@ -35,6 +35,7 @@ CALLS = {
     "unpickling.py": {"torch.load"},
     "dcp.py": {"torch.save"},
     "exporting_dcp.py": {"torch.save"},
+    "exporting_torch.py": {"torch.save"},
     "lightning.py": {"all_gather_object"},
 }
 """File -> calls: what load.allow_pickle allows, with weights_only, as the test below checks; plain values in memory, for DCP, and in its

@@ -131,7 +131,7 @@ class _Walk:
         self._left -= 1
         if self._left < 0:
             raise ValueError("too many")
-        steps = _steps(node)
+        steps = steps_into(node)
         if not steps:
             return [(path, node)]
         found = [leaf for step, inner in steps for leaf in self.leaves(inner, (*path, step))]
@@ -141,7 +141,8 @@ class _Walk:
         return found
 
 
-def _steps(node: Any) -> list[tuple[Step, Any]]:
+def steps_into(node: Any) -> list[tuple[Step, Any]]:
+    """Return (step, what is there) of a container; [] for all else."""
     if type(node) in (dict, OrderedDict, Counter):
         return [(key if type(key) is str else (key, "key"), inner) for key, inner in node.items()]
     if type(node) is tuple:

@@ -40,7 +40,7 @@ def read_by_torch(folder: Path, file: Path) -> Any:
 
 @pytest.mark.parametrize("format", ["zarr", "kimi-engine"])
 def test_torch_reads_every_tensor_and_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str) -> None:
-    monkeypatch.setattr(exporting_dcp, "_PIECE_BYTES", 20_000)
+    monkeypatch.setattr(exporting_dcp, "PIECE_BYTES", 20_000)
     plain = {"names": ["a", "b"], "none": None, "deep": {"list": [torch.arange(5), {"x": 3}]}}
     ckpt.save({"tensors": tensors_of_all_kinds(), **plain}, tmp_path / "ours", format=format)
     exported(tmp_path / "ours", tmp_path / "dcp")
