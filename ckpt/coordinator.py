@@ -77,7 +77,7 @@ class CheckpointCoordinator:
         shared_root: several runs may save into the root at a time. Otherwise the first save claims it, until the coordinator is closed
             or its process ends, and saves of other runs are refused.
         allow_pickle: read a checkpoint without a manifest, named by its path, that is pickled in parts: tensors and plain values only
-            (`ckpt.loading.torch_save_folders`, `ckpt.loading.other_formats.dcp_folders`).
+            (`ckpt.loading.torch_save_folders`, `ckpt.loading.other_formats`).
         pattern_check: before the first save of several ranks, compare one hash over all state with the sharing patterns: "warn" refuses
             a pattern that would lose state and warns of a wasteful or suspicious one, "error" refuses both, "off" does not compare.
         packed_mib: the longest array that small tensors are packed in, in MiB: the memory that packing takes.

@@ -89,16 +89,16 @@ def load(
 ) -> dict[str, Any]:
     """Load a checkpoint: that of `save`, or any other. Every byte is checked. Collective.
 
-    Safetensors files and checkpoints of Orbax are read, too, and with `allow_pickle` those of `torch.distributed.checkpoint`: these have no
-    digests to check.
+    Checkpoints of other programs are read, too: safetensors and Orbax's, and with `allow_pickle` those of `torch.distributed.checkpoint`,
+    Megatron-Core and `torch.save`. They have no digests to check.
 
     Args:
-        path: the folder of a checkpoint, or a safetensors file. Of Orbax: a step with one item, or an item.
+        path: of a checkpoint: a folder, or a file. Of Orbax: a step with one item, or an item.
         into: a state dict whose tensors are filled in place, DTensors of any layout among them, and whose plain values are set. None: whole
             tensors are made, on the host.
         load: "direct", "two-stage", or a loading strategy.
         strict: keys on one side alone, and shapes that differ, are an error; otherwise they are left out.
-        allow_pickle: read what describes a checkpoint of `torch.distributed.checkpoint`, a pickle; no code in it is run.
+        allow_pickle: read the pickles that describe checkpoints of other programs; no code in them is run.
         process_groups, topology: as of `save`.
 
     Returns:

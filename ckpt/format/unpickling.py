@@ -102,7 +102,7 @@ def unpickle_inert(data: bytes, where: str) -> Any:
     try:
         return _InertUnpickler(io.BytesIO(data)).load()
     except Exception as error:  # a pickle that anybody may have written makes Python raise nearly anything
-        raise CorruptCheckpointError(f"{where} cannot be read as a pickle: {type(error).__name__}") from error
+        raise CorruptCheckpointError(f"{where} cannot be read as a pickle: {type(error).__name__}") from None
 
 
 def unpickle_archived(data: bytes, where: str) -> Any:
@@ -115,7 +115,7 @@ def unpickle_archived(data: bytes, where: str) -> Any:
     try:
         return _Resolve()(_ArchiveUnpickler(io.BytesIO(data)).load(), "")
     except Exception as error:  # as in `unpickle_inert`
-        raise CorruptCheckpointError(f"{where} cannot be read as a pickle: {type(error).__name__}") from error
+        raise CorruptCheckpointError(f"{where} cannot be read as a pickle: {type(error).__name__}") from None
 
 
 class _InertUnpickler(pickle.Unpickler):
@@ -178,7 +178,7 @@ def _unpickled(file: Path | io.BytesIO, where: str, unknown: Unknown) -> Any:
     try:
         resolved = resolve(loaded, "")
     except (ValueError, TypeError, RecursionError) as error:  # NumPy's values that are none
-        raise CorruptCheckpointError(f"{where} cannot be read: {sentence(error)}") from error
+        raise CorruptCheckpointError(f"{where} cannot be read: {sentence(error)}") from None
     if unknown == "refuse":
         _require_known(where, resolve, names)
     return resolved
@@ -235,8 +235,8 @@ def _load(file: Path | io.BytesIO, refusal: Callable[[str], str], where: str = "
     except Exception as error:  # bytes that are no such file make torch's reader raise nearly anything
         refused = _REFUSED.search(str(error))
         if refused is None:
-            raise CorruptCheckpointError(f"{where} cannot be read as a file that torch.save wrote") from error
-        raise ConfigurationError(refusal(refused[1] or refused[2])) from error
+            raise CorruptCheckpointError(f"{where} cannot be read as a file that torch.save wrote") from None
+        raise ConfigurationError(refusal(refused[1] or refused[2])) from None
 
 
 _REFUSED = re.compile(r"(?i:unsupported (?:global: global|global|class)) ([\w.]+)|but got <class '([\w.]+)'>")

@@ -64,7 +64,7 @@ def refusing_metadata(root: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-        raise CorruptCheckpointError(f"{root / METADATA} is not what DCP writes: {error!r}") from error
+        raise CorruptCheckpointError(f"{root / METADATA} is not what DCP writes: {error!r}") from None
 
 
 def _checkpoint(root: Path, metadata: dict[str, Any]) -> OtherCheckpoint:

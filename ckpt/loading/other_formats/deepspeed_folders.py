@@ -63,7 +63,7 @@ def open_deepspeed(path: Path, *, allow_pickle: bool) -> OtherCheckpoint:
     except CheckpointError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-        raise CorruptCheckpointError(f"{root} is not what DeepSpeed writes: {error!r}") from error
+        raise CorruptCheckpointError(f"{root} is not what DeepSpeed writes: {error!r}") from None
 
 
 def _latest(path: Path) -> str:

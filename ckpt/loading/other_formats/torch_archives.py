@@ -90,8 +90,8 @@ class Archive:
             self._zip = zipfile.ZipFile(_Slice(file, begin, length))
             names = self._zip.namelist()
             self._root = next(one for one in names if one.endswith("/data.pkl")).removesuffix("data.pkl")
-        except Exception as error:  # bytes that are no zip make Python raise nearly anything
-            raise CorruptCheckpointError(f"{where} is no archive of torch.save") from error
+        except Exception:  # bytes that are no zip make Python raise nearly anything
+            raise CorruptCheckpointError(f"{where} is no archive of torch.save") from None
         if len(set(names)) != len(names):
             raise CorruptCheckpointError(f"{where} has two members of one name")
         if f"{self._root}byteorder" in names and self._read("byteorder") != b"little":
@@ -114,7 +114,7 @@ class Archive:
         except CheckpointError:
             raise
         except _DAMAGE as error:
-            raise CorruptCheckpointError(f"{name} describes no tensor that can be read: {error}") from error
+            raise CorruptCheckpointError(f"{name} describes no tensor that can be read: {error}") from None
 
     def _tensor(self, described: Any, name: str) -> ArchivedTensor:
         described = _unwrapped(described)
@@ -166,8 +166,8 @@ class Archive:
             raise CorruptCheckpointError(f"{self._where}: {name} has {member.file_size} bytes")
         try:
             return self._zip.read(member)
-        except Exception as error:  # as above
-            raise CorruptCheckpointError(f"{self._where}: {name} cannot be read") from error
+        except Exception:  # as above
+            raise CorruptCheckpointError(f"{self._where}: {name} cannot be read") from None
 
 
 def tensor_in(file: BinaryIO, begin: int, length: int, where: str) -> ArchivedTensor:
@@ -219,8 +219,8 @@ def _copy(root: Path, piece: Piece, one: ArchivedTensor, box: Box, out: torch.Te
         try:
             memory = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
             source: Any = np.ndarray(shape, f"<i{word}", memory, first, steps)  # checks that all lies in the file
-        except (ValueError, TypeError) as error:
-            raise CorruptCheckpointError(f"{root / piece.file} was cut off: {name}", file=piece.file) from error
+        except (ValueError, TypeError):
+            raise CorruptCheckpointError(f"{root / piece.file} was cut off: {name}", file=piece.file) from None
     out = out.detach()
     real = torch.view_as_real(out) if item > word else out.unsqueeze(-1)
     words: Any = real.view(_WORDS[word]).numpy()

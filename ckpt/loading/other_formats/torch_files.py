@@ -93,8 +93,8 @@ def content_of(root: Path, file: str) -> Content:
         state = unpickle_archived(described, where)
         try:
             leaves = _Walk(len(described) + _MOST_SHARED).leaves(state, ())
-        except (RecursionError, ValueError) as error:
-            raise CorruptCheckpointError(f"{where} holds containers that hold themselves, or too many") from error
+        except (RecursionError, ValueError):
+            raise CorruptCheckpointError(f"{where} holds containers that hold themselves, or too many") from None
         for path, leaf in leaves:
             name = ".".join(str(step[0] if isinstance(step, tuple) else step) for step in path)
             label = f"{where}: {name}"
