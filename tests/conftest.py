@@ -26,6 +26,8 @@ torch.set_num_threads(1)  # several wait for each other in loops: beside one mor
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it puts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what we start shall hear Ctrl-C
 
+gc.disable()  # until all is collected: a third of that time would be the collector's, which finds nothing
+
 settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing on a busy machine
 settings.load_profile("any machine")
 
@@ -48,6 +50,7 @@ def collected() -> None:
 
 def pytest_collection_finish() -> None:
     """The collector looks at what tests make alone: all imported modules are there by now, and stay."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -99,7 +99,7 @@ def _key() -> str:
     compiler = _compiler()
     assert compiler is not None
     version = subprocess.run([*compiler, "--version"], capture_output=True, stdin=subprocess.DEVNULL).stdout
-    parts = [metadata.version("torch"), sys.version, *_command()]
+    parts = [metadata.version("torch"), sys.version, *compiler, *_FLAGS]  # wherever torch is installed
     digest = hashlib.sha256("\n".join(parts).encode() + version)
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())

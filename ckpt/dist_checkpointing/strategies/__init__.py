@@ -5,5 +5,6 @@ Files:
     base                    the interfaces and the registry
     common                  state that is not sharded
     sharded, zarr, tensorstore, two_stage   sharded tensors
+    torch                   loads of `torch_dist`
     async_utils             saves that go on beside training
 """

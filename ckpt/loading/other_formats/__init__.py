@@ -9,7 +9,6 @@ Files:
     megatron_folders        checkpoints of Megatron-Core's `torch_dist`: one of DCP, and `common.pt`
     orbax_folders           checkpoints of Orbax, JAX's library: OCDBT databases or folders of Zarr arrays
     torch_files             one file of `torch.save`
-    deepspeed_folders       universal checkpoints of DeepSpeed
     safetensors_files       one safetensors file, or several with an index
     other_source            what such a checkpoint holds of a component
 """
