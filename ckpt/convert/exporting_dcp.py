@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -76,7 +77,9 @@ def export_dcp(source: CheckpointSource, dst: Path, topology: Topology) -> None:
 def _save(writer: FileSystemWriter, planner: SavePlanner, *, no_dist: bool) -> None:
     """Call DCP, and raise the error of the first rank that failed as it was."""
     try:
-        save({}, storage_writer=writer, planner=planner, no_dist=no_dist)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
+            save({}, storage_writer=writer, planner=planner, no_dist=no_dist)
     except CheckpointException as error:  # which is no `Exception`
         first, _ = next(iter(error.failures.values()))
         raise first from None if isinstance(first, CheckpointError) else error

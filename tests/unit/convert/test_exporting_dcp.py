@@ -28,8 +28,7 @@ from tests.values import same_values
 
 def exported(src: Path, dst: Path, topology: Topology | None = None) -> None:
     topology = topology or Topology.alone()
-    with one_process_is_meant():
-        export_dcp(source_at(src, topology, DirectLoad(), allow_pickle=True), dst, topology)
+    export_dcp(source_at(src, topology, DirectLoad(), allow_pickle=True), dst, topology)
 
 
 def read_by_torch(folder: Path, file: Path) -> Any:
