@@ -23,6 +23,7 @@ import ckpt.dist_checkpointing.serialization
 import recipes.convert
 import recipes.diff
 import recipes.verify
+from ckpt import Checkpointer
 from ckpt.dist_checkpointing.mapping import ShardedObject
 from ckpt.dist_checkpointing.serialization import (
     load,
@@ -35,7 +36,7 @@ from ckpt.format.stored import read_manifest
 from ckpt.state.sharded_tensor import ShardedTensor
 from recipes.commands.converting import shard_bytes
 from tests.covering import covering
-from tests.dcp_runs import save_by_dcp
+from tests.dcp_runs import dcp_state, require_equal, run_of, save_by_dcp
 from tests.e2e.conftest import STEPS, Run
 from tests.e2e.runs import checkpoint, run
 from tests.golden.megatron.truth import Truth, truth
@@ -455,6 +456,15 @@ def test_a_checkpoint_of_dcp_goes_over_and_back_on_two_ranks(convert: Command, t
     assert (
         convert(f"a={tmp_path / 'dcp'}", f"b={tmp_path / 'new'}", "load.allow_pickle=true", recipe=recipes.diff)[0] == 0
     )
+
+
+def test_a_run_goes_on_from_what_the_command_made_of_an_optimizer_of_dcp(convert: Command, tmp_path: Path) -> None:
+    saved, live = run_of(0), run_of(1)
+    save_by_dcp(dcp_state(saved), tmp_path / "step-12")
+    assert convert(f"src={tmp_path / 'step-12'}", f"dst={tmp_path / '12'}", "load.allow_pickle=true")[0] == 0
+    with Checkpointer(tmp_path / "own", **live, save_rng=False) as checkpoints:
+        assert checkpoints.restore(tmp_path / "12") == 12
+    require_equal(live, saved)
 
 
 def test_what_several_ranks_cannot_do_is_refused_before_anything_is_read(convert: Command, tmp_path: Path) -> None:

@@ -98,6 +98,7 @@ class OtherSource:
         self._tensors[STATE] = {tensor.path: name for name, tensor in checkpoint.tensors.items()}
         self._values[STATE] = dict(checkpoint.values)
         self._found: dict[str, tuple[Leaves, dict[str, str]]] = {}
+        self._renamed: dict[str, bool] = {}  # component -> whether `_found` has the names of an object that renames
 
     def holds(self, key: str) -> bool:
         return key in self._tensors or key in self._values
@@ -155,7 +156,8 @@ class OtherSource:
 
     def _leaves(self, component: StateComponent) -> tuple[Leaves, dict[str, str]]:
         """The state of a component, whose tensors have no memory, and key -> name of the tensor in the checkpoint."""
-        if component.key not in self._found:
+        renames = offers(component.stateful, NamedFromPositions)
+        if component.key not in self._found or self._renamed[component.key] != renames:
             placeholders: dict[int, str] = {}
             leaves: dict[tuple[Step, ...], Any] = {}
             for path, name in self._tensors.get(component.key, {}).items():
@@ -176,7 +178,7 @@ class OtherSource:
                     placeholders[id(leaf)] = f"{component.key}: {key}"
                     self._checkpoint.hold(placeholders[id(leaf)], (component.key, key), leaf)
                 names[key] = placeholders[id(leaf)]
-            self._found[component.key] = flat, names
+            self._found[component.key], self._renamed[component.key] = (flat, names), renames
         return self._found[component.key]
 
     def _plain_values(self, key: str) -> dict[tuple[Step, ...], Any]:
