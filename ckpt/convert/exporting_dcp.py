@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from ckpt.convert.opened import (
     Opened,
     OpenedTensor,
     Piece,
-    ahead,
     batches,
     digest_of_piece,
     read_pieces,
@@ -37,7 +35,7 @@ from ckpt.convert.opened import (
 )
 from ckpt.errors import CheckpointError, StorageError
 from ckpt.format.box import Box
-from ckpt.format.dtypes import torch_dtype, zarr_name
+from ckpt.format.dtypes import item_bytes, torch_dtype, zarr_name
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.other_formats.dcp_folders import open_dcp
 from ckpt.loading.sources import CheckpointSource
@@ -114,7 +112,7 @@ class _Planner(SavePlanner):
             for box in slabs(tensor.entry, PIECE_BYTES):
                 if at * world_size // max(self.num_bytes, 1) == rank:
                     items.append(_item_of(name, tensor, box))
-                at += box.num_elements * torch_dtype(tensor.entry.dtype).itemsize
+                at += box.num_elements * item_bytes(tensor.entry.dtype)
         if self._topology.is_lead:
             items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._values]
         return SavePlan(items, planner_data=self._paths)
@@ -126,9 +124,8 @@ class _Planner(SavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """See `SavePlanner`."""
-        pieces = [_piece_of(item) for item in new_plan.items if item.tensor_data is not None]
-        read = ahead(partial(self._read, batch) for batch in batches(pieces))
-        self._coming = (one for batch in read for one in batch)
+        pieces = (_piece_of(item) for item in new_plan.items if item.tensor_data is not None)
+        self._coming = read_pieces(self._source, pieces, self.tensors)
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -142,9 +139,6 @@ class _Planner(SavePlanner):
         self.digests[piece] = digest_of_piece(tensor)
         self._topology.progress(tensor.nbytes)
         return tensor
-
-    def _read(self, batch: Sequence[Piece]) -> list[tuple[Piece, torch.Tensor]]:
-        return read_pieces(self._source, batch, self.tensors)
 
 
 def _item_of(name: str, tensor: OpenedTensor, box: Box) -> WriteItem:

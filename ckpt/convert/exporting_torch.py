@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,6 @@ from ckpt.convert.opened import (
     Opened,
     OpenedTensor,
     Piece,
-    ahead,
-    batches,
     digest_of_piece,
     read_pieces,
     require_known,
@@ -63,8 +60,7 @@ def export_torch(
         places = _places(file, tensors)
         digests = {}
         with file.open("r+b") as stream:
-            reads = ahead(partial(read_pieces, source, batch, tensors) for batch in batches(pieces))
-            for piece, tensor in (one for batch in reads for one in batch):
+            for piece, tensor in read_pieces(source, pieces, tensors):
                 digests[piece] = digest_of_piece(tensor)
                 bits: Any = raw_bytes(tensor.reshape(-1)).numpy()
                 stream.seek(places[piece.name] + _offset(piece, tensors[piece.name]))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -130,18 +132,22 @@ def read_into(source: CheckpointSource, wanted: Iterable[tuple[str, Box, torch.T
 
 
 def read_pieces(
-    source: CheckpointSource, pieces: Sequence[Piece], tensors: Mapping[str, OpenedTensor]
-) -> list[tuple[Piece, torch.Tensor]]:
-    """Read pieces together into new memory.
+    source: CheckpointSource, pieces: Iterable[Piece], tensors: Mapping[str, OpenedTensor]
+) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """Yield pieces, in order, in new memory. Small ones are read together, and ahead of the caller.
 
     Args:
         tensors: by the names of the pieces.
 
     Raises: as `read_into`.
     """
-    found = [(piece, piece.empty()) for piece in pieces]
-    read_into(source, ((tensors[piece.name].name, piece.box, out) for piece, out in found))
-    return found
+
+    def read(batch: Sequence[Piece]) -> list[tuple[Piece, torch.Tensor]]:
+        found = [(piece, piece.empty()) for piece in batch]
+        read_into(source, ((tensors[piece.name].name, piece.box, out) for piece, out in found))
+        return found
+
+    return chain.from_iterable(ahead(partial(read, batch) for batch in batches(pieces)))
 
 
 def require_known(state: Any) -> None:
