@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
-import subprocess
 import sys
 import types
 from collections.abc import Sequence
@@ -35,6 +33,7 @@ from ckpt.errors import StorageError
 from ckpt.format.stored import read_manifest
 from ckpt.state.sharded_tensor import ShardedTensor
 from recipes.commands.converting import shard_bytes
+from tests.anonymous_memory import most_anonymous_bytes
 from tests.covering import covering
 from tests.dcp_runs import dcp_state, require_equal, run_of, save_by_dcp
 from tests.e2e.conftest import STEPS, Run
@@ -386,37 +385,17 @@ def test_a_size_is_read_as_hugging_face_does(size: str | None, num_bytes: int) -
     assert shard_bytes(size) == num_bytes
 
 
-_MEASURED = """
-import sys, threading
-from ckpt.ranks.topology import Topology
-from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert_on_ranks, run_of
-
-def anonymous():
-    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))
-
-def watch():
-    while not ended.wait(0.002):
-        seen.append(anonymous())
-
-ended, seen = threading.Event(), [anonymous()]
-watcher = threading.Thread(target=watch)
-watcher.start()
-keys = ConvertKeys(src=sys.argv[1], dst=sys.argv[2], to=sys.argv[3], load=ConvertLoadKeys(allow_pickle=True))
-convert_on_ranks(run_of(keys), Topology.alone())
-ended.set()
-watcher.join()
-print(max(seen) - seen[0])
-"""
-
-
 def anonymous_bytes(src: Path, dst: Path, to: str) -> int:
     """The most anonymous memory that a conversion takes on top."""
-    root = str(Path(recipes.convert.__file__).parent.parent)
-    command = [sys.executable, "-W", "ignore", "-c", _MEASURED, str(src), str(dst), to]
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True, timeout=120, check=True
-    )
-    return int(done.stdout)
+    imports = """
+from ckpt.ranks.topology import Topology
+from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert_on_ranks, run_of
+"""
+    measured = """
+keys = ConvertKeys(src=sys.argv[1], dst=sys.argv[2], to=sys.argv[3], load=ConvertLoadKeys(allow_pickle=True))
+convert_on_ranks(run_of(keys), Topology.alone())
+"""
+    return most_anonymous_bytes(imports, measured, src, dst, to)
 
 
 @pytest.mark.full

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +33,7 @@ from ckpt.format.dtypes import raw_bytes, zarr_name
 from ckpt.memory.huge_pages import Scratch
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
+from tests.anonymous_memory import most_anonymous_bytes
 from tests.golden.megatron.truth import truth
 from tests.ranks import run_threads
 from tests.states import ALL_DTYPES, Held, coordinator, random_bits, same_bits
@@ -240,35 +239,14 @@ def test_mistakes_are_one_sentence_before_a_byte_moves(tmp_path: Path, monkeypat
     assert not (tmp_path / "plain").exists()
 
 
-_MEASURED = """
-import sys, threading
-from pathlib import Path
-from ckpt.convert.exporting_safetensors import export, select
-
-def anonymous():
-    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))
-
-def watch():
-    while not ended.wait(0.002):
-        seen.append(anonymous())
-
-ended, seen = threading.Event(), [anonymous()]
-watcher = threading.Thread(target=watch)
-watcher.start()
-export(select(Path(sys.argv[1]), "model"), Path(sys.argv[2]), 300 << 20)
-ended.set()
-watcher.join()
-print(max(seen) - seen[0])
-"""
-
-
 @pytest.mark.full
 def test_memory_is_needed_for_a_piece_of_a_tensor(tmp_path: Path) -> None:
     """One tensor of 512 MiB, and 64 MiB at once."""
     src = saved(tmp_path / "root", {"w": random_bits((1 << 22, 32), torch.float32, 0)})
-    root = str(Path(__file__).parents[3])
-    command = [sys.executable, "-c", _MEASURED, str(src), str(tmp_path / "plain")]
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True, timeout=120, check=True
+    taken = most_anonymous_bytes(
+        "from ckpt.convert.exporting_safetensors import export, select",
+        'export(select(Path(sys.argv[1]), "model"), Path(sys.argv[2]), 300 << 20)',
+        src,
+        tmp_path / "plain",
     )
-    assert int(done.stdout) < 110 << 20
+    assert taken < 110 << 20

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +36,7 @@ from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.state.state_digest import state_digest
 from ckpt.storage.extents import ExtentReader
+from tests.anonymous_memory import most_anonymous_bytes
 from tests.crafts import edit_json
 from tests.ranks import run_threads
 from tests.sharded_saves import bytes_of, save_training_state, threads
@@ -492,32 +490,6 @@ def test_gaps_in_a_pack_are_closed(saved: dict[str, Path], tmp_path: Path) -> No
     assert verify_checkpoint(tmp_path / "new") == []
 
 
-_MEASURED = """
-import sys, threading
-from pathlib import Path
-from ckpt.backends.kimi_engine import KimiEngineBackend
-from ckpt.backends.tensorstore import TensorStoreBackend
-from ckpt.backends.zarr import ZarrBackend
-from ckpt.convert.rewriting import rewrite
-
-def anonymous():
-    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))
-
-def watch():
-    while not ended.wait(0.002):
-        seen.append(anonymous())
-
-backend = {"zarr": ZarrBackend, "ocdbt": TensorStoreBackend, "kimi": lambda: KimiEngineBackend(pool=False)}[sys.argv[3]]()
-ended, seen = threading.Event(), [anonymous()]
-watcher = threading.Thread(target=watch)
-watcher.start()
-rewrite(Path(sys.argv[1]), Path(sys.argv[2]), backend)
-ended.set()
-watcher.join()
-print(max(seen) - seen[0])
-"""
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "to"), [("zarr", "kimi"), ("kimi", "ocdbt"), ("ocdbt", "zarr")])
 def test_memory_is_needed_for_a_chunk_and_the_buffers_of_a_writer(tmp_path: Path, name: str, to: str) -> None:
@@ -527,12 +499,15 @@ def test_memory_is_needed_for_a_chunk_and_the_buffers_of_a_writer(tmp_path: Path
         Topology.alone(), tmp_path / "root", [StateComponent("model", Held(state), "global")], backend=made(name)
     )
     src = saver.save_checkpoint(checkpoint_id="1")
-    root = str(Path(__file__).parents[3])
-    command = [sys.executable, "-c", _MEASURED, src, str(tmp_path / "new"), to]
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True, timeout=120, check=True
-    )
-    assert int(done.stdout) < 160 << 20
+    imports = """
+from ckpt.backends.kimi_engine import KimiEngineBackend
+from ckpt.backends.tensorstore import TensorStoreBackend
+from ckpt.backends.zarr import ZarrBackend
+from ckpt.convert.rewriting import rewrite
+made = {"zarr": ZarrBackend, "ocdbt": TensorStoreBackend, "kimi": lambda: KimiEngineBackend(pool=False)}
+"""
+    measured = "rewrite(Path(sys.argv[1]), Path(sys.argv[2]), made[sys.argv[3]]())"
+    assert most_anonymous_bytes(imports, measured, src, tmp_path / "new", to) < 160 << 20
 
 
 def test_every_error_is_one_of_ours(tmp_path: Path) -> None:
