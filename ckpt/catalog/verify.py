@@ -26,6 +26,7 @@ from ckpt.format.records import ArraySpec, ChunkExtent, FileRecord
 from ckpt.format.stored import checked_index, read_listed_file, read_manifest, read_plain_file
 from ckpt.format.strict_json import Refused
 from ckpt.state.flatten import check_plain_file
+from ckpt.storage.files import read_once
 
 _READ_BYTES = 4 << 20
 _NAMED = 3
@@ -225,7 +226,7 @@ class _RankFiles:
 
     def _read(self, file: BinaryIO, begin: int, end: int) -> Iterator[memoryview]:
         """Yield the bytes [begin, end) in pieces of a few MiB, each valid until the next; fewer if the file is shorter."""
-        while begin < end and (num := os.preadv(file.fileno(), [self._buffer[: end - begin]], begin)):
+        while begin < end and (num := read_once(file.fileno(), [self._buffer[: end - begin]], begin)):
             begin += num
             self._result.num_bytes += num
             self._progress(num)

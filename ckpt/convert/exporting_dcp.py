@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -42,6 +44,10 @@ from ckpt.loading.sources import CheckpointSource
 from ckpt.loading.strategy import ReadRequest
 from ckpt.memory.device import device_of
 from ckpt.ranks.topology import Topology
+from ckpt.storage.files import WriteOnce, read_once
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 
 def export_dcp(source: CheckpointSource, dst: Path, topology: Topology) -> None:
@@ -66,10 +72,38 @@ def export_dcp(source: CheckpointSource, dst: Path, topology: Topology) -> None:
             planner = _Planner(source, topology)
         with shared_directory(dst, topology) as folder:
             with topology.phase("write"):
-                writer = FileSystemWriter(folder, overwrite=False)
+                writer = FileSystemWriter(folder, overwrite=False, per_thread_copy_ahead=0)  # one tensor at a time
+                writer.fs = _Files()
                 _save(writer, planner, no_dist=topology.world_size == 1)
             with topology.phase("read back"):
                 _require_read_back(folder, dst, planner.digests, topology)
+
+
+class _Files(FileSystem):
+    """DCP's files, which do not fill the page cache."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with _File(path, mode) if "w" in mode else super().create_stream(path, mode) as stream:
+            yield stream
+
+
+class _File(io.FileIO):
+    """A new file. It has no buffer: `torch.save` writes large pieces."""
+
+    def __init__(self, path: str | os.PathLike[str], mode: str) -> None:
+        super().__init__(path, mode)
+        self._out = WriteOnce(self.fileno())
+
+    def write(self, piece: Buffer, /) -> int:
+        with memoryview(piece) as bits:
+            self._out.write(bits.cast("B"))
+            return bits.nbytes
+
+    def close(self) -> None:
+        if not self.closed:
+            self._out.close()
+        super().close()
 
 
 def _save(writer: FileSystemWriter, planner: SavePlanner, *, no_dist: bool) -> None:
@@ -163,7 +197,7 @@ def _require_read_back(folder: Path, dst: Path, written: Mapping[Piece, str], to
     for batch in batches(written):
         found = [piece.empty() for piece in batch]
         requests = [ReadRequest(one.name, one.name, one.box, out) for one, out in zip(batch, found, strict=True)]
-        DirectLoad().prepare(requests, stored, topology, device_of(()), verify=False).run()
+        DirectLoad(read_at=read_once).prepare(requests, stored, topology, device_of(()), verify=False).run()
         for piece, one in zip(batch, found, strict=True):
             if digest_of_piece(one) != written[piece]:
                 raise StorageError(f"what was written for {dst} is not what is read back: {piece.name} was changed")

@@ -26,7 +26,7 @@ from ckpt.backends.safetensors_format import (
     name_of,
 )
 from ckpt.convert.atomic_directory import atomic_directory
-from ckpt.convert.opened import Opened
+from ckpt.convert.opened import Opened, ahead
 from ckpt.dist_checkpointing.megatron.layout import headless
 from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr
 from ckpt.errors import ConfigurationError, MissingStateError, StorageError
@@ -43,7 +43,7 @@ from ckpt.memory.device import device_of
 from ckpt.memory.huge_pages import Scratch
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import OWN_COPIES, SharingPattern
-from ckpt.storage.files import make_durable
+from ckpt.storage.files import WriteOnce, make_durable, read_once
 
 AT_ONCE_BYTES = 64 << 20
 """Bytes of a tensor in memory at once."""
@@ -170,7 +170,7 @@ def select_of_other(source: CheckpointSource, src: Path, component: str | None) 
 
 
 def _reader_of(stored: Stored) -> Callable[[Sequence[ReadRequest]], Reading]:
-    strategy, topology, device = DirectLoad(), Topology.alone(), device_of(())
+    strategy, topology, device = DirectLoad(read_at=read_once), Topology.alone(), device_of(())
     return lambda requests: strategy.prepare(requests, stored, topology, device, verify=True)
 
 
@@ -222,7 +222,7 @@ def export(
     shards = list(_cut(selection.tensors, max_shard_bytes))
     files = {_file_name(number, len(shards)): _in_order(few) for number, few in enumerate(shards, 1)}
     headers = {file: _header(file, tensors) for file, tensors in files.items()}
-    read = partial(_pieces, selection.prepare, Scratch())
+    read = partial(_pieces, selection.prepare, (Scratch(), Scratch()))
     with atomic_directory(dst) as folder:
         digests = {file: _write(folder / file, headers[file], few, read, progress) for file, few in files.items()}
         for file, digest in digests.items():
@@ -281,21 +281,36 @@ def _header(file: str, tensors: Sequence[ExportedTensor]) -> bytes:
 
 
 def _pieces(
-    prepare: Callable[[Sequence[ReadRequest]], Reading], memory: Scratch, tensor: ExportedTensor
+    prepare: Callable[[Sequence[ReadRequest]], Reading],
+    memories: tuple[Scratch, Scratch],
+    tensors: Sequence[ExportedTensor],
 ) -> Iterator[memoryview]:
-    """Yield the checked bytes of a tensor, in order, in one reused buffer: each piece is valid until the next."""
-    total = math.prod(tensor.shape)
-    step = _elements_at_once(tensor)
+    """Yield the checked bytes of tensors, in order. While a piece is used, the next is read; each is valid until the next."""
+    ranges = (
+        (tensor, first, min(_elements_at_once(tensor), math.prod(tensor.shape) - first))
+        for tensor in tensors
+        for first in range(0, math.prod(tensor.shape), _elements_at_once(tensor))
+    )
+    return ahead(partial(_read, prepare, memories[number % 2], *one) for number, one in enumerate(ranges))
+
+
+def _read(
+    prepare: Callable[[Sequence[ReadRequest]], Reading],
+    memory: Scratch,
+    tensor: ExportedTensor,
+    first: int,
+    num_elements: int,
+) -> memoryview:
+    """Read consecutive elements of a tensor into memory."""
+    flat = memory.empty((num_elements,), torch_dtype(tensor.dtype))
     label = tensor.stored.replace("/", ": ", 1)
-    for first in range(0, total, step):
-        flat = memory.empty((min(step, total - first),), torch_dtype(tensor.dtype))
-        requests = [
-            ReadRequest(tensor.stored, label, box, flat[at : at + box.num_elements].view(box.shape))
-            for box, at in flat_boxes(tensor.shape, first, first + flat.numel())
-        ]
-        prepare(requests).run()
-        bits: Any = raw_bytes(flat).numpy()
-        yield memoryview(bits)
+    requests = [
+        ReadRequest(tensor.stored, label, box, flat[at : at + box.num_elements].view(box.shape))
+        for box, at in flat_boxes(tensor.shape, first, first + num_elements)
+    ]
+    prepare(requests).run()
+    bits: Any = raw_bytes(flat).numpy()
+    return memoryview(bits)
 
 
 def _elements_at_once(tensor: ExportedTensor) -> int:
@@ -312,26 +327,29 @@ def _write(
     file: Path,
     header: bytes,
     tensors: Sequence[ExportedTensor],
-    read: Callable[[ExportedTensor], Iterator[memoryview]],
+    read: Callable[[Sequence[ExportedTensor]], Iterator[memoryview]],
     progress: Callable[[int], None],
 ) -> str:
     """Write one file; return the digest of its intended content."""
     digest = xxhash.xxh3_128(header)
-    with file.open("wb") as stream:
-        stream.write(header)
-        for tensor in tensors:
-            for piece in read(tensor):
-                digest.update(piece)
-                stream.write(piece)
-                progress(len(piece))
+    with file.open("wb", buffering=0) as stream:
+        out = WriteOnce(stream.fileno())
+        out.write(memoryview(header))
+        for piece in read(tensors):
+            digest.update(piece)
+            out.write(piece)
+            progress(len(piece))
+        out.close()
     return digest.hexdigest()
 
 
 def _require_read_back(file: Path, dst: Path, digest: str, progress: Callable[[int], None]) -> None:
     found = xxhash.xxh3_128()
+    at, memory = 0, memoryview(bytearray(_READ_BACK_BYTES))
     with file.open("rb") as stream:
-        while piece := stream.read(_READ_BACK_BYTES):
-            found.update(piece)
-            progress(len(piece))
+        while num_bytes := read_once(stream.fileno(), [memory], at):
+            found.update(memory[:num_bytes])
+            at += num_bytes
+            progress(num_bytes)
     if found.hexdigest() != digest:
         raise StorageError(f"what was written for {dst} is not what is read back: {os.path.basename(file)} was changed")

@@ -6,7 +6,6 @@ torch lays the file out without the tensors' bytes, which are then written to th
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
 from ckpt.loading.other_formats.other_checkpoint import Step
 from ckpt.loading.other_formats.torch_files import open_torch_file, steps_into
 from ckpt.loading.sources import CheckpointSource
+from ckpt.storage.files import WriteOnce, read_once
 
 
 def export_torch(
@@ -59,20 +59,17 @@ def export_torch(
         ]
         places = _places(file, tensors)
         digests = {}
-        with file.open("r+b") as stream:
+        with file.open("r+b", buffering=0) as stream:
+            fd = stream.fileno()
+            out = WriteOnce(fd)
             for piece, tensor in read_pieces(source, pieces, tensors):
                 digests[piece] = digest_of_piece(tensor)
-                bits: Any = raw_bytes(tensor.reshape(-1)).numpy()
-                stream.seek(places[piece.name] + _offset(piece, tensors[piece.name]))
-                stream.write(bits)
+                out.write(_bytes(tensor), places[piece.name] + _offset(piece, tensors[piece.name]))
                 progress(tensor.nbytes)
-            stream.flush()
-            os.fsync(stream.fileno())
+            out.close()
             for piece, digest in digests.items():
                 found = piece.empty()
-                bits = raw_bytes(found.reshape(-1)).numpy()
-                stream.seek(places[piece.name] + _offset(piece, tensors[piece.name]))
-                stream.readinto(bits)
+                read_once(fd, [_bytes(found)], places[piece.name] + _offset(piece, tensors[piece.name]))
                 if digest_of_piece(found) != digest:
                     raise StorageError(f"what was written for {dst} is not what is read back: {piece.name} was changed")
                 progress(found.nbytes)
@@ -120,6 +117,11 @@ def _places(file: Path, tensors: Mapping[str, OpenedTensor]) -> dict[str, int]:
         assert isinstance(pieces, list), "they are row-major"
         places[name] = pieces[0].offset if pieces else 0
     return places
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    bits: Any = raw_bytes(tensor.reshape(-1)).numpy()
+    return memoryview(bits)
 
 
 def _offset(piece: Piece, tensor: OpenedTensor) -> int:

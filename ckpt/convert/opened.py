@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from ckpt.format.manifest import STATE, ArrayEntry
 from ckpt.format.unpickling import unknown_in
 from ckpt.loading.sources import CheckpointSource
 from ckpt.loading.strategy import ReadRequest
+from ckpt.memory.huge_pages import Scratch
 from ckpt.state.flatten import Path, path_from_json, plain_and_paths, unflatten
 from ckpt.state.sharing import Sharing, SharingPattern, StateComponent
 from ckpt.state.statefuls import Given, optimizer_in_groups
@@ -27,6 +28,8 @@ Result = TypeVar("Result")
 
 PIECE_BYTES = 8 << 20
 """The largest piece of a tensor that is read at once. Memory for a few of them is needed."""
+
+_ALIGNED = 64
 
 
 class Opened:
@@ -134,7 +137,7 @@ def read_into(source: CheckpointSource, wanted: Iterable[tuple[str, Box, torch.T
 def read_pieces(
     source: CheckpointSource, pieces: Iterable[Piece], tensors: Mapping[str, OpenedTensor]
 ) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """Yield pieces, in order, in new memory. Small ones are read together, and ahead of the caller.
+    """Yield pieces, in order. Small ones are read together, and ahead of the caller; each is valid until the next.
 
     Args:
         tensors: by the names of the pieces.
@@ -142,12 +145,26 @@ def read_pieces(
     Raises: as `read_into`.
     """
 
-    def read(batch: Sequence[Piece]) -> list[tuple[Piece, torch.Tensor]]:
-        found = [(piece, piece.empty()) for piece in batch]
+    def read(batch: Sequence[Piece], memory: Scratch) -> list[tuple[Piece, torch.Tensor]]:
+        found = list(zip(batch, _empty(batch, memory), strict=True))
         read_into(source, ((tensors[piece.name].name, piece.box, out) for piece, out in found))
         return found
 
-    return chain.from_iterable(ahead(partial(read, batch) for batch in batches(pieces)))
+    memories = Scratch(), Scratch()
+    jobs = (partial(read, batch, memories[number % 2]) for number, batch in enumerate(batches(pieces)))
+    return chain.from_iterable(ahead(jobs))
+
+
+def _empty(pieces: Sequence[Piece], memory: Scratch) -> Iterator[torch.Tensor]:
+    """Yield a tensor for each piece. Each has a storage of its own size: DCP and `torch.save` write whole storages."""
+    starts = list(accumulate((-(-piece.num_bytes // _ALIGNED) * _ALIGNED for piece in pieces), initial=0))
+    bits: Any = memory.empty((starts[-1],), torch.uint8).numpy()
+    for piece, start in zip(pieces, starts, strict=False):
+        if piece.num_bytes == 0:
+            yield piece.empty()
+            continue
+        own = memoryview(bits)[start : start + piece.num_bytes]
+        yield torch.frombuffer(own, dtype=torch.uint8).view(torch_dtype(piece.dtype)).view(piece.box.shape)
 
 
 def require_known(state: Any) -> None:
@@ -189,6 +206,10 @@ class Piece(NamedTuple):
     box: Box
     dtype: str
 
+    @property
+    def num_bytes(self) -> int:
+        return self.box.num_elements * item_bytes(self.dtype)
+
     def empty(self) -> torch.Tensor:
         """Return new memory for it."""
         return torch.empty(self.box.shape, dtype=torch_dtype(self.dtype))
@@ -199,12 +220,11 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     batch: list[Piece] = []
     num_bytes = 0
     for piece in pieces:
-        size = piece.box.num_elements * item_bytes(piece.dtype)
-        if batch and num_bytes + size > PIECE_BYTES:
+        if batch and num_bytes + piece.num_bytes > PIECE_BYTES:
             yield batch
             batch, num_bytes = [], 0
         batch.append(piece)
-        num_bytes += size
+        num_bytes += piece.num_bytes
     if batch:
         yield batch
 

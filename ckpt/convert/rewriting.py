@@ -49,7 +49,7 @@ from ckpt.saving.writing import Item, Pack, RankWritePlan, Staged, WriteJob, Wri
 from ckpt.state.sharing import StateComponent
 from ckpt.state.statefuls import Given
 from ckpt.storage.extents import ExtentReader
-from ckpt.storage.files import PIECE_BYTES, FolderTree, make_durable, write_all
+from ckpt.storage.files import PIECE_BYTES, FolderTree, make_durable, read_once, write_all
 from ckpt.storage.runs import WantedBox
 from ckpt.version import __version__
 
@@ -183,7 +183,7 @@ class _Rewriting:
             index = read_index(self._src, self._manifest, rank)
         items = [*self._chunks(index), *self._packs(index)]
         plan = self._rank_plan(rank, items)
-        with ExtentReader(self._src, progress=self._progress) as reader:
+        with ExtentReader(self._src, progress=self._progress, read_at=read_once) as reader:
             staged = self._staged(items, reader, TensorNames(self._manifest, index))
             return plan.write(WriteJob(self._folder, self._backend, self._plain(index)), staged, self._progress)
 

@@ -8,7 +8,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ PIECE_BYTES = 8 << 20
 
 EAGER_BYTES = 1 << 20
 """Writeback of smaller pieces is not started early; they go to disk with others."""
+
+PAGE_BYTES = 4096
 
 SETTLE_BYTES = 64 << 20
 """Bytes per wait while a large file goes to disk."""
@@ -44,6 +46,63 @@ def write_all(fd: int, piece: memoryview) -> None:
     """Write all bytes of a piece at the file's position, in as many calls as needed."""
     while piece:
         piece = piece[os.write(fd, piece) :]
+
+
+def read_once(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Read as `os.preadv` does, and drop the bytes from the page cache: for files that are not read again soon.
+
+    A cache that fills evicts what training needs, and takes memory that is slow where it is touched for the first time.
+    """
+    num_bytes = os.preadv(fd, buffers, offset)
+    forget(fd, offset, num_bytes)
+    return num_bytes
+
+
+def forget(fd: int, offset: int, num_bytes: int) -> None:
+    """Drop bytes that are on the disk from the page cache."""
+    if hasattr(os, "posix_fadvise"):
+        start = offset // PAGE_BYTES * PAGE_BYTES  # whole pages alone are dropped
+        os.posix_fadvise(fd, start, offset + num_bytes - start, os.POSIX_FADV_DONTNEED)
+
+
+class WriteOnce:
+    """Writes a file through a small part of the page cache, and leaves nothing there.
+
+    While one stretch of about `SETTLE_BYTES` is filled, the one before it goes to the disk.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._filled = self._going = (
+            0,
+            0,
+        )  # [start, end) of the stretch being filled, and of that on its way to the disk
+
+    def write(self, piece: memoryview, offset: int | None = None) -> None:
+        """Write all bytes of a piece: after the last one, or at an offset."""
+        start, end = self._filled
+        at = end if offset is None else offset
+        if at < end or at - start >= SETTLE_BYTES:
+            self._send()
+            start = at
+        os.lseek(self._fd, at, os.SEEK_SET)
+        write_all(self._fd, piece)
+        self._filled = start, at + len(piece)
+
+    def close(self) -> None:
+        """Wait until every byte is on the disk. The descriptor stays open."""
+        os.fsync(self._fd)
+        forget(self._fd, 0, os.fstat(self._fd).st_size)
+
+    def _send(self) -> None:
+        """Send the stretch to the disk, and wait for the one before it."""
+        start, end = self._filled
+        start_writeback(self._fd, start, end - start)
+        going, gone = self._going
+        if going < gone:  # a length of 0 would be the whole file
+            _sync_file_range(self._fd, going, gone - going, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
+            forget(self._fd, going, gone - going)
+        self._going = self._filled
 
 
 class FolderTree:

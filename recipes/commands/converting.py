@@ -20,9 +20,7 @@ from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.convert.atomic_directory import require_free
-from ckpt.convert.exporting_dcp import export_dcp
 from ckpt.convert.exporting_safetensors import export, select, select_of_megatron, select_of_other
-from ckpt.convert.exporting_torch import export_torch
 from ckpt.convert.importing import import_checkpoint
 from ckpt.convert.opened import Opened
 from ckpt.convert.rewriting import rewrite
@@ -36,6 +34,7 @@ from ckpt.loading.loader import source_at
 from ckpt.loading.other_formats.other_source import format_at
 from ckpt.loading.sources import CheckpointSource
 from ckpt.ranks.topology import Topology
+from ckpt.storage.files import read_once
 from recipes.commands.converting_megatron import Converted, convert_megatron, differences
 from recipes.support.config import command_keys
 from recipes.support.progress import progress_bar
@@ -240,7 +239,7 @@ def _shown(keys: ConvertKeys, topology: Topology, num_bytes: int) -> Iterator[No
 
 
 def _opened(keys: ConvertKeys, topology: Topology) -> CheckpointSource:
-    return source_at(Path(keys.src), topology, DirectLoad(), allow_pickle=keys.load.allow_pickle)
+    return source_at(Path(keys.src), topology, DirectLoad(read_at=read_once), allow_pickle=keys.load.allow_pickle)
 
 
 def _import(keys: ConvertKeys, topology: Topology) -> Converted:
@@ -249,11 +248,15 @@ def _import(keys: ConvertKeys, topology: Topology) -> Converted:
 
 
 def _to_dcp(keys: ConvertKeys, topology: Topology) -> Converted:
+    from ckpt.convert.exporting_dcp import export_dcp  # it imports DCP, which takes a second
+
     source = _opened(keys, topology)
     return _on_ranks(keys, source, topology, lambda dst: export_dcp(source, dst, topology))
 
 
 def _to_torch(keys: ConvertKeys, topology: Topology) -> Converted:
+    from ckpt.convert.exporting_torch import export_torch
+
     source = _opened(keys, topology)
     return _on_ranks(keys, source, topology, lambda dst: export_torch(source, dst, progress=topology.progress))
 

@@ -188,9 +188,9 @@ def test_any_tensor_goes_over_in_pieces_of_any_size(
     src = saved(root, {"w": value})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exporting_safetensors, "AT_ONCE_BYTES", most)
-        read = partial(exporting_safetensors._pieces, select(src, "model").prepare, Scratch())
+        read = partial(exporting_safetensors._pieces, select(src, "model").prepare, (Scratch(), Scratch()))
         rows = data.draw(st.integers(1, 4))
-        pieces = [bytes(piece) for piece in read(ExportedTensor("w", "model/w", zarr_name(value.dtype), shape, rows))]
+        pieces = [bytes(piece) for piece in read([ExportedTensor("w", "model/w", zarr_name(value.dtype), shape, rows)])]
     assert b"".join(pieces) == raw_bytes(value).numpy().tobytes()
     assert all(len(piece) <= most for piece in pieces)
     shutil.rmtree(root)
