@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from ckpt.errors import CorruptCheckpointError
-from ckpt.format.box import Box, first_overlap, overlap
+from ckpt.format.box import Box, first_overlap, overlap, whole
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.held import NOTHING_HELD
@@ -155,10 +155,10 @@ class OtherCheckpoint:
             if wanted is None:
                 continue
             num_found += wanted.num_elements
-            out = request.out[wanted.relative_to(request.box).slices]
+            out = request.out if wanted == request.box else request.out[wanted.relative_to(request.box).slices]
+            inside = whole(wanted.shape) if wanted == piece.box else wanted.relative_to(piece.box)
             chunk = self._chunk_around(piece, tensor.dtype)
-            base = piece.offset - chunk.offset
-            part = WantedBox(base, piece.box.shape, wanted.relative_to(piece.box), out, request.label)
+            part = WantedBox(piece.offset - chunk.offset, piece.box.shape, inside, out, request.label)
             yield StoredPart(chunk, part, ArraySpec(request.name, tensor.dtype, tensor.shape, ()), "raw", wanted)
         if num_found != request.box.num_elements:
             raise CorruptCheckpointError(

@@ -19,6 +19,7 @@ import torch
 
 from ckpt.errors import ConfigurationError, MissingStateError
 from ckpt.format.dtypes import torch_dtype
+from ckpt.format.gc_pause import gc_paused
 from ckpt.format.manifest import MANIFEST_NAME, STATE, ArrayEntry
 from ckpt.format.unpickling import UnknownObject, unknown_in, without_unknown
 from ckpt.loading.other_formats.dcp_folders import is_dcp, open_dcp
@@ -73,6 +74,7 @@ class OtherSource:
     metrics: Mapping[str, float | None] = MappingProxyType({})
     metadata: Mapping[str, Any] = MappingProxyType({})
 
+    @gc_paused()
     def __init__(
         self, path: Path, checkpoint: OtherCheckpoint, topology: Topology, strategy: LoadingStrategy, device: Device
     ) -> None:
@@ -123,6 +125,7 @@ class OtherSource:
     def prefixes(self, component: StateComponent) -> list[str]:
         return [""]
 
+    @gc_paused()
     def entries(self, component: StateComponent, prefix: str) -> Mapping[str, ArrayEntry]:
         _, names = self._leaves(component)
         entries: dict[str, ArrayEntry] = {}
@@ -147,11 +150,12 @@ class OtherSource:
         return {}
 
     def prepare(self, requests: Sequence[ReadRequest]) -> Reading:
-        named = [
-            ReadRequest(self._found[key][1][rest], request.label, request.box, request.out)
-            for request in requests
-            for key, _, rest in [request.name.partition("/")]
-        ]
+        with gc_paused():
+            named = [
+                ReadRequest(self._found[key][1][rest], request.label, request.box, request.out)
+                for request in requests
+                for key, _, rest in [request.name.partition("/")]
+            ]
         return self._strategy.prepare(named, self._checkpoint, self._topology, self._device, verify=False)
 
     def _leaves(self, component: StateComponent) -> tuple[Leaves, dict[str, str]]:
