@@ -18,7 +18,7 @@ from ckpt.errors import CheckpointError, CorruptCheckpointError
 from ckpt.format.box import Box, flat_boxes
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.metadata import TORCH_DIST, maybe_load_config
-from ckpt.format.unpickling import unpickle
+from ckpt.format.unpickling import require_small, unpickle
 from ckpt.loading.other_formats.dcp_folders import METADATA, described_dcp, is_dcp, refusing_metadata
 from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint, OtherTensor, Piece, Step, folder_with
 from ckpt.loading.other_formats.torch_archives import sizes_in
@@ -79,6 +79,7 @@ def common_state(root: Path) -> dict[Any, Any]:
     with folder_with(root, COMMON) as folder:
         folder.require_regular(COMMON)
     common = unpickle(root / COMMON, unknown="keep")
+    require_small(common, str(root / COMMON))
     if not isinstance(common, dict):
         raise CorruptCheckpointError(f"{root / COMMON} holds a {type(common).__name__}, where a state dict should be")
     return common

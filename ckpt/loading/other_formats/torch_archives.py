@@ -21,7 +21,7 @@ import torch
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import Box, first_overlap, overlap
 from ckpt.format.dtypes import item_bytes
-from ckpt.format.unpickling import UnknownObject, unpickle_inert
+from ckpt.format.unpickling import UnknownObject, shown, unpickle_inert
 from ckpt.loading.other_formats.other_checkpoint import Encoded, Piece, folder_with
 
 _MOST_PICKLE_BYTES = 1 << 30
@@ -125,16 +125,16 @@ class Archive:
         (kind, storage_type, key, _, num_elements), first, shape, stride = described.args[:4]
         bits = described.args[at] if len(described.args) > at else None
         if kind != "storage" or not (isinstance(key, str) and key.isdecimal()):
-            raise ValueError(f"its memory is {kind!r:.40} {key!r:.40}")
+            raise ValueError(f"its memory is {shown(kind)} {shown(key)}")
         if any(type(one) is not int or one < 0 for one in (first, num_elements)):
-            raise ValueError(f"its first element is {first!r:.40} of {num_elements!r:.40}")
+            raise ValueError(f"its first element is {shown(first)} of {shown(num_elements)}")
         dtype = _STORAGE_DTYPES.get(storage_type.name.rpartition(".")[2]) if at == 6 else _dtype_name(described.args[6])
         if dtype is None:
             raise ConfigurationError(f"{name} lies in a {storage_type.name}, of a data type that is not read here")
         item = item_bytes(dtype)
         shape, stride = sizes_in(shape), sizes_in(stride)
-        if len(shape) > _MOST_DIMS or math.prod(max(1, side) for side in shape) * item >= 1 << 63:
-            raise ValueError(f"its shape is {shape!r:.80}")
+        if math.prod(max(1, side) for side in shape) * item >= 1 << 63:
+            raise ValueError(f"its shape is {shown(shape)}")
         stride = tuple(step if side > 1 else 0 for side, step in zip(shape, stride, strict=True))
         is_conj, is_neg = _bits(bits)
         if 0 in shape:
@@ -249,8 +249,10 @@ def sizes_in(given: Any) -> tuple[int, ...]:
     Raises:
         ValueError: it is something else.
     """
-    if not isinstance(given, tuple) or not all(type(one) is int and one >= 0 for one in given):
-        raise ValueError(f"{given!r:.80} is no shape")
+    if not isinstance(given, tuple) or len(given) > _MOST_DIMS:
+        raise ValueError(f"{shown(given)} is no shape")
+    if not all(type(one) is int and 0 <= one < 1 << 63 for one in given):
+        raise ValueError(f"{shown(given)} is no shape")
     return tuple(given)
 
 
@@ -270,18 +272,21 @@ def _unwrapped(described: Any) -> Any:
 
 def _dtype_name(given: Any) -> str | None:
     """The data type of a pickle's argument: one of torch, or a stand-in for it; None: it is not known."""
-    name = str(getattr(given, "name", given)).removeprefix("torch.")
+    name: Any = str(given) if isinstance(given, torch.dtype) else getattr(given, "name", None)
+    if not isinstance(name, str):
+        return None
+    name = name.removeprefix("torch.")
     try:
         item_bytes(name)
     except CorruptCheckpointError:
         return None
-    return name
+    return str(name)
 
 
 def _bits(given: Any) -> tuple[bool, bool]:
     bits = given or {}
     if not isinstance(bits, dict) or not bits.keys() <= {"conj", "neg"}:
-        raise ValueError(f"it has the bits {given!r:.80}")
+        raise ValueError(f"it has the bits {shown(given)}")
     return bool(bits.get("conj")), bool(bits.get("neg"))
 
 

@@ -10,6 +10,7 @@ import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +311,14 @@ def _laughs() -> Any:
     return {"a": made}
 
 
+def _tree(node: Callable[[Any], Any] = lambda below: (below, below)) -> Any:
+    """A value of a few bytes that is a tree of 2^64 nodes, which nobody may walk or print."""
+    made: Any = ()
+    for _ in range(64):
+        made = node(made)
+    return made
+
+
 def _deep() -> bytes:
     return b"\x80\x02}X\x01\x00\x00\x00a" + b"]" * 100_000 + b"a" * 99_999 + b"s."
 
@@ -339,6 +348,15 @@ CRAFTS: dict[str, Callable[[], bytes]] = {
     "two members of one name": lambda: _zip({"a": _Made()}, twice=True).replace(b"x/data/9\0", b"x/data/9"),
     "a container in itself": lambda: _zip(_circle()),
     "containers without end": lambda: _zip(_laughs()),
+    "namespaces without end": lambda: _zip({"a": _tree(lambda below: argparse.Namespace(x=below, y=below))}),
+    "plain lists without end": lambda: _zip({"a": _tree(lambda below: [below, below])}),
+    "long paths to many numbers": lambda: _zip(reduce(lambda below, _: {"a": below}, range(200), [0] * 100_000)),
+    "a tree as its memory": lambda: _zip({"a": _Made(storage=_storage(word=_tree()))}),
+    "a tree as the key of its memory": lambda: _zip({"a": _Made(storage=_storage(key=_tree()))}),
+    "a tree as a number of elements": lambda: _zip({"a": _Made(storage=_storage(num=_tree()))}),
+    "a tree as an offset": lambda: _zip({"a": _Made(first=_tree())}),
+    "a tree as a shape": lambda: _zip({"a": _Made(shape=_tree())}),
+    "a tree as bits": lambda: _zip({"a": _Made(bits=_tree())}),
     "containers of any depth": lambda: _zip(_deep()),
     "a program as a key": lambda: _zip(b"\x80\x02}cos\nsystem\nX\x09\x00\x00\x00touch ran\x85RK\x01s"),
     "no pickle": lambda: _zip(b"garbage"),
