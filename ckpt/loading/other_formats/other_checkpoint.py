@@ -142,7 +142,7 @@ class OtherCheckpoint:
         def read(box: Box, out: torch.Tensor) -> None:
             out.copy_(tensor.detach()[box.slices])
 
-        encoded = Encoded(self.described_in, tuple(tensor.shape), read)
+        encoded = Encoded(self.described_in, tuple(max(1, side) for side in tensor.shape), read)
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         self._numbers[name] = len(self._numbers)
         self.tensors[name] = OtherTensor(path, dtype, shape, lambda: encoded)
