@@ -18,7 +18,14 @@ from ckpt.format.box import Box
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.unpickling import shown, unpickle_inert, unpickle_value
-from ckpt.loading.other_formats.other_checkpoint import Encoded, OtherCheckpoint, OtherTensor, Piece, Step, folder_with
+from ckpt.loading.other_formats.other_checkpoint import (
+    Encoded,
+    FilePiece,
+    OtherCheckpoint,
+    OtherTensor,
+    Step,
+    folder_with,
+)
 from ckpt.loading.other_formats.torch_archives import located, sizes_in, tensor_in
 
 METADATA = ".metadata"
@@ -98,7 +105,7 @@ def _checkpoint(root: Path, metadata: dict[str, Any]) -> OtherCheckpoint:
 
 def _pieces(
     root: Path, fqn: str, dtype: str, shape: tuple[int, ...], parts: list[tuple[Box, dict[str, Any]]]
-) -> list[Piece] | Encoded:
+) -> list[FilePiece] | Encoded:
     """Find the bytes of a tensor's parts in their archives."""
     found = []
     for box, place in parts:

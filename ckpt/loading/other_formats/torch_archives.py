@@ -22,7 +22,7 @@ from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointEr
 from ckpt.format.box import Box, first_overlap, overlap
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.unpickling import UnknownObject, shown, unpickle_inert
-from ckpt.loading.other_formats.other_checkpoint import Encoded, Piece, folder_with
+from ckpt.loading.other_formats.other_checkpoint import Encoded, FilePiece, folder_with
 
 _MOST_PICKLE_BYTES = 1 << 30
 _MOST_DIMS = 60
@@ -184,7 +184,7 @@ def tensor_in(file: BinaryIO, begin: int, length: int, where: str) -> ArchivedTe
 
 def located(
     root: Path, name: str, shape: tuple[int, ...], parts: Sequence[tuple[Box, str, ArchivedTensor]]
-) -> list[Piece] | Encoded:
+) -> list[FilePiece] | Encoded:
     """Find the bytes of a tensor's parts: pieces, where all lie row-major; otherwise they are copied out of the files, which are mapped.
 
     Args:
@@ -194,7 +194,7 @@ def located(
     Raises:
         CorruptCheckpointError: the header of a part is missing, or parts with strides do not tile the tensor.
     """
-    pieces = [Piece(box, file, _content(root, file, one, name)) for box, file, one in parts]
+    pieces = [FilePiece(box, file, _content(root, file, one, name)) for box, file, one in parts]
     if all(one.is_raw for _, _, one in parts):
         return pieces
     if first_overlap([box for box, _, _ in parts]) or sum(box.num_elements for box, _, _ in parts) != math.prod(shape):
@@ -208,7 +208,7 @@ def located(
     return Encoded(parts[0][1], _grid(shape, parts[0][2].dtype), read)
 
 
-def _copy(root: Path, piece: Piece, one: ArchivedTensor, box: Box, out: torch.Tensor, name: str) -> None:
+def _copy(root: Path, piece: FilePiece, one: ArchivedTensor, box: Box, out: torch.Tensor, name: str) -> None:
     """Copy a box of a part into host memory. The elements may lie at any byte, so that NumPy copies them, as integers."""
     item = item_bytes(one.dtype)
     word = min(item, 8)

@@ -26,7 +26,7 @@ from ckpt import Checkpointer
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import Box
 from ckpt.format.dtypes import contiguous
-from ckpt.loading.other_formats.other_checkpoint import Encoded, Piece
+from ckpt.loading.other_formats.other_checkpoint import Encoded, FilePiece
 from ckpt.loading.other_formats.torch_files import content_of, open_torch_file
 from ckpt.ranks.topology import Topology
 from tests.ranks import run_ranks
@@ -135,7 +135,7 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
     torch.save({"whole": torch.arange(6.0), "turned": torch.arange(6.0).reshape(2, 3).T}, tmp_path / "x.pt")
     tensors = content_of(tmp_path, "x.pt").tensors
     (piece,) = tensors["whole",].pieces()
-    assert isinstance(piece, Piece)
+    assert isinstance(piece, FilePiece)
     raw = (tmp_path / "x.pt").read_bytes()[piece.offset :][:24]
     assert np.frombuffer(raw, "<f4").tolist() == [0, 1, 2, 3, 4, 5]
     assert isinstance(tensors["turned",].pieces(), Encoded)
