@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ckpt.errors import ConfigurationError, MissingStateError
+from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingStateError
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.gc_pause import gc_paused
 from ckpt.format.manifest import MANIFEST_NAME, STATE, ArrayEntry
@@ -166,7 +166,12 @@ class OtherSource:
             leaves: dict[tuple[Step, ...], Any] = {}
             for path, name in self._tensors.get(component.key, {}).items():
                 stored = self._checkpoint.tensors[name]
-                leaves[path] = torch.empty(stored.shape, dtype=torch_dtype(stored.dtype), device="meta")
+                try:
+                    leaves[path] = torch.empty(stored.shape, dtype=torch_dtype(stored.dtype), device="meta")
+                except RuntimeError:  # a side of 0 hides that the others overflow
+                    raise CorruptCheckpointError(
+                        f"{self._checkpoint.root}: no tensor has the shape of {name!r:.80}, {list(stored.shape)!r:.80}"
+                    ) from None
                 placeholders[id(leaves[path])] = name
             leaves |= self._plain_values(component.key)
             if leaves.get((component.key,)) == {}:  # the component itself, without any state

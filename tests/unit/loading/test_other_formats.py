@@ -164,6 +164,16 @@ def test_a_damaged_safetensors_file_is_refused(tmp_path: Path, craft: Callable[[
         ckpt.load(tmp_path)
 
 
+def test_an_empty_tensor_whose_other_sides_overflow_is_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.empty(0, 2, 2)}, tmp_path / "model.safetensors")
+    huge = _with_header(lambda h: h["a"].update(shape=[0, 1 << 40, 1 << 40]))
+    (tmp_path / "model.safetensors").write_bytes(huge((tmp_path / "model.safetensors").read_bytes()))
+    with pytest.raises(
+        CorruptCheckpointError, match=r"no tensor has the shape of 'a', \[0, 1099511627776, 1099511627776\]"
+    ):
+        ckpt.load(tmp_path)
+
+
 # hostile checkpoints of DCP
 
 

@@ -208,6 +208,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "without memory": (lambda: {"x": torch.empty(3, device="meta")}, r"x is made by .*meta"),
     "a subclass": (lambda: {"deep": [{"x": torch.ones(2).as_subclass(_Odd)}]}, r"deep\.0\.x is made by .*from_type"),
     "repeated without end": (lambda: {"x": torch.ones(1).expand(1 << 40)}, r"x repeats its elements to 4398046511104"),
+    "repeated by several": (
+        lambda: {"x": [torch.full((1,), float(at)).expand(1 << 27) for at in range(3)]},
+        r"x\.2 repeats its elements to 536870912",
+    ),
     "an object": (lambda: {"x": {"net": _Module(2, 2)}}, r"x\.net is a .*_Module"),
     "a device": (lambda: {"x": torch.device("cpu")}, r"x is a torch\.device"),
     "in a namespace": (lambda: {"x": argparse.Namespace(w=torch.ones(2))}, r"x \(w\) is a torch\._utils"),
