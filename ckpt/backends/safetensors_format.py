@@ -253,8 +253,9 @@ def _entries(rows: Mapping[str, _Row], notes: _Notes, num_bytes: int) -> list[En
             key, shape, offsets = notes.parts[name]
             content = Content(key, shape, checked_place(shape, offsets, stored))
         begin, end = row.data_offsets
-        entries.append(Entry(name, dtype, content, begin))
-        if end - begin != entries[-1].num_bytes or not 0 <= begin <= end <= num_bytes:
+        entry = Entry(name, dtype, content, begin)
+        entries.append(entry)
+        if end - begin != entry.num_bytes or not 0 <= begin <= end <= num_bytes:
             raise ValueError(f"bytes {begin} to {end} of {num_bytes} cannot be {name!r:.80} of shape {list(stored)}")
     require_apart(((entry.start, entry.start + entry.num_bytes) for entry in entries), "bytes of its tensors")
     return entries

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -77,7 +78,9 @@ def _plain(where: str, a: dict[str, Any], b: dict[str, Any]) -> Iterator[Differe
     for name in dict.fromkeys((*a, *b)):
         if name not in a or name not in b:
             yield Difference(where, name, f"only in {'a' if name in a else 'b'}", a.get(name), b.get(name))
-        elif a[name] != b[name]:
+        elif json.dumps(a[name]) != json.dumps(
+            b[name]
+        ):  # Python takes true and 1, 1 and 1.0, or 0.0 and -0.0 for equal
             yield Difference(where, name, "value", a[name], b[name])
 
 

@@ -6,7 +6,7 @@ import heapq
 import math
 from collections.abc import Collection, Iterator
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, product
 from typing import NamedTuple
 
 from ckpt.errors import ShapeMismatchError
@@ -89,12 +89,12 @@ def overlap(saved: Box, wanted: Box) -> Box | None:
 def first_overlap(boxes: Collection[Box]) -> tuple[Box, Box] | None:
     """Find two of the boxes that overlap; None: no two do. All have one number of dimensions.
 
-    Sweeps along the dimension with the most borders; only open boxes are compared.
+    Sweeps along the dimension in which the fewest boxes are open at once; only open boxes are compared.
     """
     dims = len(next(iter(boxes)).shape)
     if dims == 0:
         return None
-    sweep = max(range(dims), key=lambda d: len({box.offsets[d] for box in boxes}))
+    sweep = min(range(dims), key=lambda d: _most_open(boxes, d))
     open_boxes: list[tuple[int, int, Box]] = []
     for count, box in enumerate(sorted(boxes, key=lambda b: b.offsets[sweep])):
         while open_boxes and open_boxes[0][0] <= box.offsets[sweep]:
@@ -104,6 +104,12 @@ def first_overlap(boxes: Collection[Box]) -> tuple[Box, Box] | None:
                 return other, box
         heapq.heappush(open_boxes, (box.offsets[sweep] + box.shape[sweep], count, box))
     return None
+
+
+def _most_open(boxes: Collection[Box], d: int) -> int:
+    """The number of boxes that are open at once in a sweep along dimension `d`, at most."""
+    borders = [(box.offsets[d], 1) for box in boxes] + [(box.offsets[d] + box.shape[d], -1) for box in boxes]
+    return max(accumulate(step for _, step in sorted(borders)))
 
 
 def num_chunks(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...]:

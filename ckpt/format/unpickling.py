@@ -13,6 +13,7 @@ import io
 import pathlib
 import pickle
 import re
+import reprlib
 import threading
 import types
 import zipfile
@@ -57,8 +58,30 @@ class UnknownObject:
         self.state = state
 
     def __repr__(self) -> str:
-        given = "" if self.args is None else f"({', '.join(map(repr, self.args))})"
+        given = "" if self.args is None else f"({', '.join(map(shown, self.args[:_NAMED]))})"
         return f"<unknown {self.name}{given}>"
+
+
+class _Shown(reprlib.Repr):
+    """Shows the first items of containers, to a depth of two: a pickle of 1 KB can describe a tree of 2^64 nodes."""
+
+    def repr_int(self, x: int, level: int) -> str:
+        return super().repr_int(x, level) if x.bit_length() < _MOST_SHOWN_BITS else "<int>"
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        if x is None or isinstance(x, bool | float):
+            return repr(x)
+        return f"<unknown {x.name}>" if isinstance(x, UnknownObject) else f"<{type(x).__name__}>"
+
+
+_shown = _Shown()
+_shown.maxlevel = 2
+_MOST_SHOWN_BITS = 256
+
+
+def shown(value: Any) -> str:
+    """Return a value of a pickle for a message, in at most 80 characters, at a cost that does not grow with the value."""
+    return f"{_shown.repr(value):.80}"
 
 
 def unpickle_state_dict(file: Path) -> dict[Any, Any]:
@@ -88,9 +111,11 @@ def unpickle_value(archive: bytes, where: str) -> Any:
 
     Raises:
         ConfigurationError: it holds an object that nothing can stand in for.
-        CorruptCheckpointError: it cannot be read.
+        CorruptCheckpointError: it cannot be read, or is not small (`require_small`).
     """
-    return _unpickled(io.BytesIO(archive), where, "keep")
+    value = _unpickled(io.BytesIO(archive), where, "keep")
+    require_small(value, where)
+    return value
 
 
 def unpickle_inert(data: bytes, where: str) -> Any:
@@ -110,12 +135,14 @@ def unpickle_archived(data: bytes, where: str) -> Any:
     are; an `UnknownObject` for each other object, tensors among them. Nothing is imported, and no code of the file runs.
 
     Raises:
-        CorruptCheckpointError: it is no pickle.
+        CorruptCheckpointError: it is no pickle, or its value is not small (`require_small`).
     """
     try:
-        return _Resolve()(_ArchiveUnpickler(io.BytesIO(data)).load(), "")
+        value = _Resolve()(_ArchiveUnpickler(io.BytesIO(data)).load(), "")
     except Exception as error:  # as in `unpickle_inert`
         raise CorruptCheckpointError(f"{where} cannot be read as a pickle: {type(error).__name__}") from None
+    require_small(value, where)
+    return value
 
 
 class _InertUnpickler(pickle.Unpickler):
@@ -347,6 +374,62 @@ class _Resolve:
         value.state = self(value.state, path)
         self._inside -= 1
         return value
+
+
+def require_small(value: Any, where: str) -> None:
+    """Refuse a value that is much larger as a tree than in memory. Unknown objects are not entered.
+
+    Raises:
+        CorruptCheckpointError: it is, or a container holds itself.
+    """
+    size = _Size()
+    try:
+        _, steps = size.of(value)
+    except RecursionError:
+        steps = _ENDLESS
+    if steps > _MOST_STEPS + _STEPS_PER_REFERENCE * size.num_references:
+        raise CorruptCheckpointError(f"{where} holds containers that hold themselves, or one another too often")
+
+
+class _Size:
+    """Measures plain containers as a tree, without building it: one that is referred to again and again can be of any size.
+
+    Attributes:
+        num_references: to the items of all containers, each container counted once.
+    """
+
+    def __init__(self) -> None:
+        self.num_references = 0
+        self._known: dict[int, tuple[int, int]] = {}
+
+    def of(self, value: Any) -> tuple[int, int]:
+        """Return the number of nodes below a value and itself, and the sum of the lengths of the paths to them."""
+        inner = _inside(value)
+        if inner is None:
+            return 1, 0
+        known = self._known.get(id(value))
+        if known is None:
+            self._known[id(value)] = 0, _ENDLESS
+            self.num_references += len(inner)
+            sizes = [self.of(one) for one in inner]
+            nodes = sum(nodes for nodes, _ in sizes)
+            known = self._known[id(value)] = 1 + nodes, nodes + sum(steps for _, steps in sizes)
+        return known
+
+
+_MOST_STEPS = 1 << 20
+_STEPS_PER_REFERENCE = 32
+_ENDLESS = 1 << 200
+"""Steps to a container that is in itself."""
+
+
+def _inside(value: Any) -> list[Any] | None:
+    """The items of a plain container; None: it is something else."""
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(value)
+    return list(vars(value).values()) if isinstance(value, argparse.Namespace | types.SimpleNamespace) else None
 
 
 def _below(path: str, key: Any) -> str:

@@ -17,8 +17,15 @@ from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationE
 from ckpt.format.box import Box
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import torch_dtype
-from ckpt.format.unpickling import unpickle_inert, unpickle_value
-from ckpt.loading.other_formats.other_checkpoint import Encoded, OtherCheckpoint, OtherTensor, Piece, Step, folder_with
+from ckpt.format.unpickling import shown, unpickle_inert, unpickle_value
+from ckpt.loading.other_formats.other_checkpoint import (
+    Encoded,
+    FilePiece,
+    OtherCheckpoint,
+    OtherTensor,
+    Step,
+    folder_with,
+)
 from ckpt.loading.other_formats.torch_archives import located, sizes_in, tensor_in
 
 METADATA = ".metadata"
@@ -64,7 +71,9 @@ def refusing_metadata(root: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-        raise CorruptCheckpointError(f"{root / METADATA} is not what DCP writes: {error!r}") from None
+        raise CorruptCheckpointError(
+            f"{root / METADATA} is not what DCP writes: {type(error).__name__} {shown(error.args)}"
+        ) from None
 
 
 def _checkpoint(root: Path, metadata: dict[str, Any]) -> OtherCheckpoint:
@@ -72,12 +81,14 @@ def _checkpoint(root: Path, metadata: dict[str, Any]) -> OtherCheckpoint:
     for index, place in metadata["storage_data"].items():
         key = index.state
         offset = None if key.get("offset") is None else sizes_in(key["offset"])
-        places[str(key["fqn"]), offset] = place.state
+        places[_text(key["fqn"]), offset] = place.state
     paths = metadata.get("planner_data") or {}
     tensors: dict[str, OtherTensor] = {}
     values: dict[tuple[Step, ...], Callable[[], Any]] = {}
     for fqn, one in metadata["state_dict_metadata"].items():
-        path: tuple[Step, ...] = tuple(part if isinstance(part, int) else str(part) for part in paths.get(fqn, (fqn,)))
+        path: tuple[Step, ...] = tuple(
+            part if isinstance(part, int) else _text(part) for part in paths.get(fqn, (fqn,))
+        )
         kind = one.name.removeprefix(_METADATA)
         if kind == "BytesStorageMetadata":
             place = places[fqn, None]
@@ -94,7 +105,7 @@ def _checkpoint(root: Path, metadata: dict[str, Any]) -> OtherCheckpoint:
 
 def _pieces(
     root: Path, fqn: str, dtype: str, shape: tuple[int, ...], parts: list[tuple[Box, dict[str, Any]]]
-) -> list[Piece] | Encoded:
+) -> list[FilePiece] | Encoded:
     """Find the bytes of a tensor's parts in their archives."""
     found = []
     for box, place in parts:
@@ -133,6 +144,12 @@ def _archive(root: Path, fqn: str, place: dict[str, Any]) -> Iterator[tuple[Bina
 
 def _dtype(properties: Any) -> str:
     given: Any = properties.state[0] if isinstance(properties.state, tuple) else properties.state["dtype"]
-    name = str(given.name).removeprefix("torch.")
+    name = _text(given.name).removeprefix("torch.")
     torch_dtype(name)  # refuses what this version does not know
     return name
+
+
+def _text(given: Any) -> str:
+    if not isinstance(given, str):
+        raise TypeError(f"{shown(given)} is no text")
+    return given

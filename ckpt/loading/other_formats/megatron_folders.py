@@ -18,9 +18,9 @@ from ckpt.errors import CheckpointError, CorruptCheckpointError
 from ckpt.format.box import Box, flat_boxes
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.metadata import TORCH_DIST, maybe_load_config
-from ckpt.format.unpickling import unpickle
+from ckpt.format.unpickling import require_small, unpickle
 from ckpt.loading.other_formats.dcp_folders import METADATA, described_dcp, is_dcp, refusing_metadata
-from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint, OtherTensor, Piece, Step, folder_with
+from ckpt.loading.other_formats.other_checkpoint import FilePiece, OtherCheckpoint, OtherTensor, Step, folder_with
 from ckpt.loading.other_formats.torch_archives import sizes_in
 
 COMMON = "common.pt"
@@ -79,6 +79,7 @@ def common_state(root: Path) -> dict[Any, Any]:
     with folder_with(root, COMMON) as folder:
         folder.require_regular(COMMON)
     common = unpickle(root / COMMON, unknown="keep")
+    require_small(common, str(root / COMMON))
     if not isinstance(common, dict):
         raise CorruptCheckpointError(f"{root / COMMON} holds a {type(common).__name__}, where a state dict should be")
     return common
@@ -97,7 +98,7 @@ def _unflattened(root: Path, name: str, stored: OtherTensor, shape: tuple[int, .
     return replace(stored, shape=shape, pieces=partial(_placed, root, name, stored, chunk))
 
 
-def _placed(root: Path, name: str, stored: OtherTensor, chunk: tuple[int, ...]) -> list[Piece]:
+def _placed(root: Path, name: str, stored: OtherTensor, chunk: tuple[int, ...]) -> list[FilePiece]:
     """The pieces of a tensor that is stored as rows of its chunks' elements, where they belong in the tensor."""
     rows = stored.pieces()
     assert isinstance(rows, list), "DCP stores raw bytes"
@@ -109,7 +110,7 @@ def _placed(root: Path, name: str, stored: OtherTensor, chunk: tuple[int, ...]) 
         for box, at in flat_boxes(chunk, start, start + piece.box.shape[-1]):
             offsets = (n * side + inside for n, side, inside in zip(numbers, chunk, box.offsets, strict=True))
             placed.append(
-                Piece(Box(tuple(offsets), box.shape), piece.file, piece.offset + at * item_bytes(stored.dtype))
+                FilePiece(Box(tuple(offsets), box.shape), piece.file, piece.offset + at * item_bytes(stored.dtype))
             )
     return placed
 

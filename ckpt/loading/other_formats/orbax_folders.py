@@ -409,6 +409,8 @@ class _Arrays:
         array, codecs, key_of = (_zarr3 if self._is_zarr3 else _zarr2)(data, name, where)
         if unknown := set(codecs) - _CODECS.keys():
             raise ConfigurationError(f"{where} names the codecs {sorted(unknown)}, which are not decoded here")
+        if sum(_CODECS[one] > 1 for one in codecs) > 1:
+            raise ConfigurationError(f"{where} compresses bytes more than once, by {codecs}, which is not decoded here")
         if len(array.grid) != len(array.shape) or math.prod(side or 1 for side in array.shape) > MAX_INT:
             raise CorruptCheckpointError(
                 f"{where}: no array has the shape {list(array.shape)} and chunks of {list(array.grid)}"

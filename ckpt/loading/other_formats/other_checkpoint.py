@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from ckpt.errors import CorruptCheckpointError
-from ckpt.format.box import Box, first_overlap, overlap
+from ckpt.format.box import Box, first_overlap, overlap, whole
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.held import NOTHING_HELD
@@ -30,7 +30,7 @@ _CHUNK_BITS = 36
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FilePiece:
     """A part of a tensor that lies in one file.
 
     Attributes:
@@ -73,7 +73,7 @@ class OtherTensor:
     path: tuple[Step, ...]
     dtype: str
     shape: tuple[int, ...]
-    pieces: Callable[[], list[Piece] | Encoded]
+    pieces: Callable[[], list[FilePiece] | Encoded]
     memory: Hashable = None
 
 
@@ -122,7 +122,7 @@ class OtherCheckpoint:
         self.program = program
         self.tensors = dict(tensors)
         self.values = values
-        self._pieces: dict[str, list[Piece] | Encoded] = {}
+        self._pieces: dict[str, list[FilePiece] | Encoded] = {}
         self._chunks: dict[tuple[str, int], ChunkExtent] = {}
         self._encoded: dict[tuple[str, int], ChunkExtent] = {}
         self._numbers = {name: number for number, name in enumerate(self.tensors)}
@@ -142,12 +142,12 @@ class OtherCheckpoint:
         def read(box: Box, out: torch.Tensor) -> None:
             out.copy_(tensor.detach()[box.slices])
 
-        encoded = Encoded(self.described_in, tuple(tensor.shape), read)
+        encoded = Encoded(self.described_in, tuple(max(1, side) for side in tensor.shape), read)
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         self._numbers[name] = len(self._numbers)
         self.tensors[name] = OtherTensor(path, dtype, shape, lambda: encoded)
 
-    def _raw_parts(self, request: ReadRequest, pieces: Sequence[Piece]) -> Iterator[StoredPart]:
+    def _raw_parts(self, request: ReadRequest, pieces: Sequence[FilePiece]) -> Iterator[StoredPart]:
         tensor = self.tensors[request.name]
         num_found = 0
         for piece in pieces:
@@ -155,10 +155,10 @@ class OtherCheckpoint:
             if wanted is None:
                 continue
             num_found += wanted.num_elements
-            out = request.out[wanted.relative_to(request.box).slices]
+            out = request.out if wanted == request.box else request.out[wanted.relative_to(request.box).slices]
+            inside = whole(wanted.shape) if wanted == piece.box else wanted.relative_to(piece.box)
             chunk = self._chunk_around(piece, tensor.dtype)
-            base = piece.offset - chunk.offset
-            part = WantedBox(base, piece.box.shape, wanted.relative_to(piece.box), out, request.label)
+            part = WantedBox(piece.offset - chunk.offset, piece.box.shape, inside, out, request.label)
             yield StoredPart(chunk, part, ArraySpec(request.name, tensor.dtype, tensor.shape, ()), "raw", wanted)
         if num_found != request.box.num_elements:
             raise CorruptCheckpointError(
@@ -184,7 +184,7 @@ class OtherCheckpoint:
         assert isinstance(encoded, Encoded), "raw chunks are not decoded"
         encoded.read(box, out)
 
-    def _chunk_around(self, piece: Piece, dtype: str) -> ChunkExtent:
+    def _chunk_around(self, piece: FilePiece, dtype: str) -> ChunkExtent:
         """Take as a chunk all of the file in which elements are aligned like this piece: neighbours are read at once.
 
         Raises:
@@ -200,7 +200,7 @@ class OtherCheckpoint:
             raise CorruptCheckpointError(f"{self.root / piece.file} was cut off", file=piece.file)
         return chunk
 
-    def _pieces_of(self, name: str) -> list[Piece] | Encoded:
+    def _pieces_of(self, name: str) -> list[FilePiece] | Encoded:
         if name not in self._pieces:
             pieces = self.tensors[name].pieces()
             if (

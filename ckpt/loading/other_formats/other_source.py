@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from ckpt.errors import ConfigurationError, MissingStateError
+from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingStateError
 from ckpt.format.dtypes import torch_dtype
+from ckpt.format.gc_pause import gc_paused
 from ckpt.format.manifest import MANIFEST_NAME, STATE, ArrayEntry
 from ckpt.format.unpickling import UnknownObject, unknown_in, without_unknown
 from ckpt.loading.other_formats.dcp_folders import is_dcp, open_dcp
@@ -73,6 +74,7 @@ class OtherSource:
     metrics: Mapping[str, float | None] = MappingProxyType({})
     metadata: Mapping[str, Any] = MappingProxyType({})
 
+    @gc_paused()
     def __init__(
         self, path: Path, checkpoint: OtherCheckpoint, topology: Topology, strategy: LoadingStrategy, device: Device
     ) -> None:
@@ -123,6 +125,7 @@ class OtherSource:
     def prefixes(self, component: StateComponent) -> list[str]:
         return [""]
 
+    @gc_paused()
     def entries(self, component: StateComponent, prefix: str) -> Mapping[str, ArrayEntry]:
         _, names = self._leaves(component)
         entries: dict[str, ArrayEntry] = {}
@@ -147,11 +150,12 @@ class OtherSource:
         return {}
 
     def prepare(self, requests: Sequence[ReadRequest]) -> Reading:
-        named = [
-            ReadRequest(self._found[key][1][rest], request.label, request.box, request.out)
-            for request in requests
-            for key, _, rest in [request.name.partition("/")]
-        ]
+        with gc_paused():
+            named = [
+                ReadRequest(self._found[key][1][rest], request.label, request.box, request.out)
+                for request in requests
+                for key, _, rest in [request.name.partition("/")]
+            ]
         return self._strategy.prepare(named, self._checkpoint, self._topology, self._device, verify=False)
 
     def _leaves(self, component: StateComponent) -> tuple[Leaves, dict[str, str]]:
@@ -162,7 +166,12 @@ class OtherSource:
             leaves: dict[tuple[Step, ...], Any] = {}
             for path, name in self._tensors.get(component.key, {}).items():
                 stored = self._checkpoint.tensors[name]
-                leaves[path] = torch.empty(stored.shape, dtype=torch_dtype(stored.dtype), device="meta")
+                try:
+                    leaves[path] = torch.empty(stored.shape, dtype=torch_dtype(stored.dtype), device="meta")
+                except RuntimeError:  # a side of 0 hides that the others overflow
+                    raise CorruptCheckpointError(
+                        f"{self._checkpoint.root}: no tensor has the shape of {name!r:.80}, {list(stored.shape)!r:.80}"
+                    ) from None
                 placeholders[id(leaves[path])] = name
             leaves |= self._plain_values(component.key)
             if leaves.get((component.key,)) == {}:  # the component itself, without any state

@@ -10,7 +10,7 @@ from ckpt.errors import CorruptCheckpointError
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.gc_pause import gc_paused
 from ckpt.format.strict_json import fit, parse
-from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint, OtherTensor, Piece
+from ckpt.loading.other_formats.other_checkpoint import FilePiece, OtherCheckpoint, OtherTensor
 
 ONE_FILE = "model.safetensors"
 
@@ -29,12 +29,12 @@ def open_safetensors(path: Path) -> OtherCheckpoint:
     """
     root = path.parent if path.is_file() else path
     tensors: dict[str, OtherTensor] = {}
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[FilePiece]] = {}
     for file in [path.name] if path.is_file() else _files_of(root):
         shard = read_shard(root / file)
         for _, dtype, (key, shape, box), start in shard.entries:
             parts = pieces.setdefault(key, [])
-            parts.append(Piece(box, file, shard.data_start + start))
+            parts.append(FilePiece(box, file, shard.data_start + start))
             one = tensors.setdefault(key, OtherTensor((key,), dtype, shape, parts.copy))
             if (one.dtype, one.shape) != (dtype, shape):
                 raise CorruptCheckpointError(

@@ -21,13 +21,13 @@ import torch
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import Box, first_overlap, overlap
 from ckpt.format.dtypes import item_bytes
-from ckpt.format.unpickling import UnknownObject, unpickle_inert
-from ckpt.loading.other_formats.other_checkpoint import Encoded, Piece, folder_with
+from ckpt.format.unpickling import UnknownObject, shown, unpickle_inert
+from ckpt.loading.other_formats.other_checkpoint import Encoded, FilePiece, folder_with
 
 _MOST_PICKLE_BYTES = 1 << 30
 _MOST_DIMS = 60
 _MOST_REPEATED_BYTES = 1 << 30
-"""Bytes that a tensor which repeats its elements may have on top of its file's size: memory for all of it will be asked for."""
+"""Bytes that the tensors which repeat their elements may have on top of their file's size: memory for all of it will be asked for."""
 _DECODED_BYTES = 16 << 20
 """The most bytes of a tensor with strides that a two-stage load reads at once."""
 _STORAGE_DTYPES = {
@@ -86,6 +86,8 @@ class Archive:
 
     def __init__(self, file: BinaryIO, begin: int, length: int, where: str) -> None:
         self._begin, self._length, self._where = begin, length, where
+        self._repeated: set[ArchivedTensor] = set()
+        self._repeated_bytes = 0
         try:
             self._zip = zipfile.ZipFile(_Slice(file, begin, length))
             names = self._zip.namelist()
@@ -125,16 +127,16 @@ class Archive:
         (kind, storage_type, key, _, num_elements), first, shape, stride = described.args[:4]
         bits = described.args[at] if len(described.args) > at else None
         if kind != "storage" or not (isinstance(key, str) and key.isdecimal()):
-            raise ValueError(f"its memory is {kind!r:.40} {key!r:.40}")
+            raise ValueError(f"its memory is {shown(kind)} {shown(key)}")
         if any(type(one) is not int or one < 0 for one in (first, num_elements)):
-            raise ValueError(f"its first element is {first!r:.40} of {num_elements!r:.40}")
+            raise ValueError(f"its first element is {shown(first)} of {shown(num_elements)}")
         dtype = _STORAGE_DTYPES.get(storage_type.name.rpartition(".")[2]) if at == 6 else _dtype_name(described.args[6])
         if dtype is None:
             raise ConfigurationError(f"{name} lies in a {storage_type.name}, of a data type that is not read here")
         item = item_bytes(dtype)
         shape, stride = sizes_in(shape), sizes_in(stride)
-        if len(shape) > _MOST_DIMS or math.prod(max(1, side) for side in shape) * item >= 1 << 63:
-            raise ValueError(f"its shape is {shape!r:.80}")
+        if math.prod(max(1, side) for side in shape) * item >= 1 << 63:
+            raise ValueError(f"its shape is {shown(shape)}")
         stride = tuple(step if side > 1 else 0 for side, step in zip(shape, stride, strict=True))
         is_conj, is_neg = _bits(bits)
         if 0 in shape:
@@ -143,11 +145,15 @@ class Archive:
         member = self._member(f"data/{key}")
         if (last + 1) * item > member.file_size or not last < num_elements // (1 if at == 6 else item):
             raise ValueError(f"its elements {first} to {last} do not lie in {member.filename}")
-        if math.prod(shape) * item > self._length + _MOST_REPEATED_BYTES:
-            raise ConfigurationError(
-                f"{name} repeats its elements to {math.prod(shape) * item} bytes; save what is repeated"
-            )
-        return ArchivedTensor(dtype, shape, stride, self._begin + member.header_offset, first * item, is_conj, is_neg)
+        one = ArchivedTensor(dtype, shape, stride, self._begin + member.header_offset, first * item, is_conj, is_neg)
+        if (repeated := (math.prod(shape) - (last + 1 - first)) * item) > 0 and one not in self._repeated:
+            self._repeated.add(one)
+            self._repeated_bytes += repeated
+            if self._repeated_bytes > self._length + _MOST_REPEATED_BYTES:
+                raise ConfigurationError(
+                    f"{name} repeats its elements to {math.prod(shape) * item} bytes; save what is repeated"
+                )
+        return one
 
     def _member(self, name: str) -> zipfile.ZipInfo:
         member = self._zip.getinfo(f"{self._root}{name}")
@@ -184,7 +190,7 @@ def tensor_in(file: BinaryIO, begin: int, length: int, where: str) -> ArchivedTe
 
 def located(
     root: Path, name: str, shape: tuple[int, ...], parts: Sequence[tuple[Box, str, ArchivedTensor]]
-) -> list[Piece] | Encoded:
+) -> list[FilePiece] | Encoded:
     """Find the bytes of a tensor's parts: pieces, where all lie row-major; otherwise they are copied out of the files, which are mapped.
 
     Args:
@@ -194,7 +200,7 @@ def located(
     Raises:
         CorruptCheckpointError: the header of a part is missing, or parts with strides do not tile the tensor.
     """
-    pieces = [Piece(box, file, _content(root, file, one, name)) for box, file, one in parts]
+    pieces = [FilePiece(box, file, _content(root, file, one, name)) for box, file, one in parts]
     if all(one.is_raw for _, _, one in parts):
         return pieces
     if first_overlap([box for box, _, _ in parts]) or sum(box.num_elements for box, _, _ in parts) != math.prod(shape):
@@ -208,7 +214,7 @@ def located(
     return Encoded(parts[0][1], _grid(shape, parts[0][2].dtype), read)
 
 
-def _copy(root: Path, piece: Piece, one: ArchivedTensor, box: Box, out: torch.Tensor, name: str) -> None:
+def _copy(root: Path, piece: FilePiece, one: ArchivedTensor, box: Box, out: torch.Tensor, name: str) -> None:
     """Copy a box of a part into host memory. The elements may lie at any byte, so that NumPy copies them, as integers."""
     item = item_bytes(one.dtype)
     word = min(item, 8)
@@ -249,8 +255,10 @@ def sizes_in(given: Any) -> tuple[int, ...]:
     Raises:
         ValueError: it is something else.
     """
-    if not isinstance(given, tuple) or not all(type(one) is int and one >= 0 for one in given):
-        raise ValueError(f"{given!r:.80} is no shape")
+    if not isinstance(given, tuple) or len(given) > _MOST_DIMS:
+        raise ValueError(f"{shown(given)} is no shape")
+    if not all(type(one) is int and 0 <= one < 1 << 63 for one in given):
+        raise ValueError(f"{shown(given)} is no shape")
     return tuple(given)
 
 
@@ -270,18 +278,21 @@ def _unwrapped(described: Any) -> Any:
 
 def _dtype_name(given: Any) -> str | None:
     """The data type of a pickle's argument: one of torch, or a stand-in for it; None: it is not known."""
-    name = str(getattr(given, "name", given)).removeprefix("torch.")
+    name: Any = str(given) if isinstance(given, torch.dtype) else getattr(given, "name", None)
+    if not isinstance(name, str):
+        return None
+    name = name.removeprefix("torch.")
     try:
         item_bytes(name)
     except CorruptCheckpointError:
         return None
-    return name
+    return str(name)
 
 
 def _bits(given: Any) -> tuple[bool, bool]:
     bits = given or {}
     if not isinstance(bits, dict) or not bits.keys() <= {"conj", "neg"}:
-        raise ValueError(f"it has the bits {given!r:.80}")
+        raise ValueError(f"it has the bits {shown(given)}")
     return bool(bits.get("conj")), bool(bits.get("neg"))
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
+from ckpt.errors import CheckpointNotFoundError, ConfigurationError
 from ckpt.format.box import whole
 from ckpt.format.unpickling import UnknownObject, unknown_in, unpickle_archived
 from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint, OtherTensor, Step, folder_with
@@ -23,7 +23,6 @@ _ZIP = b"PK\x03\x04"
 _OLD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The first bytes of files of torch before 1.6: a number, pickled."""
 _DESCRIBED = b"/data.pkl"
-_MOST_SHARED = 1 << 16
 _MAKES_TENSORS = ("torch._utils._rebuild_", "torch._tensor._rebuild_")
 
 
@@ -89,13 +88,8 @@ def content_of(root: Path, file: str) -> Content:
                 f"{where} is of the format of torch before 1.6; load it with torch, and save it again"
             )
         archive = Archive(stream, 0, stream.seek(0, io.SEEK_END), where)
-        described = archive.pickle
-        state = unpickle_archived(described, where)
-        try:
-            leaves = _Walk(len(described) + _MOST_SHARED).leaves(state, ())
-        except (RecursionError, ValueError):
-            raise CorruptCheckpointError(f"{where} holds containers that hold themselves, or too many") from None
-        for path, leaf in leaves:
+        state = unpickle_archived(archive.pickle, where)
+        for path, leaf in _leaves(state, ()):
             name = ".".join(str(step[0] if isinstance(step, tuple) else step) for step in path)
             label = f"{where}: {name}"
             try:
@@ -112,33 +106,16 @@ def content_of(root: Path, file: str) -> Content:
     return Content(_kind(state), tensors, values)
 
 
-class _Walk:
-    """Finds the leaves of a nested state: tensors, and the outermost plain values beside these. Enters the dictionaries of its components.
-
-    Args:
-        most: leaves and containers; a file that refers to its containers again and again could hold any number.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._left = most
-
-    def leaves(self, node: Any, path: tuple[Step, ...]) -> list[tuple[tuple[Step, ...], Any]]:
-        """Return path -> leaf.
-
-        Raises:
-            ValueError: there are too many.
-        """
-        self._left -= 1
-        if self._left < 0:
-            raise ValueError("too many")
-        steps = steps_into(node)
-        if not steps:
-            return [(path, node)]
-        found = [leaf for step, inner in steps for leaf in self.leaves(inner, (*path, step))]
-        is_entered = len(path) < 2 and isinstance(node, dict)
-        if not is_entered and not any(_is_tensor(leaf) or isinstance(leaf, UnknownObject) for _, leaf in found):
-            return [(path, node)]
-        return found
+def _leaves(node: Any, path: tuple[Step, ...]) -> list[tuple[tuple[Step, ...], Any]]:
+    """The leaves of a nested state: tensors, and the outermost plain values beside these. Enters the dictionaries of its components."""
+    steps = steps_into(node)
+    if not steps:
+        return [(path, node)]
+    found = [leaf for step, inner in steps for leaf in _leaves(inner, (*path, step))]
+    is_entered = len(path) < 2 and isinstance(node, dict)
+    if not is_entered and not any(_is_tensor(leaf) or isinstance(leaf, UnknownObject) for _, leaf in found):
+        return [(path, node)]
+    return found
 
 
 def steps_into(node: Any) -> list[tuple[Step, Any]]:

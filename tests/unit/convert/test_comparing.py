@@ -111,6 +111,14 @@ def test_every_other_kind_of_difference_is_named(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(("one", "other"), [(True, 1), (1, 1.0), (0.0, -0.0), ([False], [0]), ((2,), (2.0,))])
+def test_plain_values_of_other_types_differ(tmp_path: Path, one: Any, other: Any) -> None:
+    ckpt.save({"same": float("nan"), "value": one}, tmp_path / "a")
+    ckpt.save({"same": float("nan"), "value": other}, tmp_path / "b")
+    (found,) = compared(tmp_path / "a", tmp_path / "b")
+    assert (found.name, found.what) == ("value", "value")
+
+
 def test_components_and_copies_that_one_of_them_lacks_are_named(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     with ckpt.Checkpointer(tmp_path / "a", model=model) as one, ckpt.Checkpointer(tmp_path / "b", model=model, save_rng=False, more=model) as two:  # fmt: skip # noqa: E501

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import ShapeMismatchError
-from ckpt.format.box import Box, flat_boxes, whole
+from ckpt.format.box import Box, first_overlap, flat_boxes, whole
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -78,3 +78,14 @@ def test_an_empty_run_is_no_box_wherever_it_is_said_to_lie(shape: tuple[int, ...
 def test_a_run_that_leaves_the_array_is_refused(shape: tuple[int, ...], start: int, stop: int) -> None:
     with pytest.raises(ShapeMismatchError, match=rf"elements {start} to {stop} are not a run of an array of shape"):
         flat_boxes(shape, start, stop)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_strips_beside_each_other_are_compared_with_few_others(dim: int) -> None:
+    """Each begins further along both dimensions; along one of them, all of them are open at once."""
+    num = 20_000  # seconds if each is compared with each of 1,000
+    shape = (num, 1) if dim == 0 else (1, num)
+    strips = [Box((at, at), shape) for at in range(num)]
+    assert first_overlap(strips) is None
+    twice = Box((num // 2, num // 2), (1, 1))
+    assert first_overlap([*strips, twice]) == (strips[num // 2], twice)

@@ -8,6 +8,7 @@ import logging
 import pickle
 import shutil
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
         (OLD / "common.pt").read_bytes()[:900]
     ),
     "a list as common state": _common([1]),
+    "a common state without end": _common({"a": reduce(lambda below, _: [below, below], range(64), [])}),
     "a name that is there twice": _common({"output_layer.bias": 1}),
     "a common state that is a link": lambda folder: (
         (folder / "common.pt").rename(folder / "other.pt"),
@@ -200,6 +202,14 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, damage: str) -> None:
     DAMAGE[damage](folder)
     with pytest.raises(CorruptCheckpointError, match=str(folder)):
         ckpt.load(folder, allow_pickle=True)
+
+
+@pytest.mark.parametrize("load", ["direct", "two-stage"])
+def test_an_empty_tensor_of_the_common_state_is_loaded(tmp_path: Path, load: str) -> None:
+    folder = shutil.copytree(OLD, tmp_path / "saved")
+    _common({"buffers": (torch.empty(3, 0, dtype=torch.int16), torch.ones(2))})(folder)
+    empty, ones = ckpt.load(folder, load=load, allow_pickle=True)["buffers"]
+    assert (empty.shape, empty.dtype, ones.tolist()) == ((3, 0), torch.int16, [1, 1])
 
 
 def test_a_folder_with_other_metadata_is_one_of_dcp(tmp_path: Path) -> None:

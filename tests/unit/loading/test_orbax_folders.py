@@ -218,6 +218,15 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path, craft: Callable[[Pa
         ckpt.load(tmp_path / "saved")
 
 
+def test_bytes_that_are_compressed_twice_are_not_decoded(tmp_path: Path) -> None:
+    """Each compression multiplies the memory that a byte of a chunk can ask for."""
+    shutil.copytree(GOLDEN / "zarr3", tmp_path / "saved")
+    zstd = {"name": "zstd", "configuration": {"level": 0}}
+    _json("model.0.weight/zarr.json", lambda document: document["codecs"].append(zstd))(tmp_path / "saved")
+    with pytest.raises(ConfigurationError, match="compresses bytes more than once"):
+        ckpt.load(tmp_path / "saved")
+
+
 def test_a_chunk_that_an_older_orbax_left_out_is_not_taken_for_zeros(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "zarr2", tmp_path / "saved")
     _json("_METADATA", lambda tree: tree.pop("store_array_data_equal_to_fill_value"))(tmp_path / "saved")

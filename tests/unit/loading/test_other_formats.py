@@ -164,6 +164,16 @@ def test_a_damaged_safetensors_file_is_refused(tmp_path: Path, craft: Callable[[
         ckpt.load(tmp_path)
 
 
+def test_an_empty_tensor_whose_other_sides_overflow_is_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.empty(0, 2, 2)}, tmp_path / "model.safetensors")
+    huge = _with_header(lambda h: h["a"].update(shape=[0, 1 << 40, 1 << 40]))
+    (tmp_path / "model.safetensors").write_bytes(huge((tmp_path / "model.safetensors").read_bytes()))
+    with pytest.raises(
+        CorruptCheckpointError, match=r"no tensor has the shape of 'a', \[0, 1099511627776, 1099511627776\]"
+    ):
+        ckpt.load(tmp_path)
+
+
 # hostile checkpoints of DCP
 
 
@@ -192,6 +202,14 @@ def _named_elsewhere(metadata: Metadata) -> None:
     metadata.storage_data.pop(_place(metadata)[0])
 
 
+def _tree() -> Any:
+    """A value of a few bytes that is a tree of 2^64 nodes, which nobody may walk or print."""
+    made: Any = ()
+    for _ in range(64):
+        made = (made, made)
+    return made
+
+
 CRAFTS: dict[str, Callable[[Metadata], object]] = {
     "a path that leads out": _moved(relative_path="../secret.distcp"),
     "an absolute path": _moved(relative_path="/etc/passwd"),
@@ -212,6 +230,8 @@ CRAFTS: dict[str, Callable[[Metadata], object]] = {
     "a value at a negative offset": _moved("b", offset=-1),
     "a list in place of tensors": lambda m: setattr(m, "state_dict_metadata", ["a"]),
     "no places at all": lambda m: setattr(m, "storage_data", None),
+    "a tree as a path": lambda m: setattr(m, "planner_data", {"a": (_tree(),)}),
+    "a tree as a shape": lambda m: setattr(m.state_dict_metadata["a"], "size", _tree()),
     "a program": lambda m: setattr(m, "planner_data", {"a": _Runs()}),
     "a program as a place": lambda m: m.storage_data.update({_place(m)[0]: _Runs()}),
     "a program as a tensor": lambda m: m.state_dict_metadata.update({"a": _Runs()}),

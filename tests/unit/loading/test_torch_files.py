@@ -10,6 +10,7 @@ import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from ckpt import Checkpointer
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import Box
 from ckpt.format.dtypes import contiguous
-from ckpt.loading.other_formats.other_checkpoint import Encoded, Piece
+from ckpt.loading.other_formats.other_checkpoint import Encoded, FilePiece
 from ckpt.loading.other_formats.torch_files import content_of, open_torch_file
 from ckpt.ranks.topology import Topology
 from tests.ranks import run_ranks
@@ -134,7 +135,7 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
     torch.save({"whole": torch.arange(6.0), "turned": torch.arange(6.0).reshape(2, 3).T}, tmp_path / "x.pt")
     tensors = content_of(tmp_path, "x.pt").tensors
     (piece,) = tensors["whole",].pieces()
-    assert isinstance(piece, Piece)
+    assert isinstance(piece, FilePiece)
     raw = (tmp_path / "x.pt").read_bytes()[piece.offset :][:24]
     assert np.frombuffer(raw, "<f4").tolist() == [0, 1, 2, 3, 4, 5]
     assert isinstance(tensors["turned",].pieces(), Encoded)
@@ -207,6 +208,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "without memory": (lambda: {"x": torch.empty(3, device="meta")}, r"x is made by .*meta"),
     "a subclass": (lambda: {"deep": [{"x": torch.ones(2).as_subclass(_Odd)}]}, r"deep\.0\.x is made by .*from_type"),
     "repeated without end": (lambda: {"x": torch.ones(1).expand(1 << 40)}, r"x repeats its elements to 4398046511104"),
+    "repeated by several": (
+        lambda: {"x": [torch.full((1,), float(at)).expand(1 << 27) for at in range(3)]},
+        r"x\.2 repeats its elements to 536870912",
+    ),
     "an object": (lambda: {"x": {"net": _Module(2, 2)}}, r"x\.net is a .*_Module"),
     "a device": (lambda: {"x": torch.device("cpu")}, r"x is a torch\.device"),
     "in a namespace": (lambda: {"x": argparse.Namespace(w=torch.ones(2))}, r"x \(w\) is a torch\._utils"),
@@ -310,6 +315,14 @@ def _laughs() -> Any:
     return {"a": made}
 
 
+def _tree(node: Callable[[Any], Any] = lambda below: (below, below)) -> Any:
+    """A value of a few bytes that is a tree of 2^64 nodes, which nobody may walk or print."""
+    made: Any = ()
+    for _ in range(64):
+        made = node(made)
+    return made
+
+
 def _deep() -> bytes:
     return b"\x80\x02}X\x01\x00\x00\x00a" + b"]" * 100_000 + b"a" * 99_999 + b"s."
 
@@ -339,6 +352,15 @@ CRAFTS: dict[str, Callable[[], bytes]] = {
     "two members of one name": lambda: _zip({"a": _Made()}, twice=True).replace(b"x/data/9\0", b"x/data/9"),
     "a container in itself": lambda: _zip(_circle()),
     "containers without end": lambda: _zip(_laughs()),
+    "namespaces without end": lambda: _zip({"a": _tree(lambda below: argparse.Namespace(x=below, y=below))}),
+    "plain lists without end": lambda: _zip({"a": _tree(lambda below: [below, below])}),
+    "long paths to many numbers": lambda: _zip(reduce(lambda below, _: {"a": below}, range(200), [0] * 100_000)),
+    "a tree as its memory": lambda: _zip({"a": _Made(storage=_storage(word=_tree()))}),
+    "a tree as the key of its memory": lambda: _zip({"a": _Made(storage=_storage(key=_tree()))}),
+    "a tree as a number of elements": lambda: _zip({"a": _Made(storage=_storage(num=_tree()))}),
+    "a tree as an offset": lambda: _zip({"a": _Made(first=_tree())}),
+    "a tree as a shape": lambda: _zip({"a": _Made(shape=_tree())}),
+    "a tree as bits": lambda: _zip({"a": _Made(bits=_tree())}),
     "containers of any depth": lambda: _zip(_deep()),
     "a program as a key": lambda: _zip(b"\x80\x02}cos\nsystem\nX\x09\x00\x00\x00touch ran\x85RK\x01s"),
     "no pickle": lambda: _zip(b"garbage"),
