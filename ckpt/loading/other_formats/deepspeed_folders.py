@@ -23,6 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import flat_boxes
 from ckpt.format.checkpoint_files import CheckpointFolder
@@ -114,7 +116,7 @@ class _Opening:
         self._values |= schedule
         tensors = {repr(path): one for path, one in self._tensors.items()}
         step = Path(self._root.name.removesuffix("_universal"))
-        return OtherCheckpoint(self._root, "DeepSpeed", tensors, self._values, named_by=step)
+        return OtherCheckpoint(self._root, "DeepSpeed", tensors, self._values, named_by=step, described_in=_OPTIMIZER)
 
     def _parameter(self, name: str, shape: tuple[int, ...] | None) -> None:
         """Add a master weight, and its part of the optimizer's state; a weight that was never trained has none."""
@@ -135,7 +137,7 @@ class _Opening:
             for one in steps.tensors.values():
                 self._add(("optimizer", "state", name, "step"), one)
             for value in steps.values.values():
-                self._values["optimizer", "state", name, "step"] = value
+                self._values["optimizer", "state", name, "step"] = partial(_steps, value, str(self._root / folder))
 
     def _tensor(self, file: str, shape: tuple[int, ...] | None) -> OtherTensor:
         """The tensor of a file. ZeRO stage 3 has it flat.
@@ -183,11 +185,19 @@ class _Opening:
             if of_part in held.tensors:
                 self._add(path, replace(held.tensors[of_part], memory=None))
             elif of_part in held.values:
-                self._values[path] = held.values[of_part]
+                self._values[path] = partial(_steps, held.values[of_part], str(self._root / _OPTIMIZER))
         self._values["optimizer", _GROUPS] = partial(_with_names, options, groups, str(self._root / _OPTIMIZER))
 
     def _add(self, path: tuple[Step, ...], tensor: OtherTensor) -> None:
         self._tensors[path] = replace(tensor, path=path)
+
+
+def _steps(read: Callable[[], Any], where: str) -> torch.Tensor:
+    """Return a number of steps in the form of `torch.optim`. DeepSpeed's own optimizers have a plain one."""
+    steps = read()
+    if type(steps) is not int or not 0 <= steps < 1 << 63:
+        raise CorruptCheckpointError(f"{where}: the number of steps is {steps!r:.80}")
+    return torch.tensor(float(steps))
 
 
 def _value(held: Content, key: str) -> Any:

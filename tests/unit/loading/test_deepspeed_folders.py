@@ -78,6 +78,21 @@ def test_a_plain_model_goes_on_from_it(tmp_path: Path, stage: str) -> None:
             assert same_bits(mine["state"][position][kind], one), (position, kind)
 
 
+def test_plain_steps_of_deepspeeds_own_adam_become_tensors_that_torch_goes_on_from(tmp_path: Path) -> None:
+    root = copy_of("stage1", tmp_path)
+    for name in values(Net()):
+        torch.save(STEPS, root / "zero" / name / "step.pt")
+    require_golden(ckpt.load(root, allow_pickle=True), "stage1")
+    net, optimizer = run_of(filled=False)
+    with Checkpointer(tmp_path, model=net, optimizer=optimizer, save_rng=False, allow_pickle=True) as checkpoints:
+        checkpoints.restore(root)
+    saved, saved_optimizer = run_of(filled=True)
+    for one, its in ((net, optimizer), (saved, saved_optimizer)):
+        one(torch.arange(4)).backward()
+        its.step()
+    assert all(same_bits(one, own) for one, own in zip(net.parameters(), saved.parameters(), strict=True))
+
+
 def test_it_is_read_only_where_pickles_are_allowed() -> None:
     with pytest.raises(CheckpointNotFoundError, match="universal checkpoint of DeepSpeed.* allow_pickle=True"):
         ckpt.load(GOLDEN / "stage1")
@@ -122,6 +137,8 @@ CRAFTS: dict[str, tuple[str, Callable[[Path, Path], object]]] = {
     "a part of an untrained parameter is gone": ("stage3", lambda _, states: states.unlink()),
     "a part of an untrained parameter is short": ("stage3", _states(frozen_param_fragments={"frozen": torch.ones(1).bfloat16()})),
     "a part of an untrained parameter is of another type": ("stage3", _states(frozen_param_fragments={"frozen": torch.ones(3)})),
+    "steps are no number": ("stage1", _saved("zero/scale/step.pt", "many")),
+    "steps are negative": ("stage1", _saved("zero/scale/step.pt", -1)),
     "options are no list": ("stage1", _saved("zero/optimizer_state.pt", {"param_groups": 3})),
     "options without parameters": ("stage1", _saved("zero/optimizer_state.pt", {"param_groups": [{"lr": 1.0}]})),
 }  # fmt: skip
@@ -166,5 +183,6 @@ def test_parts_of_a_group_get_its_options_and_their_steps(tmp_path: Path) -> Non
         {"lr": 1.0, "params": [first, third]},
         {"lr": 2.0, "params": [second]},
     ]
-    assert [loaded["optimizer"]["state"][name]["step"] for name in (first, second, third)] == [7, 8, 9]
+    for at, name in enumerate((first, second, third)):
+        assert same_bits(loaded["optimizer"]["state"][name]["step"], torch.tensor(7.0 + at))
     assert "norm.mean" not in loaded["model"]
