@@ -7,6 +7,7 @@ Files:
     torch_archives          tensors and values in the archives that `torch.save` writes: their places, and their types
     dcp_folders             checkpoints of `torch.distributed.checkpoint`
     megatron_folders        checkpoints of Megatron-Core's `torch_dist`: one of DCP, and `common.pt`
+    deepspeed_folders       universal checkpoints of DeepSpeed, of ZeRO stages 1 to 3
     orbax_folders           checkpoints of Orbax, JAX's library: OCDBT databases or folders of Zarr arrays
     torch_files             one file of `torch.save`
     safetensors_files       one safetensors file, or several with an index

@@ -23,6 +23,7 @@ from ckpt.format.gc_pause import gc_paused
 from ckpt.format.manifest import MANIFEST_NAME, STATE, ArrayEntry
 from ckpt.format.unpickling import UnknownObject, unknown_in, without_unknown
 from ckpt.loading.other_formats.dcp_folders import is_dcp, open_dcp
+from ckpt.loading.other_formats.deepspeed_folders import is_deepspeed, open_deepspeed
 from ckpt.loading.other_formats.megatron_folders import is_megatron, open_megatron
 from ckpt.loading.other_formats.orbax_folders import is_orbax, open_orbax
 from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint, Step
@@ -44,6 +45,7 @@ _OPEN: dict[str, tuple[Callable[[Path], bool], Callable[..., OtherCheckpoint]]] 
     "megatron": (is_megatron, open_megatron),
     "dcp": (is_dcp, open_dcp),
     "safetensors": (is_safetensors, lambda path, *, allow_pickle: open_safetensors(path)),
+    "deepspeed": (is_deepspeed, open_deepspeed),
     "orbax": (is_orbax, lambda path, *, allow_pickle: open_orbax(path)),
     "torch": (is_torch_file, open_torch_file),
 }
