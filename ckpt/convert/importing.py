@@ -61,18 +61,23 @@ def _state_of(source: CheckpointSource) -> RankState:
     keys = list(source.component_keys())
     if not all(COMPONENT_KEY.fullmatch(key) for key in keys):
         keys = [STATE]
-    found, parts = RankState(), []
+    found = RankState()
+    parts: list[TablePart] = []
+    aliases: list[tuple[str, str]] = []
     for key in keys:
         component = StateComponent(key, _Described(), SharingPattern.SHARDED)
         entries = source.entries(component, "")
         parts.append(
             TablePart.of(
-                Address(f"{key}/{name}", one.dtype, one.shape, whole(one.shape)) for name, one in entries.items()
+                Address(f"{key}/{name}", one.dtype, one.shape, whole(one.shape))
+                for name, one in entries.items()
+                if one.alias_of is None
             )
         )
+        aliases += [(f"{key}/{name}", one.alias_of) for name, one in entries.items() if one.alias_of is not None]
         found.components[key] = component
         found.plain[key] = dict(source.rows(component, ""))
-    found.table = Table(tuple(parts))
+    found.table = Table(tuple(parts), tuple(aliases))
     return found
 
 

@@ -369,6 +369,22 @@ def test_tensors_of_megatron_core_become_a_plain_file_and_its_pickles_are_not_re
     assert all(same_bits(found[key], value) for key, value in wanted.items())
 
 
+def test_tied_weights_stay_tied(convert: Command, tmp_path: Path) -> None:
+    def tied() -> torch.nn.Sequential:
+        net = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
+        net[1].weight = net[0].weight
+        return net
+
+    net = tied()
+    torch.save({"model": net.state_dict()}, tmp_path / "net.pt")
+    code, _, err = convert(f"src={tmp_path / 'net.pt'}", f"dst={tmp_path / 'ours'}", "load.allow_pickle=true")
+    assert code == 0, err
+    assert read_manifest(tmp_path / "ours").arrays["model/1.weight"].alias_of == "model/0.weight"
+    fresh = tied()
+    Checkpointer(tmp_path / "root", model=fresh, save_rng=False).restore(tmp_path / "ours")
+    assert same_bits(fresh[0].weight, net[0].weight) and fresh[1].weight is fresh[0].weight
+
+
 @pytest.mark.parametrize(
     ("size", "num_bytes"),
     [

@@ -29,7 +29,7 @@ from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationE
 from ckpt.format.box import flat_boxes
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import item_bytes
-from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint, OtherTensor, Piece, Step
+from ckpt.loading.other_formats.other_checkpoint import FilePiece, OtherCheckpoint, OtherTensor, Step
 from ckpt.loading.other_formats.torch_archives import sizes_in
 from ckpt.loading.other_formats.torch_files import Content, content_of
 
@@ -243,7 +243,7 @@ def _with_names(
     return made
 
 
-def _joined(parts: Sequence[OtherTensor], shape: tuple[int, ...], where: str) -> list[Piece]:
+def _joined(parts: Sequence[OtherTensor], shape: tuple[int, ...], where: str) -> list[FilePiece]:
     """Find the pieces of a tensor that lies flat in one part after the other, with padding at the end."""
     found, start = [], 0
     for one in parts:
@@ -252,7 +252,7 @@ def _joined(parts: Sequence[OtherTensor], shape: tuple[int, ...], where: str) ->
             raise CorruptCheckpointError(f"{where} lies in parts that are not flat")
         stop = min(start + math.prod(one.shape), math.prod(shape))
         found += [
-            Piece(box, pieces[0].file, pieces[0].offset + first * item_bytes(one.dtype))
+            FilePiece(box, pieces[0].file, pieces[0].offset + first * item_bytes(one.dtype))
             for box, first in flat_boxes(shape, start, stop)
         ]
         start = stop
