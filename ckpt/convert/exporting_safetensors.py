@@ -5,8 +5,10 @@ The place of each tensor in a file is known before it is read, so tensors are co
 
 from __future__ import annotations
 
+import filecmp
 import math
 import os
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +51,7 @@ AT_ONCE_BYTES = 64 << 20
 """Bytes of a tensor in memory at once."""
 
 _READ_BACK_BYTES = 4 << 20
+_BESIDE_MODEL = ("*config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "chat_template.*")  # fmt: skip # noqa: E501
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +205,18 @@ def _require_some(
     )
 
 
+def beside_model(src: Path) -> list[Path]:
+    """Return the files of a folder of Hugging Face's that tell how its model is used: configs, tokenizer, chat template."""
+    return sorted({path for pattern in _BESIDE_MODEL for path in src.glob(pattern) if path.is_file()})
+
+
 def export(
-    selection: Selection, dst: Path, max_shard_bytes: int, *, progress: Callable[[int], None] = lambda _: None
+    selection: Selection,
+    dst: Path,
+    max_shard_bytes: int,
+    *,
+    beside: Sequence[Path] = (),
+    progress: Callable[[int], None] = lambda _: None,
 ) -> Exported:
     """Write the selected tensors as `model.safetensors`, or, if they take more than `max_shard_bytes`, as several files and an index.
 
@@ -211,6 +224,7 @@ def export(
 
     Args:
         dst: nothing is there, or an empty folder.
+        beside: small files to copy into it.
         progress: called with the number of bytes that have moved.
 
     Raises:
@@ -231,6 +245,11 @@ def export(
         if len(files) > 1:
             index = index_bytes(folder, files, progress)
             sizes[INDEX_NAME] = (folder / INDEX_NAME).write_bytes(index)
+        for file in beside:
+            copy = shutil.copyfile(file, folder / file.name)
+            if not filecmp.cmp(file, copy, shallow=False):
+                raise StorageError(f"what was written for {dst} is not what is read back: {file.name} was changed")
+            sizes[file.name] = copy.stat().st_size
         make_durable(folder, sizes, [folder], progress)
     names = {
         tensor.name: name_of(Content(tensor.name, tensor.shape, whole(tensor.shape))) for tensor in selection.tensors

@@ -21,7 +21,7 @@ from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.convert.atomic_directory import require_free
 from ckpt.convert.exporting_dcp import export_dcp
-from ckpt.convert.exporting_safetensors import export, select, select_of_megatron, select_of_other
+from ckpt.convert.exporting_safetensors import beside_model, export, select, select_of_megatron, select_of_other
 from ckpt.convert.exporting_torch import export_torch
 from ckpt.convert.importing import import_checkpoint
 from ckpt.convert.opened import Opened
@@ -295,8 +295,9 @@ def _export(keys: ConvertKeys, source_format: str) -> Converted:
         selection = _SELECT[source_format](src, keys.component)
     else:
         selection = select_of_other(_opened(keys, Topology.alone()), src, keys.component)
-    done = export(selection, Path(keys.dst), shard_bytes(keys.max_shard_size))
-    num_files = len(done.files) + (1 if len(done.files) > 1 else 0)
+    beside = beside_model(src) if source_format == SAFETENSORS and src.is_dir() else []
+    done = export(selection, Path(keys.dst), shard_bytes(keys.max_shard_size), beside=beside)
+    num_files = len(done.files) + (1 if len(done.files) > 1 else 0) + len(beside)
     tensor_bytes = sum(tensor.num_bytes for tensor in selection.tensors)
     left_out = [f"{alias} (tied: it is {first})" for alias, first in selection.aliases.items()]
     changed = [
@@ -311,4 +312,7 @@ def _export(keys: ConvertKeys, source_format: str) -> Converted:
     held |= {"files": list(done.files), "left_out": left_out, "changed": changed}
     of = "of everything" if keys.component is None else f"of component={keys.component}"
     lines = [f"  tensors  {len(selection.tensors)}, {decimal(tensor_bytes)}, {of}", *differences(changed, left_out)]
+    if beside:
+        held["copied"] = [path.name for path in beside]
+        lines.append(f"  copied   {', '.join(held['copied'])}")
     return Converted(keys.src, keys.dst, keys.to, num_files, done.num_bytes, held, lines)
