@@ -35,6 +35,7 @@ from ckpt.errors import ConfigurationError, MissingStateError, StorageError
 from ckpt.format.box import flat_boxes, whole
 from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
 from ckpt.format.manifest import SHARDED, STATE, CheckpointManifest
+from ckpt.format.names import COMPONENT_KEY
 from ckpt.format.records import Content
 from ckpt.format.stored import read_manifest
 from ckpt.loading.direct import DirectLoad
@@ -165,9 +166,13 @@ def select_of_other(source: CheckpointSource, src: Path, component: str | None) 
         MissingStateError: the component does not exist, or has no tensor.
     """
     opened = Opened(source)
-    by_component = {key: opened.tensors(key, "") for key in opened.keys}
-    chosen = opened.tensors(STATE, "") if component is None else by_component.get(component, {})
-    _require_some(src, component, chosen, [key for key, held in by_component.items() if held], "/")
+    chosen = opened.tensors(STATE if component is None else component, "")
+    keys = (
+        ()
+        if chosen
+        else [key for key in source.component_keys() if COMPONENT_KEY.fullmatch(key) and opened.tensors(key, "")]
+    )
+    _require_some(src, component, chosen, keys, "/")
     tensors = [ExportedTensor(name, one.name, one.entry.dtype, one.entry.shape) for name, one in chosen.items()]
     return Selection(source.prepare, tensors, {})
 

@@ -28,8 +28,8 @@ from ckpt.convert.opened import Opened
 from ckpt.convert.rewriting import rewrite
 from ckpt.dist_checkpointing.megatron.zarr import is_megatron_zarr
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError
-from ckpt.format.manifest import MANIFEST_NAME
-from ckpt.format.metadata import other_format
+from ckpt.format.manifest import MANIFEST_NAME, SHARDED
+from ckpt.format.metadata import maybe_load_config, other_format
 from ckpt.format.stored import noticing_removal
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import source_at
@@ -49,7 +49,7 @@ _BACKENDS: dict[str, Callable[[], Backend]] = {
     "tensorstore": TensorStoreBackend,
     "kimi-engine": partial(KimiEngineBackend, pool=False),  # the process ends after it: no save is kept in memory
 }
-_OURS, _MEGATRON = "ours", "megatron zarr"
+_OURS, _MEGATRON, _TORCH_DIST = "ours", "megatron zarr", "megatron"
 _SELECT = {_OURS: select, _MEGATRON: select_of_megatron}
 _OF_SHARDED = ("zarr", "tensorstore")
 """The formats of a sharded state dict, which Megatron-Core's zarr checkpoints can become."""
@@ -164,12 +164,12 @@ def _work(keys: ConvertKeys, source_format: str, topology: Topology) -> Callable
     is_ours, is_megatron = source_format == _OURS, source_format == _MEGATRON
     if keys.to == DCP and not is_megatron:
         return partial(_to_dcp, keys, topology)
-    if not is_ours and not is_megatron and keys.to in _BACKENDS:
+    if source_format not in (_OURS, _MEGATRON, _TORCH_DIST) and keys.to in _BACKENDS:
         return partial(_import, keys, topology)
     if topology.world_size > 1:
         raise ConfigurationError(
             f"{src} becomes to={keys.to} in one process; several ranks write checkpoints of other programs as zarr, tensorstore or "
-            f"kimi-engine, and any but Megatron-Core's zarr as {DCP}"
+            f"kimi-engine, but not Megatron-Core's, and any but Megatron-Core's zarr as {DCP}"
         )
     if keys.to == SAFETENSORS:
         return partial(_export, keys, source_format)
@@ -250,7 +250,9 @@ def _import(keys: ConvertKeys, topology: Topology) -> Converted:
 
 def _to_dcp(keys: ConvertKeys, topology: Topology) -> Converted:
     source = _opened(keys, topology)
-    return _on_ranks(keys, source, topology, lambda dst: export_dcp(source, dst, topology))
+    is_sharded = source.holds(SHARDED) and maybe_load_config(keys.src) is not None
+    sharded = Path(keys.src) if is_sharded else None
+    return _on_ranks(keys, source, topology, lambda dst: export_dcp(source, dst, topology, sharded=sharded))
 
 
 def _to_torch(keys: ConvertKeys, topology: Topology) -> Converted:
