@@ -105,10 +105,11 @@ class _Planner(SavePlanner):
 
     def __init__(self, source: CheckpointSource, topology: Topology, sharded: Path | None) -> None:
         flat: Mapping[str, Any]
+        self._paths: Mapping[str, Any] | None = None
         if sharded is None:
             flat, self._paths = flatten_state_dict(Opened(source).state(optimizers_in_groups=True))
         else:
-            flat, self._paths = Opened(source).tensors(SHARDED, "") | _objects(sharded), None
+            flat = Opened(source).tensors(SHARDED, "") | _objects(sharded)
         self._source = source
         self.tensors: dict[str, OpenedTensor] = {key: one for key, one in flat.items() if isinstance(one, OpenedTensor)}
         self._values = {key: value for key, value in flat.items() if key not in self.tensors}

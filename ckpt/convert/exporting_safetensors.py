@@ -250,11 +250,11 @@ def export(
         if len(files) > 1:
             index = index_bytes(folder, files, progress)
             sizes[INDEX_NAME] = (folder / INDEX_NAME).write_bytes(index)
-        for file in beside:
-            copy = shutil.copyfile(file, folder / file.name)
-            if not filecmp.cmp(file, copy, shallow=False):
-                raise StorageError(f"what was written for {dst} is not what is read back: {file.name} was changed")
-            sizes[file.name] = copy.stat().st_size
+        for path in beside:
+            copy = shutil.copyfile(path, folder / path.name)
+            if not filecmp.cmp(path, copy, shallow=False):
+                raise StorageError(f"what was written for {dst} is not what is read back: {path.name} was changed")
+            sizes[path.name] = copy.stat().st_size
         make_durable(folder, sizes, [folder], progress)
     names = {
         tensor.name: name_of(Content(tensor.name, tensor.shape, whole(tensor.shape))) for tensor in selection.tensors
