@@ -109,7 +109,7 @@ class _Planner(SavePlanner):
         if sharded is None:
             flat, self._paths = flatten_state_dict(Opened(source).state(optimizers_in_groups=True))
         else:
-            flat = Opened(source).tensors(SHARDED, "") | _objects(sharded)
+            flat = Opened(source).tensors(SHARDED, "") | (_objects(sharded) if topology.is_lead else {})
         self._source = source
         self.tensors: dict[str, OpenedTensor] = {key: one for key, one in flat.items() if isinstance(one, OpenedTensor)}
         self._values = {key: value for key, value in flat.items() if key not in self.tensors}

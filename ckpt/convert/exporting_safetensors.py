@@ -166,13 +166,9 @@ def select_of_other(source: CheckpointSource, src: Path, component: str | None) 
         MissingStateError: the component does not exist, or has no tensor.
     """
     opened = Opened(source)
-    chosen = opened.tensors(STATE if component is None else component, "")
-    keys = (
-        ()
-        if chosen
-        else [key for key in source.component_keys() if COMPONENT_KEY.fullmatch(key) and opened.tensors(key, "")]
-    )
-    _require_some(src, component, chosen, keys, "/")
+    key = STATE if component is None else component
+    chosen = opened.tensors(key, "") if COMPONENT_KEY.fullmatch(key) else {}
+    _require_some(src, component, chosen, source.component_keys(), "/")
     tensors = [ExportedTensor(name, one.name, one.entry.dtype, one.entry.shape) for name, one in chosen.items()]
     return Selection(source.prepare, tensors, {})
 
@@ -211,8 +207,10 @@ def _require_some(
 
 
 def beside_model(src: Path) -> list[Path]:
-    """Return the files of a folder of Hugging Face's that tell how its model is used: configs, tokenizer, chat template."""
-    return sorted({path for pattern in _BESIDE_MODEL for path in src.glob(pattern) if path.is_file()})
+    """Return the files of a folder of Hugging Face's that tell how its model is used: configs, tokenizer, chat template. No links."""
+    return sorted(
+        {path for pattern in _BESIDE_MODEL for path in src.glob(pattern) if path.is_file() and not path.is_symlink()}
+    )
 
 
 def export(

@@ -169,7 +169,7 @@ def _work(keys: ConvertKeys, source_format: str, topology: Topology) -> Callable
     if topology.world_size > 1:
         raise ConfigurationError(
             f"{src} becomes to={keys.to} in one process; several ranks write checkpoints of other programs as zarr, tensorstore or "
-            f"kimi-engine, but not Megatron-Core's, and any but Megatron-Core's zarr as {DCP}"
+            f"kimi-engine, but for Megatron-Core's, and any but Megatron-Core's zarr as {DCP}"
         )
     if keys.to == SAFETENSORS:
         return partial(_export, keys, source_format)
@@ -250,8 +250,9 @@ def _import(keys: ConvertKeys, topology: Topology) -> Converted:
 
 def _to_dcp(keys: ConvertKeys, topology: Topology) -> Converted:
     source = _opened(keys, topology)
-    is_sharded = source.holds(SHARDED) and maybe_load_config(keys.src) is not None
-    sharded = Path(keys.src) if is_sharded else None
+    src = Path(keys.src)
+    is_sharded = (src / MANIFEST_NAME).is_file() and source.holds(SHARDED) and maybe_load_config(src) is not None
+    sharded = src if is_sharded else None
     return _on_ranks(keys, source, topology, lambda dst: export_dcp(source, dst, topology, sharded=sharded))
 
 

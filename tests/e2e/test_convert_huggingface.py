@@ -91,6 +91,8 @@ def test_a_folder_that_is_cut_anew_keeps_its_config_and_tokenizer(tmp_path: Path
     PreTrainedTokenizerFast.from_pretrained(hf).save_pretrained(hf)
     for other in ("trainer_state.json", "optimizer.pt"):
         (hf / other).write_text("{}")
+    (hf / "vocab.json").symlink_to(tmp_path / "secret.json")
+    (tmp_path / "secret.json").write_text("{}")
     told = converted(hf, new, to="safetensors", max_shard_size="20KB")
     copied = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
     assert sorted(told["held"]["copied"]) == copied

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ckpt.loading.other_formats.megatron_folders import open_sharded
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
 from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert_on_ranks, run_of
+from tests.dcp_runs import save_by_dcp
 from tests.golden.torch_dist.contents import ARGUMENTS, RANGES, WHOLE_CHUNKS, common, random_state, values
 from tests.ranks import run_ranks
 from tests.states import same_bits
@@ -80,6 +82,16 @@ def test_two_ranks_write_it(tmp_path: Path) -> None:
     run_ranks(2, _exported, tmp_path / "ours", tmp_path / "back", process_group=True)
     require_all(tmp_path / "back", "core-0.16.1")
     assert same_values(load_common_state_dict(tmp_path / "back", allow_pickle=True)["nested"], common()["nested"])
+
+
+def test_tensors_that_are_empty_or_do_not_lie_row_major_come_over(tmp_path: Path) -> None:
+    state = {"empty": torch.empty(0, 3), "turned": torch.arange(12).reshape(3, 4).T, "scalar": torch.tensor(5)}
+    save_by_dcp(state, tmp_path / "src")
+    torch.save({"iteration": 3}, tmp_path / "src" / "common.pt")
+    shutil.copy(GOLDEN / "core-0.16.1" / "metadata.json", tmp_path / "src")
+    converted(tmp_path / "src", tmp_path / "ours")
+    found = load_plain_tensors(tmp_path / "ours")
+    assert found.keys() == state.keys() and all(same_bits(found[key], one.contiguous()) for key, one in state.items())
 
 
 def test_what_is_not_converted_is_told_in_a_sentence(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ class OtherCheckpoint:
         self.tensors[name] = OtherTensor(path, dtype, shape, lambda: encoded)
 
     def mapped(self, name: str) -> list[tuple[Box, torch.Tensor]]:
-        """Return a tensor's pieces as views of their files, at any alignment; of one that is not raw, all of it, read into memory.
+        """Return a tensor's pieces as views of their files, at any alignment; one that is not raw, or empty, whole and in memory.
 
         Views are private mappings: writes to them do not reach the files. They are valid until somebody else changes the files.
 
@@ -159,9 +159,10 @@ class OtherCheckpoint:
         """
         tensor, pieces = self.tensors[name], self._pieces_of(name)
         dtype = torch_dtype(tensor.dtype)
-        if isinstance(pieces, Encoded):
+        if isinstance(pieces, Encoded) or 0 in tensor.shape:
             values = torch.empty(tensor.shape, dtype=dtype)
-            pieces.read(whole(tensor.shape), values)
+            if isinstance(pieces, Encoded):
+                pieces.read(whole(tensor.shape), values)
             return [(whole(tensor.shape), values)]
         found = []
         for box, file, offset in ((one.box, one.file, one.offset) for one in pieces if one.box.num_elements):
