@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,22 +37,28 @@ from ckpt.convert.opened import (
     require_known,
     slabs,
 )
+from ckpt.dist_checkpointing.serialization import load_common_state_dict
+from ckpt.dist_checkpointing.validation import verify_checkpoint_and_load_strategy
 from ckpt.errors import CheckpointError, StorageError
 from ckpt.format.box import Box
 from ckpt.format.dtypes import item_bytes, torch_dtype, zarr_name
+from ckpt.format.manifest import SHARDED
+from ckpt.format.metadata import CONFIG_FNAME, TORCH_DIST, CheckpointingConfig
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.other_formats.dcp_folders import open_dcp
+from ckpt.loading.other_formats.megatron_folders import COMMON
 from ckpt.loading.sources import CheckpointSource
 from ckpt.loading.strategy import ReadRequest
 from ckpt.memory.device import device_of
+from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
-from ckpt.storage.files import WriteOnce, read_once
+from ckpt.storage.files import WriteOnce, make_durable, read_once
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
-def export_dcp(source: CheckpointSource, dst: Path, topology: Topology) -> None:
+def export_dcp(source: CheckpointSource, dst: Path, topology: Topology, *, sharded: Path | None = None) -> None:
     """Write a checkpoint of any format as one of `torch.distributed.checkpoint`, read it back, and then rename it to `dst`. Collective.
 
     Its keys are those under which `dcp.save` would have saved the same nested state dict; components are the first step of a path. An
@@ -60,6 +68,8 @@ def export_dcp(source: CheckpointSource, dst: Path, topology: Topology) -> None:
         source: opened by `ckpt.loading.loader.source_at`, on every rank.
         dst: nothing is there, or an empty folder.
         topology: more than one rank needs torch's default process group, of the same ranks.
+        sharded: the source's folder, if it holds a sharded state dict. That becomes Megatron-Core's `torch_dist`: tensors and objects
+            under their own keys, the common state in `common.pt`.
 
     Raises:
         CheckpointExistsError: there is something at `dst`.
@@ -69,12 +79,14 @@ def export_dcp(source: CheckpointSource, dst: Path, topology: Topology) -> None:
     """
     with topology.operation(f"export to {dst}"):
         with topology.phase("state"):
-            planner = _Planner(source, topology)
+            planner = _Planner(source, topology, sharded)
         with shared_directory(dst, topology) as folder:
             with topology.phase("write"):
                 writer = FileSystemWriter(folder, overwrite=False, per_thread_copy_ahead=0)  # one tensor at a time
                 writer.fs = _Files()
                 _save(writer, planner, no_dist=topology.world_size == 1)
+                if sharded is not None and topology.is_lead:
+                    _write_common(sharded, folder)
             with topology.phase("read back"):
                 _require_read_back(folder, dst, planner.digests, topology)
 
@@ -124,8 +136,13 @@ class _Planner(SavePlanner):
         digests: of the pieces that this rank has written.
     """
 
-    def __init__(self, source: CheckpointSource, topology: Topology) -> None:
-        flat, self._paths = flatten_state_dict(Opened(source).state(optimizers_in_groups=True))
+    def __init__(self, source: CheckpointSource, topology: Topology, sharded: Path | None) -> None:
+        flat: Mapping[str, Any]
+        self._paths: Mapping[str, Any] | None = None
+        if sharded is None:
+            flat, self._paths = flatten_state_dict(Opened(source).state(optimizers_in_groups=True))
+        else:
+            flat = Opened(source).tensors(SHARDED, "") | (_objects(sharded) if topology.is_lead else {})
         self._source = source
         self.tensors: dict[str, OpenedTensor] = {key: one for key, one in flat.items() if isinstance(one, OpenedTensor)}
         self._values = {key: value for key, value in flat.items() if key not in self.tensors}
@@ -173,6 +190,26 @@ class _Planner(SavePlanner):
         self.digests[piece] = digest_of_piece(tensor)
         self._topology.progress(tensor.nbytes)
         return tensor
+
+
+def _objects(src: Path) -> dict[str, list[Any]]:
+    """Return the objects of a sharded state dict by unique key, each in a list, as Megatron-Core has them."""
+    with use_topology(Topology.alone()):
+        _, common = verify_checkpoint_and_load_strategy(str(src))
+        found: dict[str, Any] = common.load_sharded_objects(dict(common.load_sharded_metadata(src)), src)
+    return {unique_key: [one] for unique_key, one in found.items()}
+
+
+def _write_common(src: Path, folder: Path) -> None:
+    """Write what makes a checkpoint of DCP one of `torch_dist`. Megatron-Core takes no other keys in `metadata.json`."""
+    with use_topology(Topology.alone()):
+        common = load_common_state_dict(src)
+    require_known(common)
+    torch.save(common, folder / COMMON)
+    config = CheckpointingConfig(TORCH_DIST, common_backend="torch")
+    (folder / CONFIG_FNAME).write_text(json.dumps(asdict(config)))
+    names = (COMMON, CONFIG_FNAME)
+    make_durable(folder, {name: (folder / name).stat().st_size for name in names}, [folder], lambda num_bytes: None)
 
 
 def _item_of(name: str, tensor: OpenedTensor, box: Box) -> WriteItem:

@@ -5,8 +5,10 @@ The place of each tensor in a file is known before it is read, so tensors are co
 
 from __future__ import annotations
 
+import filecmp
 import math
 import os
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +35,7 @@ from ckpt.errors import ConfigurationError, MissingStateError, StorageError
 from ckpt.format.box import flat_boxes, whole
 from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
 from ckpt.format.manifest import SHARDED, STATE, CheckpointManifest
+from ckpt.format.names import COMPONENT_KEY
 from ckpt.format.records import Content
 from ckpt.format.stored import read_manifest
 from ckpt.loading.direct import DirectLoad
@@ -49,6 +52,7 @@ AT_ONCE_BYTES = 64 << 20
 """Bytes of a tensor in memory at once."""
 
 _READ_BACK_BYTES = 4 << 20
+_BESIDE_MODEL = ("*config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "chat_template.*")  # fmt: skip # noqa: E501
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +166,9 @@ def select_of_other(source: CheckpointSource, src: Path, component: str | None) 
         MissingStateError: the component does not exist, or has no tensor.
     """
     opened = Opened(source)
-    by_component = {key: opened.tensors(key, "") for key in opened.keys}
-    chosen = opened.tensors(STATE, "") if component is None else by_component.get(component, {})
-    _require_some(src, component, chosen, [key for key, held in by_component.items() if held], "/")
+    key = STATE if component is None else component
+    chosen = opened.tensors(key, "") if COMPONENT_KEY.fullmatch(key) else {}
+    _require_some(src, component, chosen, source.component_keys(), "/")
     tensors = [ExportedTensor(name, one.name, one.entry.dtype, one.entry.shape) for name, one in chosen.items()]
     return Selection(source.prepare, tensors, {})
 
@@ -202,8 +206,20 @@ def _require_some(
     )
 
 
+def beside_model(src: Path) -> list[Path]:
+    """Return the files of a folder of Hugging Face's that tell how its model is used: configs, tokenizer, chat template. No links."""
+    return sorted(
+        {path for pattern in _BESIDE_MODEL for path in src.glob(pattern) if path.is_file() and not path.is_symlink()}
+    )
+
+
 def export(
-    selection: Selection, dst: Path, max_shard_bytes: int, *, progress: Callable[[int], None] = lambda _: None
+    selection: Selection,
+    dst: Path,
+    max_shard_bytes: int,
+    *,
+    beside: Sequence[Path] = (),
+    progress: Callable[[int], None] = lambda _: None,
 ) -> Exported:
     """Write the selected tensors as `model.safetensors`, or, if they take more than `max_shard_bytes`, as several files and an index.
 
@@ -211,6 +227,7 @@ def export(
 
     Args:
         dst: nothing is there, or an empty folder.
+        beside: small files to copy into it.
         progress: called with the number of bytes that have moved.
 
     Raises:
@@ -231,6 +248,11 @@ def export(
         if len(files) > 1:
             index = index_bytes(folder, files, progress)
             sizes[INDEX_NAME] = (folder / INDEX_NAME).write_bytes(index)
+        for path in beside:
+            copy = shutil.copyfile(path, folder / path.name)
+            if not filecmp.cmp(path, copy, shallow=False):
+                raise StorageError(f"what was written for {dst} is not what is read back: {path.name} was changed")
+            sizes[path.name] = copy.stat().st_size
         make_durable(folder, sizes, [folder], progress)
     names = {
         tensor.name: name_of(Content(tensor.name, tensor.shape, whole(tensor.shape))) for tensor in selection.tensors

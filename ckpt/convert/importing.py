@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.backends.base import Backend
-from ckpt.convert.opened import ahead, read_into
+from ckpt.convert.opened import Opened, ahead, read_into
 from ckpt.format.box import whole
 from ckpt.format.dtypes import torch_dtype
-from ckpt.format.manifest import STATE
-from ckpt.format.names import COMPONENT_KEY
 from ckpt.loading.sources import CheckpointSource
 from ckpt.memory.huge_pages import Scratch
 from ckpt.planning.plan import SavePlan
@@ -58,13 +56,10 @@ def import_checkpoint(source: CheckpointSource, dst: Path, topology: Topology, b
 
 def _state_of(source: CheckpointSource) -> RankState:
     """Describe the tensors of a checkpoint as a state that every rank holds; they are read when they are written."""
-    keys = list(source.component_keys())
-    if not all(COMPONENT_KEY.fullmatch(key) for key in keys):
-        keys = [STATE]
     found = RankState()
     parts: list[TablePart] = []
     aliases: list[tuple[str, str]] = []
-    for key in keys:
+    for key in Opened(source).keys:
         component = StateComponent(key, _Described(), SharingPattern.SHARDED)
         entries = source.entries(component, "")
         parts.append(

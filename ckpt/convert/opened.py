@@ -16,6 +16,7 @@ from ckpt.errors import ConfigurationError
 from ckpt.format.box import Box
 from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
 from ckpt.format.manifest import STATE, ArrayEntry
+from ckpt.format.names import COMPONENT_KEY
 from ckpt.format.unpickling import unknown_in
 from ckpt.loading.sources import CheckpointSource
 from ckpt.loading.strategy import ReadRequest
@@ -36,12 +37,13 @@ class Opened:
     """A checkpoint. A *prefix* names one of the copies of a component, as in `CheckpointSource`.
 
     Attributes:
-        keys: its components.
+        keys: its components; if another program's names cannot be those of components, the whole is one state dict.
     """
 
     def __init__(self, source: CheckpointSource) -> None:
         self.source = source
-        self.keys = list(source.component_keys())
+        keys = list(source.component_keys())
+        self.keys = keys if all(COMPONENT_KEY.fullmatch(key) for key in keys) else [STATE]
 
     def copies(self, key: str) -> list[str]:
         """The prefixes of a component."""

@@ -110,7 +110,7 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: str | os.PathLike[s
 
 
 def config_bytes(config: CheckpointingConfig) -> bytes:
-    """Return the bytes of `metadata.json`: the config, and its digest, which other readers ignore."""
+    """Return the bytes of `metadata.json`: the config, and its digest, a key that Megatron-Core refuses."""
     said = asdict(config)
     return json.dumps(said | {_DIGEST: _digest(said)}).encode()
 

@@ -20,14 +20,14 @@ from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.convert.atomic_directory import require_free
-from ckpt.convert.exporting_safetensors import export, select, select_of_megatron, select_of_other
+from ckpt.convert.exporting_safetensors import beside_model, export, select, select_of_megatron, select_of_other
 from ckpt.convert.importing import import_checkpoint
 from ckpt.convert.opened import Opened
 from ckpt.convert.rewriting import rewrite
 from ckpt.dist_checkpointing.megatron.zarr import is_megatron_zarr
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError
-from ckpt.format.manifest import MANIFEST_NAME
-from ckpt.format.metadata import other_format
+from ckpt.format.manifest import MANIFEST_NAME, SHARDED
+from ckpt.format.metadata import maybe_load_config, other_format
 from ckpt.format.stored import noticing_removal
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import source_at
@@ -48,7 +48,7 @@ _BACKENDS: dict[str, Callable[[], Backend]] = {
     "tensorstore": TensorStoreBackend,
     "kimi-engine": partial(KimiEngineBackend, pool=False),  # the process ends after it: no save is kept in memory
 }
-_OURS, _MEGATRON = "ours", "megatron zarr"
+_OURS, _MEGATRON, _TORCH_DIST = "ours", "megatron zarr", "megatron"
 _SELECT = {_OURS: select, _MEGATRON: select_of_megatron}
 _OF_SHARDED = ("zarr", "tensorstore")
 """The formats of a sharded state dict, which Megatron-Core's zarr checkpoints can become."""
@@ -163,12 +163,12 @@ def _work(keys: ConvertKeys, source_format: str, topology: Topology) -> Callable
     is_ours, is_megatron = source_format == _OURS, source_format == _MEGATRON
     if keys.to == DCP and not is_megatron:
         return partial(_to_dcp, keys, topology)
-    if not is_ours and not is_megatron and keys.to in _BACKENDS:
+    if source_format not in (_OURS, _MEGATRON, _TORCH_DIST) and keys.to in _BACKENDS:
         return partial(_import, keys, topology)
     if topology.world_size > 1:
         raise ConfigurationError(
             f"{src} becomes to={keys.to} in one process; several ranks write checkpoints of other programs as zarr, tensorstore or "
-            f"kimi-engine, and any but Megatron-Core's zarr as {DCP}"
+            f"kimi-engine, but for Megatron-Core's, and any but Megatron-Core's zarr as {DCP}"
         )
     if keys.to == SAFETENSORS:
         return partial(_export, keys, source_format)
@@ -251,7 +251,10 @@ def _to_dcp(keys: ConvertKeys, topology: Topology) -> Converted:
     from ckpt.convert.exporting_dcp import export_dcp  # it imports DCP, which takes a second
 
     source = _opened(keys, topology)
-    return _on_ranks(keys, source, topology, lambda dst: export_dcp(source, dst, topology))
+    src = Path(keys.src)
+    is_sharded = (src / MANIFEST_NAME).is_file() and source.holds(SHARDED) and maybe_load_config(src) is not None
+    sharded = src if is_sharded else None
+    return _on_ranks(keys, source, topology, lambda dst: export_dcp(source, dst, topology, sharded=sharded))
 
 
 def _to_torch(keys: ConvertKeys, topology: Topology) -> Converted:
@@ -298,8 +301,9 @@ def _export(keys: ConvertKeys, source_format: str) -> Converted:
         selection = _SELECT[source_format](src, keys.component)
     else:
         selection = select_of_other(_opened(keys, Topology.alone()), src, keys.component)
-    done = export(selection, Path(keys.dst), shard_bytes(keys.max_shard_size))
-    num_files = len(done.files) + (1 if len(done.files) > 1 else 0)
+    beside = beside_model(src) if source_format == SAFETENSORS and src.is_dir() else []
+    done = export(selection, Path(keys.dst), shard_bytes(keys.max_shard_size), beside=beside)
+    num_files = len(done.files) + (1 if len(done.files) > 1 else 0) + len(beside)
     tensor_bytes = sum(tensor.num_bytes for tensor in selection.tensors)
     left_out = [f"{alias} (tied: it is {first})" for alias, first in selection.aliases.items()]
     changed = [
@@ -314,4 +318,7 @@ def _export(keys: ConvertKeys, source_format: str) -> Converted:
     held |= {"files": list(done.files), "left_out": left_out, "changed": changed}
     of = "of everything" if keys.component is None else f"of component={keys.component}"
     lines = [f"  tensors  {len(selection.tensors)}, {decimal(tensor_bytes)}, {of}", *differences(changed, left_out)]
+    if beside:
+        held["copied"] = [path.name for path in beside]
+        lines.append(f"  copied   {', '.join(held['copied'])}")
     return Converted(keys.src, keys.dst, keys.to, num_files, done.num_bytes, held, lines)

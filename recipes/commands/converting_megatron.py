@@ -1,4 +1,4 @@
-"""Convert a checkpoint of Megatron-Core's zarr strategy: tensors, objects and common state become a checkpoint of this library.
+"""Convert a checkpoint of Megatron-Core, of its zarr strategy or `torch_dist`: tensors, objects and common state become one of ours.
 
 Tensors are saved from memory-mapped files, chunk by chunk, so that memory is needed only for the chunks in flight.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -25,6 +26,7 @@ from ckpt.errors import ConfigurationError, StorageError
 from ckpt.format.box import Box, whole
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.unpickling import UnknownObject
+from ckpt.loading.other_formats.megatron_folders import common_state, is_megatron, open_sharded
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
 from ckpt.state.flatten import to_json
@@ -70,30 +72,28 @@ def convert_megatron(src: Path, dst: Path, to: str, *, allow_pickle: bool, leave
         StorageError: the bytes read back differ from those written.
     """
     require_free(dst)
-    stored = megatron_zarr.MegatronZarr(src)
-    if stored.layout.headless:
-        raise headless(src, stored.layout.headless[0])
+    old = (_of_torch_dist if is_megatron(src) else _of_zarr)(src, allow_pickle)
     plain = _PlainValues()
-    common = plain.entries(megatron_zarr.load_megatron_common(src, allow_pickle=allow_pickle, unknown="keep"), "")
-    objects = _objects(src, allow_pickle, plain)
+    common = plain.entries(old.common, "")
+    objects = _objects(old, plain)
     if plain.left_out and not leave_out_unknown:
         raise ConfigurationError(
             f"{src} holds values of classes that are not built here: {_listed(plain.left_out)}. Leave them out with leave_out_unknown=true"
         )
-    state = _state(common, objects, _tensors(stored))
+    state = _state(common, objects, old.tensors)
     with atomic_directory(dst) as folder:
         with use_topology(Topology.alone()):
             save(state, folder, (to, 1))
         examined = examine(folder)
         if examined.problems:
             raise StorageError(f"what was written for {dst} is not what is read back: {examined.problems[0]}")
-    array_bytes = sum(array.num_bytes for array in stored.arrays.values())
+    array_bytes = sum(one.data.nbytes for pieces in old.tensors.values() for one in pieces if one.data is not None)
     names = [str(key) for key in common]
-    left_out = [*(f"{path} (of no known meaning)" for path in stored.layout.others), *plain.left_out]
-    held: dict[str, Any] = {"arrays": len(stored.arrays), "array_bytes": array_bytes, "objects": len(objects)}
+    left_out = [*(f"{path} (of no known meaning)" for path in old.others), *plain.left_out]
+    held: dict[str, Any] = {"arrays": len(old.tensors), "array_bytes": array_bytes, "objects": len(objects)}
     held |= {"common": names, "left_out": left_out, "changed": plain.changed}
     lines = [
-        f"  arrays   {len(stored.arrays)}, {decimal(array_bytes)}",
+        f"  arrays   {len(old.tensors)}, {decimal(array_bytes)}",
         f"  objects  {len(objects)}",
         f"  common   {', '.join(names) or 'nothing'}",
         *differences(plain.changed, left_out),
@@ -101,21 +101,55 @@ def convert_megatron(src: Path, dst: Path, to: str, *, allow_pickle: bool, leave
     return Converted(str(src), str(dst), to, examined.num_files, examined.num_bytes, held, lines)
 
 
-def _objects(src: Path, allow_pickle: bool, plain: _PlainValues) -> list[ShardedObject]:
+@dataclass(frozen=True)
+class _Old:
+    """What the old checkpoint holds.
+
+    Attributes:
+        common: its common state; inert objects stand for those of unknown classes, as in the objects.
+        objects: unique key -> reads the object.
+        tensors: pieces by key, mapped.
+        others: files of no known meaning.
+    """
+
+    common: dict[Any, Any]
+    objects: Mapping[str, Callable[[], Any]]
+    tensors: Mapping[str, list[ShardedTensor]]
+    others: Sequence[str] = ()
+
+
+def _of_zarr(src: Path, allow_pickle: bool) -> _Old:
+    stored = megatron_zarr.MegatronZarr(src)
+    if stored.layout.headless:
+        raise headless(src, stored.layout.headless[0])
+    read = partial(megatron_zarr.load_megatron_object, src, allow_pickle=allow_pickle, unknown="keep")
+    return _Old(
+        megatron_zarr.load_megatron_common(src, allow_pickle=allow_pickle, unknown="keep"),
+        {unique_key: partial(read, unique_key) for unique_key in megatron_zarr.megatron_objects(src)},
+        {key: _sharded(key, array.shape, _pieces(stored, key)) for key, array in stored.arrays.items()},
+        stored.layout.others,
+    )
+
+
+def _of_torch_dist(src: Path, allow_pickle: bool) -> _Old:
+    stored = open_sharded(src, allow_pickle=allow_pickle)
+    objects = {str(key): read for (key,), read in stored.values.items()}
+    tensors = {key: _sharded(key, tensor.shape, stored.mapped(key)) for key, tensor in stored.tensors.items()}
+    return _Old(common_state(src), objects, tensors)
+
+
+def _sharded(key: str, shape: tuple[int, ...], pieces: list[tuple[Box, torch.Tensor]]) -> list[ShardedTensor]:
+    return [ShardedTensor.at(key, values, shape, box.offsets) for box, values in pieces]
+
+
+def _objects(old: _Old, plain: _PlainValues) -> list[ShardedObject]:
     found = []
-    for unique_key, one in megatron_zarr.megatron_objects(src).items():
-        data = megatron_zarr.load_megatron_object(src, unique_key, allow_pickle=allow_pickle, unknown="keep")
+    for unique_key, read in old.objects.items():
         plain.file = unique_key
-        one.data = plain.of(data, "")
+        one = ShardedObject.empty_from_unique_key(unique_key)
+        one.data = plain.of(read(), "")
         found += [] if one.data is _LEFT_OUT else [one]
     return found
-
-
-def _tensors(stored: megatron_zarr.MegatronZarr) -> dict[str, list[ShardedTensor]]:
-    return {
-        key: [ShardedTensor.at(key, values, array.shape, box.offsets) for box, values in _pieces(stored, key)]
-        for key, array in stored.arrays.items()
-    }
 
 
 def _pieces(stored: megatron_zarr.MegatronZarr, key: str) -> list[tuple[Box, torch.Tensor]]:

@@ -379,9 +379,9 @@ def test_tied_weights_stay_tied(convert: Command, tmp_path: Path) -> None:
     torch.save({"model": net.state_dict()}, tmp_path / "net.pt")
     code, _, err = convert(f"src={tmp_path / 'net.pt'}", f"dst={tmp_path / 'ours'}", "load.allow_pickle=true")
     assert code == 0, err
-    assert read_manifest(tmp_path / "ours").arrays["model/1.weight"].alias_of == "model/0.weight"
+    assert read_manifest(tmp_path / "100").arrays["model/1.weight"].alias_of == "model/0.weight"
     fresh = tied()
-    Checkpointer(tmp_path / "root", model=fresh, save_rng=False).restore(tmp_path / "ours")
+    Checkpointer(tmp_path / "root", model=fresh, save_rng=False).restore(tmp_path / "100")
     assert same_bits(fresh[0].weight, net[0].weight) and fresh[1].weight is fresh[0].weight
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.box import Box, first_overlap, overlap, whole
 from ckpt.format.checkpoint_files import CheckpointFolder
-from ckpt.format.dtypes import item_bytes
+from ckpt.format.dtypes import item_bytes, torch_dtype
 from ckpt.format.held import NOTHING_HELD
 from ckpt.format.records import ArraySpec, ChunkExtent
 from ckpt.loading.strategy import ReadRequest, StoredPart
@@ -123,6 +124,7 @@ class OtherCheckpoint:
         self.tensors = dict(tensors)
         self.values = values
         self._pieces: dict[str, list[FilePiece] | Encoded] = {}
+        self._maps: dict[str, mmap.mmap] = {}
         self._chunks: dict[tuple[str, int], ChunkExtent] = {}
         self._encoded: dict[tuple[str, int], ChunkExtent] = {}
         self._numbers = {name: number for number, name in enumerate(self.tensors)}
@@ -146,6 +148,31 @@ class OtherCheckpoint:
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         self._numbers[name] = len(self._numbers)
         self.tensors[name] = OtherTensor(path, dtype, shape, lambda: encoded)
+
+    def mapped(self, name: str) -> list[tuple[Box, torch.Tensor]]:
+        """Return a tensor's pieces as views of their files, at any alignment; one that is not raw, or empty, whole and in memory.
+
+        Views are private mappings: writes to them do not reach the files. They are valid until somebody else changes the files.
+
+        Raises:
+            CorruptCheckpointError: a file is missing or too short, or pieces overlap.
+        """
+        tensor, pieces = self.tensors[name], self._pieces_of(name)
+        dtype = torch_dtype(tensor.dtype)
+        if isinstance(pieces, Encoded) or 0 in tensor.shape:
+            values = torch.empty(tensor.shape, dtype=dtype)
+            if isinstance(pieces, Encoded):
+                pieces.read(whole(tensor.shape), values)
+            return [(whole(tensor.shape), values)]
+        found = []
+        for box, file, offset in ((one.box, one.file, one.offset) for one in pieces if one.box.num_elements):
+            self._chunk_around(FilePiece(box, file, offset), tensor.dtype)
+            if file not in self._maps:
+                with folder_with(self.root, file) as folder, folder.stream(file) as stream:
+                    self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+            flat = torch.frombuffer(self._maps[file], dtype=dtype, count=box.num_elements, offset=offset)
+            found.append((box, flat.view(box.shape)))
+        return found
 
     def _raw_parts(self, request: ReadRequest, pieces: Sequence[FilePiece]) -> Iterator[StoredPart]:
         tensor = self.tensors[request.name]
