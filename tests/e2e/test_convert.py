@@ -377,7 +377,7 @@ def test_tied_weights_stay_tied(convert: Command, tmp_path: Path) -> None:
 
     net = tied()
     torch.save({"model": net.state_dict()}, tmp_path / "net.pt")
-    code, _, err = convert(f"src={tmp_path / 'net.pt'}", f"dst={tmp_path / 'ours'}", "load.allow_pickle=true")
+    code, _, err = convert(f"src={tmp_path / 'net.pt'}", f"dst={tmp_path / '100'}", "load.allow_pickle=true")
     assert code == 0, err
     assert read_manifest(tmp_path / "100").arrays["model/1.weight"].alias_of == "model/0.weight"
     fresh = tied()
