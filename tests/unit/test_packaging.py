@@ -14,6 +14,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
+
+from ckpt.version import __version__
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
@@ -65,6 +68,11 @@ def test_every_dependency_is_pinned_to_a_tested_version() -> None:
     assert {canonical(re.split(r"[<>=;\[ ]", one)[0]) for one in wanted} - pinned == set()
 
 
+def test_the_citation_names_the_version_and_the_license_of_the_package() -> None:
+    citation = yaml.safe_load((CHECKOUT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (__version__, PROJECT["project"]["license"])
+
+
 def test_torch_npu_is_brought_in_by_its_own_extra_alone() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
     assert [name for name, wanted in extras.items() if any("npu" in one for one in wanted)] == ["npu"]
@@ -76,11 +84,13 @@ def test_the_built_wheel_holds_the_library_alone_and_works_from_another_folder(t
     source.mkdir()
     for folder in ("ckpt", "recipes", "conf"):
         shutil.copytree(CHECKOUT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "README.md"):
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(CHECKOUT / file, source)
     pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source))
     (wheel,) = tmp_path.glob("ckpt_coordinator-*.whl")
-    inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    names = zipfile.ZipFile(wheel).namelist()
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    inside = {name for name in names if ".dist-info/" not in name}
     assert inside == {
         str(path.relative_to(CHECKOUT))
         for path in (CHECKOUT / "ckpt").rglob("*")
