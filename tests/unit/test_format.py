@@ -85,7 +85,7 @@ def test_plain_safetensors_opens_every_tensor_by_its_name(tmp_path: Path, shape:
 
 @pytest.mark.parametrize("backend", ["zarr", "file"])
 def test_a_packed_tensor_is_read_with_plain_zarr_in_three_lines(tmp_path: Path, backend: str) -> None:
-    """The lines of the README."""
+    """The lines of docs/format.md."""
     checkpoint, manifest = written(tmp_path, backend, {"a": global_index((7,)), "h.0.bias": global_index((3, 50)) + 5})
     assert manifest["arrays"]["model/h.0.bias"] == {
         "dtype": "float32",
