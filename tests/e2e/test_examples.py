@@ -48,6 +48,8 @@ def losses_of(command: list[str], run: Path, *, kill_at: int | None = None) -> d
         ("plain_loop.py", 0),
         pytest.param("plain_loop.py", 2, marks=pytest.mark.full),
         pytest.param("fsdp2.py", 2, marks=pytest.mark.full),
+        pytest.param("pipeline.py", 2, marks=pytest.mark.full),
+        pytest.param("rl_weight_sync.py", 0, marks=pytest.mark.full),
         pytest.param("lightning_trainer.py", 0, marks=pytest.mark.full),
         pytest.param("lightning_trainer.py", 2, marks=pytest.mark.full),
         pytest.param("accelerate_loop.py", 0, marks=pytest.mark.full),
