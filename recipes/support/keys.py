@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from omegaconf import OmegaConf
 
 TARGET = "_target_"
 _HYDRAS_OWN = ("_partial_", "_convert_", "_recursive_")
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _OF_TARGET = "the class or function that is called with the other keys beside it"
 
 
@@ -54,6 +56,8 @@ class ConfigFile:
         bases: config files of its own folder in its defaults list.
         keys: its keys with a value, in their order; none of Hydra's own.
         nodes: key of a mapping -> its comment.
+        help: its `hydra.help`: header: what the command does, with examples; footer: more of that, for --help-all;
+            template: groups and keys that --help shows, with spaces between, where that is not all of this file's.
     """
 
     phrase: str
@@ -61,6 +65,7 @@ class ConfigFile:
     bases: Sequence[str]
     keys: Sequence[Key]
     nodes: Mapping[str, str]
+    help: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,7 @@ def by_dotted_key(node: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
+@functools.cache
 def read(path: Path) -> ConfigFile:
     """Parse a config file and its comments."""
     return _Reader(path.read_text()).read()
@@ -112,27 +118,26 @@ def keys_of_command(conf: Path, config_name: str, overrides: Sequence[str] = ())
         loader = GlobalHydra.instance().config_loader()
         cfg = compose(config_name, list(overrides), return_hydra_config=True)
         listed = loader.compute_defaults_list(config_name, list(overrides), RunMode.RUN)
-        folders = [Path(one.path[7:]) for one in loader.get_search_path().get_path() if one.path.startswith("file://")]
+        places = [source.path for source in loader.get_sources() if source.scheme() == "file"]
         options = {name: tuple(loader.get_group_options(name)) for name in cfg.hydra.runtime.choices}
     phrases: dict[str, str] = {}
     for one in listed.defaults:
-        files = [folder / f"{one.config_path}.yaml" for folder in folders]
+        files = [Path(place, f"{one.config_path}.yaml") for place in places]
         for file in [file for file in files if file.is_file()][:1]:
             comments = read(file)
             for name, phrase in [*comments.nodes.items(), *((key.name, key.phrase) for key in comments.keys)]:
                 full = f"{one.package}.{name}" if one.package else name
                 phrases[full] = phrase or phrases.get(full, "")
-    own = read(conf / f"{config_name}.yaml")
+    own = read(Path(conf, f"{config_name}.yaml"))
     groups = _groups_of(conf, config_name)
     chosen = cfg.hydra.runtime.choices
-    help_cfg = cfg.hydra.help
     values = by_dotted_key({str(key): value for key, value in _plain(cfg).items() if key != "hydra"})
     keys = [Key(name, shown(value), _phrase(name, value, phrases)) for name, value in values.items()]
     keys = [key for key in keys if key.name.rpartition(".")[2] not in _HYDRAS_OWN]
     return CommandKeys(
-        header=str(help_cfg.header).strip("\n"),
-        footer=str(help_cfg.footer or "").strip("\n"),
-        shown=str(help_cfg.template).split() or [*own.groups, *(key.name for key in own.keys)],
+        header=own.help.get("header", "").strip("\n"),
+        footer=own.help.get("footer", "").strip("\n"),
+        shown=own.help.get("template", "").split() or [*own.groups, *(key.name for key in own.keys)],
         extends=next(iter(own.bases), None),
         groups=[
             Group(name, shown(chosen.get(name)), options.get(name, ()), phrase)
@@ -188,13 +193,14 @@ class _Reader:
         self._lines = text.splitlines()
 
     def read(self) -> ConfigFile:
-        root = yaml.compose(self._text, Loader=yaml.SafeLoader)
+        root = yaml.compose(self._text, Loader=_LOADER)
         top = []
         for line in self._lines:
             if not line.startswith("#"):
                 break
             top.append(line.lstrip("# ").rstrip())
         groups, bases, keys, nodes = {}, [], [], {}
+        own_help = (yaml.load(self._text, Loader=_LOADER) or {}).get("hydra", {}).get("help", {})
         for name, key, value in self._walk(root, "") if isinstance(root, yaml.MappingNode) else ():
             if name == "defaults":
                 for item in value.value:
@@ -209,7 +215,7 @@ class _Reader:
             else:
                 keys.append(Key(name, self._source(value), self._comment(key, value)))
         phrase = " ".join(line for line in top if not line.startswith("@package"))
-        return ConfigFile(phrase, groups, bases, keys, nodes)
+        return ConfigFile(phrase, groups, bases, keys, nodes, own_help)
 
     def _walk(self, node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
         for key, value in node.value:
