@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 
 TARGET = "_target_"
 _HYDRAS_OWN = ("_partial_", "_convert_", "_recursive_")
+_NOT_CHOSEN = ("hydra", "experiment")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _OF_TARGET = "the class or function that is called with the other keys beside it"
 
@@ -53,6 +54,7 @@ class ConfigFile:
     Attributes:
         phrase: the comment at its top.
         groups: group in its defaults list -> comment.
+        choices: group in its defaults list -> choice.
         bases: config files of its own folder in its defaults list.
         keys: its keys with a value, in their order; none of Hydra's own.
         nodes: key of a mapping -> its comment.
@@ -61,7 +63,8 @@ class ConfigFile:
     """
 
     phrase: str
-    groups: Mapping[str, str]
+    groups: dict[str, str]
+    choices: dict[str, str]
     bases: Sequence[str]
     keys: Sequence[Key]
     nodes: Mapping[str, str]
@@ -169,7 +172,7 @@ def _groups_of(conf: Path, config_name: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for base in own.bases:
         found |= _groups_of(conf, base)
-    return {name: phrase for name, phrase in (found | own.groups).items() if name not in ("hydra", "experiment")}
+    return found | own.groups
 
 
 def _phrase(name: str, value: Any, phrases: Mapping[str, str]) -> str:
@@ -199,15 +202,16 @@ class _Reader:
             if not line.startswith("#"):
                 break
             top.append(line.lstrip("# ").rstrip())
-        groups, bases, keys, nodes = {}, [], [], {}
+        groups, choices, bases, keys, nodes = {}, {}, [], [], {}
         own_help = (yaml.load(self._text, Loader=_LOADER) or {}).get("hydra", {}).get("help", {})
         for name, key, value in self._walk(root, "") if isinstance(root, yaml.MappingNode) else ():
             if name == "defaults":
                 for item in value.value:
                     if isinstance(item, yaml.MappingNode):
                         ((group, choice),) = item.value
-                        if not group.value.startswith("override"):
+                        if not group.value.startswith("override") and group.value not in _NOT_CHOSEN:
                             groups[group.value] = self._comment(group, choice)
+                            choices[group.value] = choice.value
                     elif item.value != "_self_":
                         bases.append(item.value)
             elif isinstance(value, yaml.MappingNode):
@@ -215,7 +219,7 @@ class _Reader:
             else:
                 keys.append(Key(name, self._source(value), self._comment(key, value)))
         phrase = " ".join(line for line in top if not line.startswith("@package"))
-        return ConfigFile(phrase, groups, bases, keys, nodes, own_help)
+        return ConfigFile(phrase, groups, choices, bases, keys, nodes, own_help)
 
     def _walk(self, node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
         for key, value in node.value:
