@@ -24,7 +24,9 @@ marker path { fill: #6b7cc4; stroke: none; }
 def arrows() -> list[tuple[str, str]]:
     """Return (package, one that it imports), without pairs that a longer path of imports connects."""
     below = _imports()
-    return [(name, other) for name in sorted(below) for other in sorted(below[name]) if not _reached(below, name, other)]
+    return [
+        (name, other) for name in sorted(below) for other in sorted(below[name]) if not _reached(below, name, other)
+    ]
 
 
 def drawing() -> str:
@@ -60,9 +62,7 @@ def _arc(start: int, end: int, number: int) -> str:
     reach = min(130, 14 + (end - start) * 0.42)
     side, sign = (_LEFT + _BOX, 1) if number % 2 else (_LEFT, -1)
     out = side + sign * reach
-    return (
-        f'<path d="M{side} {start + 5} C{out:g} {start + 5} {out:g} {end - 5} {side + sign} {end - 5}" marker-end="url(#head)"/>'
-    )
+    return f'<path d="M{side} {start + 5} C{out:g} {start + 5} {out:g} {end - 5} {side + sign} {end - 5}" marker-end="url(#head)"/>'
 
 
 def _imports() -> dict[str, set[str]]:

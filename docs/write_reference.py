@@ -1,4 +1,4 @@
-"""Write the keys of conf/ into docs/reference/config.md, the help of each command into docs/reference/commands.md: python docs/write_reference.py"""
+"""Write the config keys and the help of commands into docs/reference: python docs/write_reference.py"""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ def config_page(page: str) -> str:
     parts += _of_components()
     coordinator = read(CONF / "coordinator" / "default.yaml")
     own = [key for key in coordinator.keys if "${" not in key.value]
-    parts += ["## coordinator=", f"{_sentence(coordinator.phrase)} Its own are:", _table_of_keys(_prefixed("coordinator", own))]
+    parts += [
+        "## coordinator=",
+        f"{_sentence(coordinator.phrase)} Its own are:",
+        _table_of_keys(_prefixed("coordinator", own)),
+    ]
     for module, (name, _) in commands(CONF).items():
         if name != "train":
             parts += _of_command(module, name)

@@ -72,7 +72,7 @@ def no_such_command(name: str, conf: Path) -> str:
 
 def _of_group(group: Group) -> tuple[str, str]:
     options = ", ".join(group.options)
-    return f"{group.name}={group.choice}", f"{group.phrase}: {options}" if group.phrase else options
+    return f"{group.name}={group.choice}", f"{group.phrase} ({options})" if group.phrase else options
 
 
 def _of_key(key: Key) -> tuple[str, str]:

@@ -240,7 +240,11 @@ class _Reader:
         is_block = isinstance(value, yaml.CollectionNode) and not value.flow_style
         end = key.end_mark if is_block else value.end_mark
         number, column = end.line, self._lines[end.line].find("#", end.column)
-        inside = range(value.start_mark.line, value.end_mark.line) if isinstance(value, yaml.SequenceNode) and is_block else ()
+        inside = (
+            range(value.start_mark.line, value.end_mark.line)
+            if isinstance(value, yaml.SequenceNode) and is_block
+            else ()
+        )
         if column < 0:
             items = ((one.value, self._comment(one, one)) for one in value.value) if inside else ()
             return "; ".join(f"{name}: {phrase}" for name, phrase in items if phrase)

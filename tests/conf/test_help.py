@@ -68,7 +68,7 @@ def test_the_help_of_train_shows_ten_keys_and_every_choice_of_a_group() -> None:
     text = help_text(CONF, "train")
     keys = text.partition("Keys that change most, key=value:\n")[2].partition("\n\n")[0].splitlines()
     assert len([line for line in keys if line.startswith("  ") and line[2] != " "]) == 10
-    assert "  ckpt=zarr        storage format of saves; a load reads any: kimi-engine, tensorstore, zarr\n" in text
+    assert "  ckpt=zarr        storage format of saves; a load reads any (kimi-engine, tensorstore, zarr)\n" in text
     assert "  train.steps=300 " in text and "components." not in text
 
 
@@ -109,7 +109,7 @@ def test_a_mistake_beside_the_option_is_answered_with_the_nearest_key(command: C
         ("train.stpes=3", "train.stpes: there is no such key; did you mean train.steps?"),
         ("lr=0.1", "lr: there is no such key; did you mean optimizer.lr?"),
         ("+every=3", "every: there is no such key; did you mean save.every?"),
-        ("components.model.sharing=global", "components.model.sharing: there is no such key; did you mean components.model.sharing_pattern?"),
+        ("components.model.elasti=null", "components.model.elasti: there is no such key; did you mean components.model.elastic?"),
         ("qqq=3", "qqq: there is no such key; --help-all shows the keys there are"),
     ],
 )  # fmt: skip
@@ -161,7 +161,7 @@ def test_completion_in_bash_knows_modules_keys_and_choices(tmp_path: Path) -> No
         f"{sys.executable} -m recipes.inspect pa",
     ]
     asked = "\n".join(
-        f"COMP_LINE={line!r}; COMP_POINT={len(line)}; _complete_recipes; echo \"${{COMPREPLY[*]}}\"" for line in lines
+        f'COMP_LINE={line!r}; COMP_POINT={len(line)}; _complete_recipes; echo "${{COMPREPLY[*]}}"' for line in lines
     )
     env = os.environ | {"PYTHONPATH": str(CONF.parent), "COMP_WORDBREAKS": " =:"}
     typed = f"{script(CONF)}\nCOMP_WORDBREAKS=' =:'\n{asked}"
@@ -209,7 +209,7 @@ def test_the_comment_of_a_key_is_the_one_on_its_line_and_on_those_below_it(tmp_p
         ("steps", "3", "in total"),
         ("size.width", "[1, 2]", "of a layer; none: any"),
         ("size.text", '"# none"', ""),
-        ("names", "[a]", "one of"),
+        ("names", "[a]", "one of them"),
     ]
     assert found.nodes == {"size": "of the model"} and found.help["header"] == "# no comment\n"
 
