@@ -158,7 +158,7 @@ def test_completion_in_bash_knows_modules_keys_and_choices(tmp_path: Path) -> No
     lines = [
         "python -m recipes.tr",
         f"{sys.executable} -m recipes.train parallel=f",
-        f"{sys.executable} -m recipes.inspect pa",
+        f"{sys.executable} -m recipes.inspect pat",
     ]
     asked = "\n".join(
         f'COMP_LINE={line!r}; COMP_POINT={len(line)}; _complete_recipes; echo "${{COMPREPLY[*]}}"' for line in lines
