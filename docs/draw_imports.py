@@ -42,7 +42,7 @@ def drawing() -> str:
     arcs = [_arc(middle[name], middle[other], number) for number, (name, other) in enumerate(arrows())]
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}" role="img">',
             "<title>Imports between the packages of ckpt</title>",
             f"<style>\n{_STYLE}\n</style>",
             '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
