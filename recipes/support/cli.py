@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException, HydraException
 from hydra.experimental.callback import Callback
@@ -25,6 +26,8 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from recipes.support import CONF
+from recipes.support.completion import script
+from recipes.support.help import help_text
 from recipes.support.sentences import sentence_of, sentence_of_arguments
 
 Work = Callable[[DictConfig], int | None]
@@ -32,6 +35,9 @@ Work = Callable[[DictConfig], int | None]
 _SILENT = ("hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")  # no .hydra/, no log
 _NO_FOLDER = ("hydra.run.dir=.", *_SILENT)
 _LAUNCHERS = ("joblib", "submitit")
+_HELP = {"--help", "-h", "--help-all"}
+_COMPLETION = {"--shell-completion", "-sc"}
+_HELP_OR_COMPLETION = _HELP | _COMPLETION
 
 
 def recipe(config_name: str, *, writes: bool = True, trouble: int = 1) -> Callable[[Work], Callable[[], None]]:
@@ -74,7 +80,7 @@ class _Command:
 
     def run(self) -> int:
         """Compose the config, run, print an error as one sentence, and return the exit code."""
-        if self.writes:
+        if self.writes and not _HELP_OR_COMPLETION & set(sys.argv[1:]):  # which are quick without torch
             import_torch()
             from recipes.support.ranks import rank_of_environment
 
@@ -93,6 +99,10 @@ class _Command:
 
     def _run(self) -> None:
         try:
+            if (text := self._said_about_itself()) is not None:
+                print(text)
+                self.code = 0
+                return
             overrides = _NO_FOLDER if not self.writes else _SILENT if self.rank else ()
             # For the processes of other launchers, which do not start in the checkout: it is not installed.
             paths = os.pathsep.join([str(CONF.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
@@ -121,6 +131,18 @@ class _Command:
             from recipes.support.sweep import show
 
             show(self.sweep_dir)
+
+    def _said_about_itself(self) -> str | None:
+        """The help, or the shell's function for completion, if the command line asks for one of them."""
+        words = sys.argv[1:]
+        if _COMPLETION & set(words) and "install=bash" in words:
+            return script(CONF)
+        if not _HELP & set(words):
+            return None
+        given, _ = get_args_parser().parse_known_args([word for word in words if word not in _HELP])
+        folders = [f"hydra.searchpath=[file://{Path(given.config_dir).absolute()}]"] if given.config_dir else []
+        name = given.config_name or self.config_name
+        return help_text(CONF, name, [*given.overrides, *folders], everything="--help-all" in words)
 
     def begin(self, folder: Path, hydra_files: Iterable[str]) -> None:
         """Note the folder that Hydra is about to make, and the files that it will write there."""

@@ -30,6 +30,7 @@ from ckpt.saving.save_settings import SaveSettings
 from ckpt.state.pattern_check import check_choice
 from ckpt.state.sharing import check_component
 from ckpt.storage.pool import Memories
+from recipes.support.keys import by_dotted_key
 from recipes.training.parallel.base import Layout
 
 OWN_COMPONENTS = ("model", "optimizer", "scheduler", "dataset", "rng")
@@ -246,16 +247,6 @@ def _require_plain_yaml(text: str) -> None:
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if isinstance(event, yaml.AliasEvent) or depth > _MOST_LEVELS:
             raise yaml.YAMLError("it has aliases, or is nested too deeply")
-
-
-def by_dotted_key(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested dictionaries: `{"a": {"b": 1}}` becomes `{"a.b": 1}`. An empty dictionary is a value."""
-    if not (isinstance(node, Mapping) and node):
-        return {prefix: node}
-    found: dict[str, Any] = {}
-    for key, value in node.items():
-        found |= by_dotted_key(value, f"{prefix}.{key}" if prefix else str(key))
-    return found
 
 
 def config_text(run: Mapping[str, Any]) -> str:

@@ -13,6 +13,8 @@ from hydra.errors import HydraException, InstantiationException, MissingConfigEx
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
+from recipes.support.keys import by_dotted_key
+
 
 def sentence_of(error: BaseException, conf: Path, config_name: str) -> str:
     """Return the one-line text of an error that the user can correct.
@@ -107,12 +109,16 @@ def _no_such_choice(error: MissingConfigException) -> str:
     group, _, choice = (error.missing_cfg_file or "").rpartition("/")
     if not group or not error.options:
         return " ".join(str(error).split("Config search path")[0].split())
-    return f"{group}={choice}: there is no such choice; {group} is one of {', '.join(sorted(error.options))}"
+    near = difflib.get_close_matches(choice, error.options, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"{group}={choice}: there is no such choice; {hint}{group} is one of {', '.join(sorted(error.options))}"
 
 
 def _no_such_key(key: str, conf: Path, config_name: str) -> str:
-    near = difflib.get_close_matches(key, _keys(conf, config_name), n=1)
-    hint = f"did you mean {near[0]}?" if near else "--help shows the keys there are"
+    keys = _keys(conf, config_name)
+    same = [one for one in keys if one.rpartition(".")[2] == key]  # lr is optimizer.lr
+    near = same if len(same) == 1 else difflib.get_close_matches(key, keys, n=1)
+    hint = f"did you mean {near[0]}?" if near else "--help-all shows the keys there are"
     return f"{key}: there is no such key; {hint}"
 
 
@@ -124,8 +130,6 @@ def _keys(conf: Path, config_name: str) -> list[str]:
             cfg = compose(config_name)
     except HydraException:  # of a --config-dir or --config-name of the user's
         return []
-    from recipes.support.config import by_dotted_key
-
     leaves = [key.split(".") for key in by_dotted_key(OmegaConf.to_container(cfg, resolve=False))]
     return sorted({".".join(parts[: n + 1]) for parts in leaves for n in range(len(parts))})
 

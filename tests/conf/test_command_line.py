@@ -388,14 +388,6 @@ def test_a_benchmark_without_a_scratch_folder_removes_none_of_the_user_s(command
     assert notes.read_text() == "mine"
 
 
-def test_help_shows_choices_and_keys_to_a_newcomer(command: Command, tmp_path: Path) -> None:
-    outcome = command("--help")
-    assert outcome.code == 0 and not list(tmp_path.iterdir())
-    assert all(
-        line in outcome.out for line in ("ckpt: kimi-engine, tensorstore, zarr", "device: cpu, cuda, npu", "  steps: ")
-    )
-
-
 @pytest.mark.parametrize("device", ["npu", pytest.param("cpu", marks=pytest.mark.full)])
 def test_a_device_plugin_without_its_driver_stops_only_those_who_ask_for_it(tmp_path: Path, device: str) -> None:
     """Torch imports every plugin that is installed, and a plain `import torch` would end in a traceback here.

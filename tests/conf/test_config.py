@@ -111,7 +111,7 @@ def test_a_value_of_the_wrong_type_is_named(tmp_path: Path, override: str, expec
     ("override", "expected"),
     [
         ("+train.step=3", "train.step: there is no such key; did you mean train.steps?"),
-        ("+foo=3", "foo: there is no such key; --help shows the keys there are"),
+        ("+foo=3", "foo: there is no such key; --help-all shows the keys there are"),
         (
             "+components.model.pattern=global",
             "components.model.pattern: there is no such key; a component has sharing_pattern, ",

@@ -14,7 +14,10 @@ from omegaconf import OmegaConf
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 CONF = CHECKOUT / "conf"
-PAGES = [*(CHECKOUT / name for name in ("README.md", "MIGRATING.md", "CONTRIBUTING.md")), *CHECKOUT.glob("docs/*.md")]
+PAGES = [
+    *(CHECKOUT / name for name in ("README.md", "MIGRATING.md", "CONTRIBUTING.md")),
+    *CHECKOUT.glob("docs/**/*.md"),
+]
 COMMAND = r"\b(?:python|torchrun(?: --\S+)*) -m (recipes[\w.]*)"
 PLACEHOLDERS = {"workload=<name>": "workload=gpt2_fsdp", "<its venv>/bin/python": "python", "<path>": "python"} | {
     "=<one>:": "=cuda",

@@ -294,15 +294,15 @@ def test_help_says_what_it_does_and_names_every_key(convert: Command) -> None:
     assert (code, err) == (0, "")
     assert shown.startswith("python -m recipes.convert writes a checkpoint in another format")
     for key in (
-        "src: ???",
-        "dst: ???",
-        "to: zarr",
-        "component: model",
-        "max_shard_size: 5GB",
-        "allow_pickle: false",
-        "leave_out_unknown: false",
-        "nproc_per_node: 1",
-        "json: false",
+        "src=???",
+        "dst=???",
+        "to=zarr",
+        "component=model",
+        "max_shard_size=5GB",
+        "load.allow_pickle=false",
+        "leave_out_unknown=false",
+        "launch.nproc_per_node=1",
+        "json=false",
     ):
         assert key in shown
 
