@@ -19,7 +19,7 @@ from ckpt.errors import CheckpointError, CheckpointNotFoundError, sentence
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry, CheckpointManifest, ComponentManifest
 from ckpt.format.metadata import other_format
-from ckpt.format.stored import gone, identity_of, noticing_removal, read_manifest
+from ckpt.format.stored import checkpoints_below, gone, identity_of, not_a_checkpoint, noticing_removal, read_manifest
 from recipes.support.config import command_keys
 from recipes.support.tables import add_row, console, counted, full_line, printable, table_of
 
@@ -109,10 +109,13 @@ def committed_below(root: Path) -> list[Committed]:
         raise CheckpointNotFoundError(other)
     if not root.exists():
         raise CheckpointNotFoundError(f"{root} does not exist; give a checkpoint or a folder of checkpoints as path=")
-    below = root / "checkpoints"
-    hint = f"path={below}" if below.is_dir() else "a checkpoint or a folder of checkpoints as path="
+    if found := checkpoints_below(root):
+        newest = found[0]
+        raise CheckpointNotFoundError(
+            f"{not_a_checkpoint(root)}; give path={newest if newest.parent == root else newest.parent}"
+        )
     raise CheckpointNotFoundError(
-        f"{root} is no checkpoint: it has no {MANIFEST_NAME}, and no committed checkpoint-*; give {hint}"
+        f"{not_a_checkpoint(root)}, and no committed checkpoint-*; give a checkpoint or a folder of checkpoints as path="
     )
 
 
