@@ -24,6 +24,9 @@ from recipes.support.config import GIVEN, by_dotted_key, values_of
 
 SUMMARY_NAME = "summary.json"
 
+_FOLDER_KEYS = ("run_name", "output_dir", "run_dir")
+"""The keys of a run's folder, and what else depends on them is below it."""
+
 _LINES = 12
 """About the number of lines that a run prints where there is no progress bar."""
 
@@ -149,8 +152,11 @@ class Report:
     def resumed(self, loaded: LoadReport) -> None:
         """Show the checkpoint that was resumed, those that were skipped, and the keys of the config that differ."""
         if loaded.fell_back_from:
-            damaged = ", ".join(loaded.fell_back_from)
-            self._say(f"WARNING: resume=latest FELL BACK to {loaded.path}: damaged is {damaged}", style="bold red")
+            damaged, are = loaded.fell_back_from, "is" if len(loaded.fell_back_from) == 1 else "are"
+            self._say(
+                f"WARNING: resume=latest fell back to {loaded.path}, because {', '.join(damaged)} {are} damaged",
+                style="bold red",
+            )
         step = int(loaded.checkpoint_id)
         self._say(f"resumed {loaded.path} at step {step}: {_speed(loaded.bytes_read, loaded.load_s)}")
         for line in loaded.summary().splitlines():
@@ -175,18 +181,41 @@ class Report:
 
 
 def config_differences(saved: str, now: Mapping[str, Any]) -> list[str]:
-    """Return a line for each key whose value differs from the checkpoint's config.yaml; one line if that file is no config."""
+    """Return a line for each key whose value differs from the checkpoint's config.yaml; one line if that file is no config.
+
+    `resume` is left out. The keys of the run's folder, and of paths in it, share the last line.
+    """
     try:
         before = values_of(saved)
     except CorruptCheckpointError as error:
         return [str(error)]
     after = by_dotted_key({key: value for key, value in now.items() if key != GIVEN})
     absent = object()
-    return [
-        f"{key}: {_shown(before, key)} -> {_shown(after, key)}"
+    differing = [
+        key
         for key in sorted({*before, *after})
-        if before.get(key, absent) != after.get(key, absent) and not key.startswith(_wired_keys())
+        if before.get(key, absent) != after.get(key, absent) and key != "resume" and not key.startswith(_wired_keys())
     ]
+    moved = [key for key in _FOLDER_KEYS if key in differing]
+    moved += [key for key in differing if key not in moved and _has_moved(before, after, key)]
+    lines = [_difference(before, after, key) for key in differing if key not in moved]
+    if moved:
+        others = f", and with it {', '.join(moved[1:])}" if moved[1:] else ""
+        lines.append(_difference(before, after, moved[0]) + others)
+    return lines
+
+
+def _has_moved(before: Mapping[str, Any], after: Mapping[str, Any], key: str) -> bool:
+    """Whether a value is a path in the run's folder, and differs by that folder alone."""
+    was, now = before.get(key), after.get(key)
+    if not (isinstance(was, str) and isinstance(now, str)):
+        return False
+    folders = [(str(before[one]), str(after[one])) for one in _FOLDER_KEYS[1:] if one in before and one in after]
+    return any(was.startswith(f"{old}/") and now == new + was.removeprefix(old) for old, new in folders)
+
+
+def _difference(before: Mapping[str, Any], after: Mapping[str, Any], key: str) -> str:
+    return f"{key}: {_shown(before, key)} -> {_shown(after, key)}"
 
 
 @functools.cache

@@ -177,8 +177,9 @@ class _Trainer:
             return None
         summary = self.summary.as_dict() | {"updates": self.reports, **holders}
         path = write_summary(run_dir, summary)
+        holding = "1 rollout holds" if len(holders["rollouts"]) == 1 else f"{len(holders['rollouts'])} rollouts hold"
         self.report.console.print(
-            f"{len(holders['rollouts'])} rollouts hold version {holders['trainer']['version']} with the trainers' digest "
+            f"{holding} version {holders['trainer']['version']} with the trainers' digest "
             f"{holders['trainer']['digest']}, after {time.monotonic() - began:.1f} s; summary in {path}"
         )
         return summary

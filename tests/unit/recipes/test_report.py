@@ -31,7 +31,6 @@ def test_only_what_differs_is_listed_one_line_a_key() -> None:
         "load.list: [1, 2] -> [1, 3]",
         "load.verify: true -> (not there)",
         "new.key: (not there) -> false",
-        "resume: null -> latest",
         "train.steps: 6 -> 9",
     ]
 
@@ -47,6 +46,38 @@ def test_a_key_that_the_coordinator_repeats_is_listed_once() -> None:
         "coordinator.packed_mib: 32 -> 64",
         "save.every: 3 -> 2",
     ]
+
+
+@pytest.mark.parametrize(
+    ("run_name", "output_dir", "says"),
+    [
+        ("b", "outputs/b", "run_name: a -> b, and with it output_dir, run_dir, checkpoint_root"),
+        ("a", "/there", "output_dir: outputs/a -> /there, and with it run_dir, checkpoint_root"),
+    ],
+)
+def test_paths_that_differ_by_the_folder_of_the_run_share_the_last_line(
+    run_name: str, output_dir: str, says: str
+) -> None:
+    def run(name: str, output_dir: str, lr: float) -> dict[str, object]:
+        folder = str(Path("/w", output_dir))
+        own = {"run_name": name, "output_dir": output_dir, "run_dir": folder}
+        return own | {"checkpoint_root": f"{folder}/checkpoints", "log": "/w/log", "z": {"lr": lr}}
+
+    saved = OmegaConf.to_yaml(OmegaConf.create(run("a", "outputs/a", 0.1)))
+    now = run(run_name, output_dir, 0.2) | {"log": "/w/log2"}
+    assert config_differences(saved, now) == ["log: /w/log -> /w/log2", "z.lr: 0.1 -> 0.2", says]
+    assert (
+        config_differences(saved, now | {"checkpoint_root": "/mine"})[0]
+        == "checkpoint_root: /w/outputs/a/checkpoints -> /mine"
+    )
+
+
+@pytest.mark.parametrize(
+    ("damaged", "says"), [(("/c-4",), "/c-4 is damaged"), (("/c-5", "/c-4"), "/c-5, /c-4 are damaged")]
+)
+def test_a_fall_back_says_why(capsys: pytest.CaptureFixture[str], damaged: tuple[str, ...], says: str) -> None:
+    Report({"train": {"steps": 2}}, shown=True).resumed(loaded(path="/c-3", fell_back_from=damaged, config_text=""))
+    assert capsys.readouterr().out.startswith(f"WARNING: resume=latest fell back to /c-3, because {says}\n")
 
 
 def test_a_summary_counts_on_from_the_step_that_was_resumed() -> None:
