@@ -111,6 +111,7 @@ class LoadReport:
         components: one report each, in the order in which they were declared.
         run_id: of the training history that the checkpoint belongs to; None: unknown.
         metrics, metadata: as the checkpoint was saved with.
+        slowest_rank: which took longest to read; None: there is one rank.
     """
 
     path: str
@@ -124,6 +125,7 @@ class LoadReport:
     run_id: str | None = None
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    slowest_rank: int | None = None
 
     def summary(self) -> str:
         """One readable line per component.

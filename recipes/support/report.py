@@ -1,4 +1,4 @@
-"""The output of a run: lines or a progress bar on the terminal, and summary.json at the end."""
+"""The output of a run: lines, or one live line on a terminal, and summary.json at the end."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from ckpt.errors import CorruptCheckpointError, StorageError, sentence
 from ckpt.format.durable import replace_durably
-from ckpt.loading.loader import LoadReport
+from ckpt.loading.report import LoadReport
+from ckpt.ranks.topology import Topology
 from ckpt.saving.prepared_save import SaveReport
 from recipes.support import CONF
 from recipes.support.config import GIVEN, by_dotted_key, values_of
+from recipes.support.live_line import LiveLine
+from recipes.support.progress import SHOWN_AFTER_S
 
 SUMMARY_NAME = "summary.json"
 
@@ -28,7 +30,7 @@ _FOLDER_KEYS = ("run_name", "output_dir", "run_dir")
 """The keys of a run's folder, and what else depends on them is below it."""
 
 _LINES = 12
-"""About the number of lines that a run prints where there is no progress bar."""
+"""About the number of lines that a run prints where there is no live line."""
 
 
 @dataclass
@@ -100,18 +102,27 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
 
 
 class Report:
-    """The progress of a run: a bar on a terminal, lines elsewhere.
+    """The progress of a run: one live line on a terminal, some lines elsewhere; figures for `report=`.
 
     Args:
         shown: False on every rank but one.
+        topology: of the job, whose progress is shown during long saves and loads; None: none is.
+        console: None: stdout.
+
+    Raises:
+        ConfigurationError: the package that `report` names cannot be imported.
     """
 
-    def __init__(self, cfg: Mapping[str, Any], *, shown: bool) -> None:
+    def __init__(
+        self, cfg: Mapping[str, Any], *, shown: bool, topology: Topology | None = None, console: Console | None = None
+    ) -> None:
         self.cfg = cfg
         self.steps: int = cfg["train"]["steps"]
-        self.console = Console(quiet=not shown, highlight=False, markup=False, emoji=False, soft_wrap=True)
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
+        self.console = console or Console(quiet=not shown, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._topology = topology
+        is_live = self.console.is_terminal and not self.console.quiet
+        self._line = LiveLine(self.console, self.steps, cfg["train"]["batch_size"]) if is_live else None
+        self._losses: dict[int, float] = {}  # of the steps since the last committed save
         self._started = time.monotonic()
         self._is_first = True
 
@@ -121,33 +132,52 @@ class Report:
         self._started = time.monotonic()
         if first_step > self.steps:
             self._say(f"the run is at step {first_step - 1} already; nothing to do up to train.steps={self.steps}")
-        if not self.console.is_terminal or self.console.quiet:
+        if self._line is None:
             yield
             return
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[loss]}"))
-        # No refresh thread, so that a debugger in the training loop has the terminal alone.
-        with Progress(*columns, TimeRemainingColumn(), console=self.console, auto_refresh=False) as self._bar:
-            self._task = self._bar.add_task("", total=self.steps, completed=first_step - 1, loss="")
+        self._line.begin(first_step - 1)
+        with self._line.shown():
             yield
-        self._bar = None
+
+    @contextmanager
+    def moving(self, what: str) -> Iterator[None]:
+        """Show the bytes that move inside the block, on a terminal, once it takes more than two seconds."""
+        if self._line is None or self._topology is None:
+            yield
+            return
+        if (num_ranks := self._topology.world_size) > 1:
+            what = f"{what}, rank 0 of {num_ranks}"
+        with self._line.moving(what) as count:
+            self._topology.on_progress = count
+            try:
+                yield
+            finally:
+                self._topology.on_progress = None
 
     def step(self, step: int, loss: float, saved: Sequence[SaveReport]) -> None:
         """Show a step, and the saves that were committed since the last one."""
-        line = f"step {step:>6}/{self.steps}  loss {loss:.4f}"
-        if len(saved) == 1 and int(saved[0].checkpoint_id) == step:
-            self._say(f"{line}  {_saved(saved[0])}")
-        elif saved:
-            self.saved(saved)
-        elif self._bar is None and (self._is_first or step % max(1, self.steps // _LINES) == 0):
-            self._say(line)
+        self.trained(step, loss)
+        self.saved(saved)
+        if self._line is not None:
+            self._line.step(step, loss)
+        elif not saved and (self._is_first or step % max(1, self.steps // _LINES) == 0):
+            self._say(self._step_line(step, loss))
         self._is_first = False
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, loss=f"loss {loss:.4f}", refresh=True)
+
+    def trained(self, step: int, loss: float) -> None:
+        """Note the loss of a step, which is shown when a save of it is committed."""
+        self._losses[step] = loss
 
     def saved(self, saved: Sequence[SaveReport]) -> None:
-        """Show saves that were committed in the background."""
+        """Show saves that were committed, each with the loss of its step. On a terminal only long ones get a line of their own."""
         for one in saved:
-            self._say(f"{_saved(one)}, of which training waited {one.blocked_s:.3f} s")
+            step = int(one.checkpoint_id)
+            if self._line is not None:
+                self._line.saved(one)
+            if self._line is None or one.save_s > SHOWN_AFTER_S:
+                start = f"{self._step_line(step, self._losses[step])}  " if step in self._losses else ""
+                self._say(start + _saved(one))
+            self._losses = {other: loss for other, loss in self._losses.items() if other > step}
 
     def resumed(self, loaded: LoadReport) -> None:
         """Show the checkpoint that was resumed, those that were skipped, and the keys of the config that differ."""
@@ -158,14 +188,14 @@ class Report:
                 style="bold red",
             )
         step = int(loaded.checkpoint_id)
-        self._say(f"resumed {loaded.path} at step {step}: {_speed(loaded.bytes_read, loaded.load_s)}")
+        self._say(f"resumed {loaded.path} at step {step}: {_loaded(loaded)}")
         for line in loaded.summary().splitlines():
             self._say(f"  {line}")
         for line in config_differences(loaded.config_text, self.cfg) if loaded.config_text else []:
             self._say(f"  config differs: {line}")
 
     def reread(self, loaded: LoadReport) -> None:
-        self._say(f"read back {Path(loaded.path).name}, bit for bit: {_speed(loaded.bytes_read, loaded.load_s)}")
+        self._say(f"read back {Path(loaded.path).name}, bit for bit: {_loaded(loaded)}")
 
     def done(self, summary: Summary, path: Path) -> None:
         took = time.monotonic() - self._started
@@ -175,6 +205,9 @@ class Report:
                 f"trained {len(summary.losses)} of {self.steps} steps in {took:.1f} s, loss {first:.4f} -> {last:.4f}"
             )
         self._say(f"state digest {summary.state_digest}, summary in {path}")
+
+    def _step_line(self, step: int, loss: float) -> str:
+        return f"step {step:>6}/{self.steps}  loss {loss:.4f}"
 
     def _say(self, text: str, style: str | None = None) -> None:
         self.console.print(text, style=style)
@@ -235,7 +268,17 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
 
 def _saved(one: SaveReport) -> str:
     linked = f", {(one.bytes - one.written_bytes) / 1e6:.1f} MB linked" if one.written_bytes < one.bytes else ""
-    return f"saved {Path(one.path).name}: {_speed(one.bytes, one.save_s)}{linked}"
+    waited = f", of which training waited {one.blocked_s:.3f} s" if one.blocked_s < one.save_s else ""
+    slowest = _slowest(one.slowest_rank, one.save_s)
+    return f"saved {Path(one.path).name}: {_speed(one.bytes, one.save_s)}{linked}{slowest}{waited}"
+
+
+def _loaded(one: LoadReport) -> str:
+    return _speed(one.bytes_read, one.load_s) + _slowest(one.slowest_rank, one.load_s)
+
+
+def _slowest(rank: int | None, seconds: float) -> str:
+    return f", rank {rank} slowest" if rank is not None and seconds > SHOWN_AFTER_S else ""
 
 
 def _speed(num_bytes: int, seconds: float) -> str:

@@ -140,7 +140,7 @@ class _Trainer:
         self.cfg = cfg
         self.topology = topology
         self.updates = updates
-        self.report = Report(cfg, shown=topology.is_lead)
+        self.report = Report(cfg, shown=topology.is_lead, topology=topology)
         self.coordinator: CheckpointCoordinator | None = None
         self.summary = Summary(world_size=topology.world_size)
         self.reports: list[dict[str, Any]] = []
@@ -189,9 +189,10 @@ class _Trainer:
         steps = self.cfg["train"]["steps"]
         loss = self.training.step()
         self.summary.add_step(step, loss)
+        self.report.trained(step, loss)
         is_saved = False
         if self.coordinator is not None:
-            is_saved = self.training.save(self.coordinator, step, self.summary)
+            is_saved = self.training.save(self.coordinator, step, self.summary, self.report)
             self.report.saved(self.summary.add_saves(self.coordinator.reports))
         update = self._publish(step, saved=is_saved)
         if step in (1, steps) or step % max(1, steps // 12) == 0:
