@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry, CheckpointManifest, 
 from ckpt.format.metadata import other_format
 from ckpt.format.stored import checkpoints_below, gone, identity_of, not_a_checkpoint, noticing_removal, read_manifest
 from recipes.support.config import command_keys
+from recipes.support.progress import SHOWN_AFTER_S, progress_bar
 from recipes.support.tables import add_row, console, counted, full_line, printable, table_of
 
 _VERSIONS = ("format_version", "ckpt_version", "pytorch_version")
@@ -48,7 +51,9 @@ def verify(keys: ReadingKeys) -> int:
     """Read every byte of every checkpoint at the path, print the problems, and return the exit code."""
     results, removed = [], []
     for path in checkpoints_at(Path(keys.path)):
+        began = time.monotonic()
         found = _examined(path)
+        seconds = time.monotonic() - began
         if found is None:
             removed.append(str(path))
             continue
@@ -56,7 +61,8 @@ def verify(keys: ReadingKeys) -> int:
         counts = {"num_files": found.num_files, "num_bytes": found.num_bytes}
         results.append({"path": str(path), "problems": found.problems, **counts, "damage_shared_with": others})
         if not keys.json:
-            _tell_result(path, found.problems, f"{found.num_files} files, {found.num_bytes} bytes", others)
+            speed = f", {seconds:.1f} s, {found.num_bytes / seconds / 1e9:.2f} GB/s" if seconds > SHOWN_AFTER_S else ""
+            _tell_result(path, found.problems, f"{found.num_files} files, {found.num_bytes} bytes{speed}", others)
     if removed == [keys.path]:
         raise gone(Path(keys.path))
     is_sound = not any(result["problems"] for result in results)
@@ -131,11 +137,21 @@ def _examined(path: Path) -> Verification | None:
     """Examine a checkpoint; None: it was removed meanwhile."""
     before = identity_of(path)
     try:
-        found = examine(path)
+        with progress_bar(f"verify {printable(path.name)}", _bytes_below(path)) as advance:
+            found = examine(path, progress=advance)
     except CheckpointError as error:
         found = Verification([str(error)])
     is_gone = identity_of(path) != before or not path.exists()
     return None if found.problems and is_gone else found
+
+
+def _bytes_below(path: Path) -> int:
+    """The bytes of all files in a folder, or of those that were seen before another process removed it."""
+    total = 0
+    with suppress(OSError):
+        for file in path.rglob("*"):
+            total += file.stat().st_size if file.is_file() else 0
+    return total
 
 
 def _tell_result(path: Path, problems: Sequence[str], counts: str, others: Sequence[str]) -> None:

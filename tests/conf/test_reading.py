@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import shutil
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -94,6 +97,31 @@ def test_verify_names_what_is_wrong_and_exits_with_1(
         "  extra does not belong to the checkpoint",
     ]
     assert run(monkeypatch, "verify", f"path={root}/checkpoint-00000001") == 0
+
+
+def test_a_long_verify_says_how_fast_it_was_and_on_a_terminal_how_far_it_is(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read = reading.examine
+
+    def slowly(path: Path, *, progress: Callable[[int], None]) -> object:
+        found = read(path, progress=progress)
+        time.sleep(0.2)
+        return found
+
+    monkeypatch.setattr(reading, "examine", slowly)
+    monkeypatch.setattr(reading, "SHOWN_AFTER_S", 0.1)
+    monkeypatch.setattr("recipes.support.progress.SHOWN_AFTER_S", 0.1)
+    path = root / "checkpoint-00000001"
+    said = re.compile(rf"{path}: ok, \d+ files, \d+ bytes, 0\.\d s, 0\.00 GB/s\n")
+    assert run(monkeypatch, "verify", f"path={path}") == 0
+    out, err = capsys.readouterr()
+    assert said.fullmatch(out) and err == ""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    assert run(monkeypatch, "verify", f"path={path}") == 0
+    out, err = capsys.readouterr()
+    assert said.fullmatch(out) and "verify checkpoint-00000001" in err and "kB" in err
 
 
 def test_verify_as_json_prints_only_json(
@@ -277,10 +305,10 @@ def test_a_checkpoint_removed_while_it_is_read_is_passed_over_or_called_gone(
     name = "examine" if recipe == "verify" else "read_manifest"
     read = getattr(reading, name)
 
-    def removed_meanwhile(path: Path) -> object:
+    def removed_meanwhile(path: Path, **options: object) -> object:
         if path == first and (path / "model").exists():
             shutil.move(path, root.parent / "away")
-        return read(path)
+        return read(path, **options)
 
     monkeypatch.setattr(reading, name, removed_meanwhile)
     assert run(monkeypatch, recipe, f"path={root}", "json=true") == 0
