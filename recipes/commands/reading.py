@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import MISSING, DictConfig
 from rich.filesize import decimal
@@ -17,7 +17,7 @@ from ckpt.catalog.incremental import DiskUse, disk_use, linked_with
 from ckpt.catalog.ledger import Committed, Ledger
 from ckpt.catalog.verify import Verification, examine
 from ckpt.dist_checkpointing.megatron.layout import is_megatron_zarr
-from ckpt.errors import CheckpointError, CheckpointNotFoundError, sentence
+from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, sentence
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry, CheckpointManifest, ComponentManifest
 from ckpt.format.metadata import other_format
@@ -38,13 +38,27 @@ class ReadingKeys:
     json: bool = False
 
 
-def keys_of(cfg: DictConfig) -> ReadingKeys:
+@dataclass
+class InspectKeys(ReadingKeys):
+    """The keys of `inspect`. `filter` and `limit` are for people: JSON has everything."""
+
+    filter: str | None = None
+    limit: int | None = 40
+
+
+Keys = TypeVar("Keys", bound=ReadingKeys)
+
+
+def keys_of(cfg: DictConfig, kind: type[Keys]) -> Keys:
     """Return the config of such a command, its types checked.
 
     Raises:
-        ConfigurationError: no path is given, or the URL of an object store.
+        ConfigurationError: no path is given, or the URL of an object store, or a limit below 1.
     """
-    return command_keys(cfg, ReadingKeys, {"path": "a checkpoint or a folder of checkpoints"})
+    keys = command_keys(cfg, kind, {"path": "a checkpoint or a folder of checkpoints"})
+    if isinstance(keys, InspectKeys) and keys.limit is not None and keys.limit < 1:
+        raise ConfigurationError(f"limit={keys.limit}: expected at least 1, or null for all")
+    return keys
 
 
 def verify(keys: ReadingKeys) -> int:
@@ -73,7 +87,7 @@ def verify(keys: ReadingKeys) -> int:
     return 0 if is_sound else 1
 
 
-def show(keys: ReadingKeys) -> None:
+def show(keys: InspectKeys) -> None:
     """Show what a checkpoint holds, or which checkpoints a folder holds."""
     path = Path(keys.path)
     if is_checkpoint(path):
@@ -83,7 +97,7 @@ def show(keys: ReadingKeys) -> None:
             if keys.json:
                 print(json.dumps(_checkpoint_as_json(path, manifest) | asdict(use), indent=2))
             else:
-                _show_checkpoint(path, manifest, use)
+                _show_checkpoint(path, manifest, use, keys)
         return
     committed = committed_below(path)
     each, on_disk = disk_use(one.path for one in committed)
@@ -91,7 +105,7 @@ def show(keys: ReadingKeys) -> None:
     if keys.json:
         print(json.dumps({"path": str(path), "on_disk_bytes": on_disk, "checkpoints": rows}, indent=2))
     else:
-        _show_root(path, rows, on_disk)
+        _show_root(path, rows, on_disk, keys)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -201,29 +215,50 @@ def _checkpoint_as_json(path: Path, manifest: CheckpointManifest) -> dict[str, A
     }
 
 
-def _show_root(root: Path, rows: Sequence[dict[str, Any]], on_disk: int) -> None:
+def _show_root(root: Path, rows: Sequence[dict[str, Any]], on_disk: int, keys: InspectKeys) -> None:
     """Components that all checkpoints share are shown once above the table, problems below it, in the whole width."""
+    named = [row for row in rows if keys.filter is None or keys.filter in Path(row["path"]).name]
+    shown = named[-keys.limit :] if keys.limit is not None else named
     table = table_of(
         "checkpoint", "committed\n(UTC)", "ranks", "arrays", "size", "files", "unique", right=(2, 3, 4, 5, 6), wide=(0,)
     )
     sound = [row for row in rows if row["problem"] is None]
     alike = len({tuple(row["components"]) for row in sound}) == 1
-    for row in rows:
+    for row in shown:
         name, when = Path(row["path"]).name, row["timestamp"][:19].split("T")
+        mark = ["  the newest"] if row is rows[-1] else []
         use = decimal(row["apparent_bytes"]), decimal(row["unique_bytes"])
         if row["problem"] is not None:
-            add_row(table, name, when, "damaged", "", "", *use)
+            add_row(table, [name, *mark], when, "damaged", "", "", *use)
             continue
-        first = name if alike else (name, f"  {', '.join(row['components'])}")
-        add_row(table, first, when, str(row["world_size"]), str(row["num_arrays"]), decimal(row["size_bytes"]), *use)
+        own = [] if alike else [f"  {', '.join(row['components'])}"]
+        add_row(
+            table,
+            [name, *mark, *own],
+            when,
+            str(row["world_size"]),
+            str(row["num_arrays"]),
+            decimal(row["size_bytes"]),
+            *use,
+        )
     head = [f"{root}: {counted(len(rows), 'checkpoint')}, the oldest commit first, {decimal(on_disk)} on disk"]
     head += [f"components: {', '.join(sound[0]['components'])}"] if alike else []
     problems = [f"{Path(row['path']).name}: {row['problem']}" for row in rows if row["problem"] is not None]
-    below = ["", *map(full_line, problems)] if problems else []
-    console().print(*map(full_line, head), "", table, *below, sep="\n")
+    below = [*_left_out(len(rows), len(named), len(shown), "checkpoint", "older ", keys), *problems]
+    console().print(*map(full_line, head), "", table, *([""] if below else []), *map(full_line, below), sep="\n")
 
 
-def _show_checkpoint(path: Path, manifest: CheckpointManifest, use: DiskUse) -> None:
+def _left_out(num: int, num_named: int, num_shown: int, what: str, which: str, keys: InspectKeys) -> list[str]:
+    """Say how many rows of a table `filter` and `limit` leave out, and how to see them."""
+    said = [f"filter={keys.filter} leaves out {num - num_named} of {counted(num, what)}"] if num_named < num else []
+    if more := num_named - num_shown:
+        their, them = ("its", "it") if more == 1 else ("their", "them")
+        narrow = "" if keys.filter is not None else f"filter=<part of {their} name> or "
+        said.append(f"{counted(more, f'more {which}{what}')}: give {narrow}limit=null to see {them}")
+    return said
+
+
+def _show_checkpoint(path: Path, manifest: CheckpointManifest, use: DiskUse, keys: InspectKeys) -> None:
     when = manifest.timestamp.isoformat(timespec="seconds")
     head = (
         f"{path}: id {manifest.checkpoint_id}, committed {when} by {counted(manifest.world_size, 'rank')}, format "
@@ -232,13 +267,22 @@ def _show_checkpoint(path: Path, manifest: CheckpointManifest, use: DiskUse) -> 
     )
     components = table_of("component", "pattern", "group", "written by", "equal on", "arrays", "size", right=(5, 6))
     arrays = table_of("array", "dtype", "shape", "size", "where", right=(3,), wide=(0, 4))
+    num, num_named = 0, 0
     for one in (manifest, *_below(path, manifest).values()):
         for key, component in one.components.items():
             num_arrays, size = str(len(one.arrays_of(key))), decimal(component.size_bytes)
             add_row(components, key, *_component_cells(component), num_arrays, size)
+        num += len(one.arrays)
         for name, entry in one.arrays.items():
-            add_row(arrays, name, entry.dtype, _shape(entry.shape), decimal(entry.num_bytes), _where(entry, name))
-    console().print(full_line(head), "", components, "", arrays, sep="\n")
+            if keys.filter is None or keys.filter in name:
+                num_named += 1
+                if keys.limit is None or num_named <= keys.limit:
+                    add_row(
+                        arrays, name, entry.dtype, _shape(entry.shape), decimal(entry.num_bytes), _where(entry, name)
+                    )
+    below = _left_out(num, num_named, arrays.row_count, "array", "", keys)
+    tables = "", components, "", arrays, *([""] if below else [])
+    console().print(full_line(head), *tables, *map(full_line, below), sep="\n")
 
 
 def _component_cells(component: ComponentManifest) -> tuple[str, str, str, str]:

@@ -226,6 +226,47 @@ def test_inspect_as_json_gives_every_number_exactly(
     assert (small["packed_in"], small["size_bytes"]) == ([0], 48)
 
 
+def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *overrides: str) -> list[str]:
+    assert run(monkeypatch, "inspect", *overrides) == 0
+    return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.strip()]
+
+
+def test_inspect_marks_the_newest_checkpoint_and_lists_as_many_as_limit_says(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = "checkpoint-00000001 ", "checkpoint-00000002 "
+    for overrides, checkpoints, hint in (
+        ((), [first, second], []),
+        (("limit=2",), [first, second], []),
+        (("limit=null",), [first, second], []),
+        (("limit=1",), [second], ["1 more older checkpoint: give filter=<part of its name> or limit=null to see it"]),
+        (("filter='01'",), [first], ["filter=01 leaves out 1 of 2 checkpoints"]),
+        (("filter=check", "limit=1"), [second], ["1 more older checkpoint: give limit=null to see it"]),
+    ):
+        lines = shown(monkeypatch, capsys, f"path={root}", *overrides)
+        rows = [line for line in lines if line.startswith("checkpoint-")]
+        assert sum(line.startswith("the newest") for line in lines) == (second in checkpoints)
+        assert not lines[lines.index(rows[0]) + 1].startswith("the newest") or checkpoints[0] == second
+        assert len(rows) == len(checkpoints) and all(map(str.startswith, rows, checkpoints))
+        assert [line for line in lines if "more" in line or "leaves" in line] == hint
+
+
+def test_inspect_lists_the_arrays_that_filter_and_limit_choose(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = f"path={root}/checkpoint-00000001"
+    lines = shown(monkeypatch, capsys, path, "limit=1")
+    assert lines[-2].startswith("model/big[red] ")
+    assert lines[-1] == "1 more array: give filter=<part of its name> or limit=null to see it"
+    lines = shown(monkeypatch, capsys, path, "filter=sma", "limit=1")
+    assert lines[-2].startswith("model/small") and lines[-1] == "filter=sma leaves out 1 of 2 arrays"
+    assert shown(monkeypatch, capsys, path, "filter=model", "limit=1")[-1] == "1 more array: give limit=null to see it"
+    for overrides in ((), ("limit=null",), ("limit=2",)):
+        assert shown(monkeypatch, capsys, path, *overrides)[-1].startswith("model/small")
+    assert run(monkeypatch, "inspect", path, "limit=0") == 1
+    assert "limit=0: expected at least 1, or null for all" in capsys.readouterr().err
+
+
 @pytest.fixture
 def incremental(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A root with three checkpoints: the second and third share a chunk with the first, which has room of its own, too."""
