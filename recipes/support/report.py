@@ -22,6 +22,7 @@ from ckpt.saving.prepared_save import SaveReport
 from recipes.support import CONF
 from recipes.support.config import GIVEN, by_dotted_key, values_of
 from recipes.support.live_line import LiveLine
+from recipes.support.metrics import Metrics
 from recipes.support.progress import SHOWN_AFTER_S
 
 SUMMARY_NAME = "summary.json"
@@ -109,6 +110,9 @@ class Report:
         topology: of the job, whose progress is shown during long saves and loads; None: none is.
         console: None: stdout.
 
+    Attributes:
+        metrics: its figures; None where `shown` is False.
+
     Raises:
         ConfigurationError: the package that `report` names cannot be imported.
     """
@@ -122,6 +126,7 @@ class Report:
         self._topology = topology
         is_live = self.console.is_terminal and not self.console.quiet
         self._line = LiveLine(self.console, self.steps, cfg["train"]["batch_size"]) if is_live else None
+        self.metrics = Metrics(cfg) if shown else None
         self._losses: dict[int, float] = {}  # of the steps since the last committed save
         self._started = time.monotonic()
         self._is_first = True
@@ -147,12 +152,13 @@ class Report:
             return
         if (num_ranks := self._topology.world_size) > 1:
             what = f"{what}, rank 0 of {num_ranks}"
+        before = self._topology.on_progress
         with self._line.moving(what) as count:
             self._topology.on_progress = count
             try:
                 yield
             finally:
-                self._topology.on_progress = None
+                self._topology.on_progress = before
 
     def step(self, step: int, loss: float, saved: Sequence[SaveReport]) -> None:
         """Show a step, and the saves that were committed since the last one."""
@@ -167,11 +173,14 @@ class Report:
     def trained(self, step: int, loss: float) -> None:
         """Note the loss of a step, which is shown when a save of it is committed."""
         self._losses[step] = loss
+        self._add(step, {"train/loss": loss})
 
     def saved(self, saved: Sequence[SaveReport]) -> None:
         """Show saves that were committed, each with the loss of its step. On a terminal only long ones get a line of their own."""
         for one in saved:
             step = int(one.checkpoint_id)
+            figures = {"save_s": one.save_s, "blocked_s": one.blocked_s, "bytes": one.bytes}
+            self._add(step, {f"checkpoint/{name}": value for name, value in figures.items()})
             if self._line is not None:
                 self._line.saved(one)
             if self._line is None or one.save_s > SHOWN_AFTER_S:
@@ -188,6 +197,9 @@ class Report:
                 style="bold red",
             )
         step = int(loaded.checkpoint_id)
+        if self.metrics is not None:
+            self.metrics.first_step = step + 1
+        self._add_load(loaded)
         self._say(f"resumed {loaded.path} at step {step}: {_loaded(loaded)}")
         for line in loaded.summary().splitlines():
             self._say(f"  {line}")
@@ -195,6 +207,7 @@ class Report:
             self._say(f"  config differs: {line}")
 
     def reread(self, loaded: LoadReport) -> None:
+        self._add_load(loaded)
         self._say(f"read back {Path(loaded.path).name}, bit for bit: {_loaded(loaded)}")
 
     def done(self, summary: Summary, path: Path) -> None:
@@ -205,6 +218,30 @@ class Report:
                 f"trained {len(summary.losses)} of {self.steps} steps in {took:.1f} s, loss {first:.4f} -> {last:.4f}"
             )
         self._say(f"state digest {summary.state_digest}, summary in {path}")
+
+    def updated(self, step: int, update: Mapping[str, Any], staleness_s: float) -> None:
+        """Note an update of rollouts.
+
+        Args:
+            staleness_s: seconds from the end of the step until the rollouts had its weights.
+        """
+        if not update.get("num_bytes"):  # no rollout has come
+            return
+        figures = {"blocked_s": update["blocked_s"], "bytes": update["num_bytes"], "staleness_s": staleness_s}
+        self._add(step, {f"sync/{name}": value for name, value in figures.items()})
+
+    def close(self) -> None:
+        """Write the figures that are buffered."""
+        if self.metrics is not None:
+            self.metrics.close()
+
+    def _add(self, step: int, figures: Mapping[str, float]) -> None:
+        if self.metrics is not None:
+            self.metrics.add(step, figures)
+
+    def _add_load(self, loaded: LoadReport) -> None:
+        figures = {"load_s": loaded.load_s, "bytes_read": loaded.bytes_read}
+        self._add(int(loaded.checkpoint_id), {f"checkpoint/{name}": value for name, value in figures.items()})
 
     def _step_line(self, step: int, loss: float) -> str:
         return f"step {step:>6}/{self.steps}  loss {loss:.4f}"

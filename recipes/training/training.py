@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +87,11 @@ def _require_own_history(cfg: Mapping[str, Any], committed: Sequence[Committed])
 
 def train(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
     """Train up to step `train.steps`, from `resume` on, and save; return the summary. Every rank calls it."""
+    report = _report(cfg, topology)
     training, coordinator = set_up(cfg, topology)
     summary_path = Path(cfg["run_dir"], SUMMARY_NAME)
-    report = Report(cfg, shown=topology.is_lead, topology=topology)
     summary = Summary(world_size=topology.world_size)
-    with coordinator:
+    with closing(report), coordinator:
         if cfg["resume"] is not None:
             resume(training, coordinator, summary, report)
         has_steps = summary.first_step <= cfg["train"]["steps"]
@@ -126,6 +126,12 @@ def set_up(cfg: dict[str, Any], topology: Topology) -> tuple[Training, Checkpoin
         training = Training(cfg, topology, device)
     training.join()
     return training, training.coordinated(make_coordinator)
+
+
+def _report(cfg: dict[str, Any], topology: Topology) -> Report:
+    """Make the report of a run. Collective: where the lead cannot import the package that `report` names, all ranks raise."""
+    with topology.operation("the set-up of the run"), topology.phase("report"):
+        return Report(cfg, shown=topology.is_lead, topology=topology)
 
 
 class Training:
