@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 
 import recipes.benchmark.__main__
 import recipes.benchmark.device
+import recipes.sync_weights
 import recipes.train
 import recipes.verify
 from recipes.support.cli import _Job
@@ -198,6 +199,57 @@ def test_a_run_tells_its_progress_and_leaves_a_summary(command: Command, tmp_pat
         (step, f"{root}/checkpoint-{step:08d}") for step in (2, 4, 5)
     ]
     assert all(save["bytes"] > BYTES and save["save_s"] >= save["blocked_s"] > 0 for save in found["checkpoints"])
+
+
+def events(run_dir: str = "outputs/dev") -> dict[str, list[tuple[int, float]]]:
+    """Step and value of each figure in the event files, as TensorBoard reads them."""
+    from tensorboard.backend.event_processing.event_accumulator import TENSORS, EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    read = EventAccumulator(f"{run_dir}/tensorboard", size_guidance={TENSORS: 0})
+    read.Reload()
+    return {
+        name: [(one.step, make_ndarray(one.tensor_proto).item()) for one in read.Tensors(name)]
+        for name in read.Tags()[TENSORS]
+    }
+
+
+def test_tensorboard_shows_the_figures_of_the_summary_and_those_of_a_resumed_run_take_over(command: Command) -> None:
+    pytest.importorskip("tensorboard", reason="report=tensorboard needs the package tensorboard")
+    assert command(*SMALL, "train.steps=3", "save.every=2", "report=tensorboard").code == 0
+    before, found = events(), summary()
+    saves = found["checkpoints"]
+    assert before == {
+        "train/loss": list(enumerate(found["losses"], 1)),
+        **{
+            f"checkpoint/{name}": [(one["step"], one[name]) for one in saves]
+            for name in ("save_s", "blocked_s", "bytes")
+        },
+    }
+    shutil.rmtree("outputs/dev/checkpoints/checkpoint-00000003")
+    on = command(*SMALL, "train.steps=4", "save.every=9", "report=tensorboard", "resume=latest", "save.mode=async")
+    assert on.code == 0
+    found = summary()
+    assert events() == {
+        "train/loss": before["train/loss"][:2] + list(enumerate(found["losses"], 3)),
+        **{
+            f"checkpoint/{name}": [before[f"checkpoint/{name}"][0], (4, found["checkpoints"][0][name])]
+            for name in ("save_s", "blocked_s", "bytes")
+        },
+        "checkpoint/load_s": [(2, found["load_s"])],
+        "checkpoint/bytes_read": [(2, found["bytes_read"])],
+    }
+
+
+def test_a_report_whose_package_is_missing_is_refused_before_anything_is_written(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recipes.support.metrics.find_spec", lambda name: None)
+    for overrides, main in (([], recipes.train.main), (["ckpt=null"], recipes.sync_weights.main)):
+        outcome = command("report=tensorboard", *overrides, main=main)
+        assert outcome.code == 1 and outcome.err.count("\n") == 1
+        assert "report=tensorboard needs the package tensorboard, which is not installed: pip install" in outcome.err
+        assert list(Path.cwd().iterdir()) == []
 
 
 def test_a_resumed_run_equals_the_straight_one_bit_for_bit_and_says_what_has_changed(command: Command) -> None:
