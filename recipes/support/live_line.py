@@ -51,6 +51,10 @@ class LiveLine:
             finally:
                 self._live = None
 
+    @property
+    def is_shown(self) -> bool:
+        return self._live is not None
+
     def begin(self, done: int) -> None:
         """Begin to count steps and time after a step."""
         self._step = done

@@ -176,14 +176,14 @@ class Report:
         self._add(step, {"train/loss": loss})
 
     def saved(self, saved: Sequence[SaveReport]) -> None:
-        """Show saves that were committed, each with the loss of its step. On a terminal only long ones get a line of their own."""
+        """Show saves that were committed, each with the loss of its step. While there is a live line, only long ones get another."""
         for one in saved:
             step = int(one.checkpoint_id)
             figures = {"save_s": one.save_s, "blocked_s": one.blocked_s, "bytes": one.bytes}
             self._add(step, {f"checkpoint/{name}": value for name, value in figures.items()})
             if self._line is not None:
                 self._line.saved(one)
-            if self._line is None or one.save_s > SHOWN_AFTER_S:
+            if self._line is None or not self._line.is_shown or one.save_s > SHOWN_AFTER_S:
                 start = f"{self._step_line(step, self._losses[step])}  " if step in self._losses else ""
                 self._say(start + _saved(one))
             self._losses = {other: loss for other, loss in self._losses.items() if other > step}
@@ -214,8 +214,10 @@ class Report:
         took = time.monotonic() - self._started
         if summary.losses:
             first, last = summary.losses[0], summary.losses[-1]
+            speed = len(summary.losses) * self.cfg["train"]["batch_size"] / took
             self._say(
-                f"trained {len(summary.losses)} of {self.steps} steps in {took:.1f} s, loss {first:.4f} -> {last:.4f}"
+                f"trained {len(summary.losses)} of {self.steps} steps in {took:.1f} s, {speed:.1f} samples/s, "
+                f"loss {first:.4f} -> {last:.4f}"
             )
         self._say(f"state digest {summary.state_digest}, summary in {path}")
 

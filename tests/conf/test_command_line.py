@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import logging
 import os
 import pickle
+import pty
+import re
 import shutil
+import struct
 import subprocess
 import sys
+import termios
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -199,6 +205,32 @@ def test_a_run_tells_its_progress_and_leaves_a_summary(command: Command, tmp_pat
         (step, f"{root}/checkpoint-{step:08d}") for step in (2, 4, 5)
     ]
     assert all(save["bytes"] > BYTES and save["save_s"] >= save["blocked_s"] > 0 for save in found["checkpoints"])
+
+
+def test_a_terminal_shows_one_live_line_and_keeps_its_last_state(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 110, 0, 0))
+    command = [sys.executable, "-m", "recipes.train", *SMALL, "train.steps=4", "save.every=2", "save.mode=async"]
+    env = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES", "NO_COLOR")}
+    env |= {"PYTHONPATH": str(REPO), "TERM": "xterm"}
+    with subprocess.Popen(command, cwd=tmp_path, env=env, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        screen = b""
+        with contextlib.suppress(OSError):  # how a terminal says that the program has ended
+            while data := os.read(ours, 1 << 16):
+                screen += data
+    os.close(ours)
+    assert process.returncode == 0
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.decode())
+    live, *rest = (line for line in plain.split("\n") if line.strip())
+    states = [state.rstrip() for state in live.split("\r") if state.strip()]
+    assert states[0].startswith("step 0/4") and states[-1].startswith("step 4/4")
+    assert max(map(len, states)) <= 110 and len(states) >= 5
+    found = summary(str(tmp_path / "outputs" / "dev"))
+    last = found["checkpoints"][-1]
+    for part in (f"loss {found['losses'][-1]:.4f}", " samples/s", "save 2.", f"blocked {last['blocked_s']:.2f} s"):
+        assert part in states[-1]
+    assert [line.split()[0] for line in rest] == ["trained", "state"] and " samples/s, loss " in rest[0]
 
 
 def events(run_dir: str = "outputs/dev") -> dict[str, list[tuple[int, float]]]:

@@ -184,6 +184,18 @@ def test_a_terminal_has_one_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(line.count("━") >= 10 for line in lines)
 
 
+@pytest.mark.parametrize(("is_running", "seconds", "has_line"), [(True, 0.5, 0), (True, 2.5, 1), (False, 0.5, 1)])
+def test_beside_the_live_line_only_long_saves_get_one(
+    monkeypatch: pytest.MonkeyPatch, is_running: bool, seconds: float, has_line: int
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    console, screen = terminal(120)
+    report = Report(RUN, shown=True, console=console)
+    with report.running(1) if is_running else nullcontext():
+        report.saved([SaveReport("/runs/checkpoint-1", "1", 4_000_000, seconds, 0.125, 4_000_000)])
+    assert sum(line.startswith("saved checkpoint-1: ") for line in drawn(screen)) == has_line
+
+
 @pytest.mark.parametrize("width", [20, 60, 80, 100, 200])
 def test_the_live_line_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     monkeypatch.setenv("TERM", "xterm")
