@@ -12,9 +12,9 @@ from recipes.support.cli import recipe
 
 @recipe("inspect", writes=False)
 def main(cfg: DictConfig) -> None:
-    from recipes.commands.reading import keys_of, show
+    from recipes.commands.reading import InspectKeys, keys_of, show
 
-    show(keys_of(cfg))
+    show(keys_of(cfg, InspectKeys))
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from recipes.support.cli import recipe
 
 @recipe("verify", writes=False)
 def main(cfg: DictConfig) -> int:
-    from recipes.commands.reading import keys_of, verify
+    from recipes.commands.reading import ReadingKeys, keys_of, verify
 
-    return verify(keys_of(cfg))
+    return verify(keys_of(cfg, ReadingKeys))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import xxhash
@@ -20,6 +20,7 @@ from ckpt.format.records import ChunkExtent, FileRecord
 from ckpt.format.strict_json import refusing
 
 _PIECE_BYTES = 4 << 20
+_MOST_NAMED = 3
 
 
 def read_manifest(checkpoint_dir: Path) -> CheckpointManifest:
@@ -45,8 +46,29 @@ def read_manifest_bytes(checkpoint_dir: Path) -> bytes:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFoundError(
             other_format(checkpoint_dir)
-            or f"{checkpoint_dir} is not a checkpoint: it has no {MANIFEST_NAME}. Give the folder of a committed checkpoint."
+            or f"{not_a_checkpoint(checkpoint_dir)}. Give the folder of a committed checkpoint."
         ) from error
+
+
+def not_a_checkpoint(folder: Path) -> str:
+    """Return that a folder without a manifest is not a checkpoint, and which ones lie below it, the newest first; without full stop."""
+    if not (below := checkpoints_below(folder)):
+        return f"{folder} is not a checkpoint: it has no {MANIFEST_NAME}"
+    names = [str(path.relative_to(folder)) for path in below]
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f"{folder} is not a checkpoint; it holds {', '.join(names[:_MOST_NAMED])}{more}"
+
+
+def checkpoints_below(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, or in that of a run, or of several runs; the newest first."""
+    times = {}
+    for pattern in ("*", "checkpoints/*", "*/checkpoints/*"):
+        for manifest in folder.glob(f"{pattern}/{MANIFEST_NAME}"):
+            path = manifest.parent
+            if not any(name.startswith(".") for name in path.relative_to(folder).parts):
+                with suppress(OSError):
+                    times[path] = manifest.stat().st_mtime_ns
+    return sorted(times, key=lambda path: (times[path], path.name), reverse=True)
 
 
 def identity_of(checkpoint_dir: Path) -> tuple[int, ...] | None:

@@ -47,7 +47,7 @@ from ckpt.loading.state_matching import (
 from ckpt.loading.strategy import LoadingStrategy, Reading, ReadStats, StoredCheckpoint
 from ckpt.loading.torch_save_folders import OldSource, old_files
 from ckpt.memory.device import Device, device_of, wait_for_all
-from ckpt.ranks.topology import Phase, Topology
+from ckpt.ranks.topology import Phase, Topology, slowest_rank
 from ckpt.state.abilities import RestoredLast, offers
 from ckpt.state.sharing import Sharing, SharingPattern, StateComponent
 
@@ -161,7 +161,7 @@ class Loader:
             with self.topology.phase("compare keys"):
                 reports = load._settle(matches, phase.payloads, strict)
             load._gather_copies(source, matches, reports)
-            totals = self._read(source, matches, reports)
+            *totals, slowest = self._read(source, matches, reports)
             load_s = self._apply(matches, reports, started)
             require_something(reports)
         return LoadReport(
@@ -170,6 +170,7 @@ class Loader:
             load_s,
             *totals,
             source.config_text,
+            slowest_rank=slowest,
             components=tuple(reports.values()),
             run_id=source.run_id,
             metrics=source.metrics,
@@ -263,8 +264,8 @@ class Loader:
 
     def _read(
         self, source: CheckpointSource, matches: Mapping[str, Match], reports: dict[str, ComponentReport]
-    ) -> tuple[int, int]:
-        """Fill the tensors; return the bytes read and needed, by all ranks.
+    ) -> tuple[int, int, int | None]:
+        """Fill the tensors; return the bytes read and needed, by all ranks, and the rank that took longest to read.
 
         An optional component is read into new memory first, and so keeps its state if a part of it proves damaged.
         """
@@ -277,8 +278,10 @@ class Loader:
             for key, requests in [(None, required), *((one.key, requests) for one, requests in optional)]:
                 readings.append((source.prepare(requests), key))
             with self.topology.phase("read") as phase:
+                began = time.perf_counter()
                 stats, failed = _run(readings)
-                phase.payload = [sum(s.bytes_read for s in stats), sum(s.bytes_needed for s in stats), failed]
+                read, needed = sum(s.bytes_read for s in stats), sum(s.bytes_needed for s in stats)
+                phase.payload = [read, needed, failed, time.perf_counter() - began]
         finally:
             with ExitStack() as closing:  # all, also if one fails
                 for reading, _ in readings:
@@ -290,7 +293,8 @@ class Loader:
                     if own.out is not request.out:
                         own.out.copy_(request.out)
                 wait_for_all(own.out for own in one.requests)
-        return sum(rank[0] for rank in phase.payloads), sum(rank[1] for rank in phase.payloads)
+        slowest = slowest_rank([rank[3] for rank in phase.payloads])
+        return sum(rank[0] for rank in phase.payloads), sum(rank[1] for rank in phase.payloads), slowest
 
     def _apply(self, matches: dict[str, Match], reports: dict[str, ComponentReport], started: float) -> float:
         """Give every object its state, random generators last; return the seconds of the load on the slowest rank."""

@@ -83,10 +83,17 @@ class ComponentReport:
             reason = self.reason.removeprefix(f"component {self.key}").removeprefix(self.key).lstrip(": ")
             return f"{self.key}: {self.status.value}: {reason}"
         what = "partly restored" if self.status is Status.PARTLY else self.status.value
-        share = math.floor(100 * self.fraction) / 100  # 1.00 means all
         how = ", made from other ranks' copies" if self.changed else ""
         left_out = f"; {self.misfits}" if self.misfits else ""
-        return f"{self.key}: {what}, {share:.2f} of {self.wanted:,} elements{how}{left_out}"
+        return f"{self.key}: {what}, {self._elements}{how}{left_out}"
+
+    @property
+    def _elements(self) -> str:
+        """Such as "all 1,200 elements", or "600 of 1,200 elements (50%)"; the percentage is rounded down."""
+        elements = f"{self.wanted:,} element{'' if self.wanted == 1 else 's'}"
+        if self.restored == self.wanted:
+            return f"all {elements}" if self.wanted > 1 else elements
+        return f"{self.restored:,} of {elements} ({math.floor(100 * self.fraction)}%)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +111,7 @@ class LoadReport:
         components: one report each, in the order in which they were declared.
         run_id: of the training history that the checkpoint belongs to; None: unknown.
         metrics, metadata: as the checkpoint was saved with.
+        slowest_rank: which took longest to read; None: there is one rank.
     """
 
     path: str
@@ -117,6 +125,7 @@ class LoadReport:
     run_id: str | None = None
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    slowest_rank: int | None = None
 
     def summary(self) -> str:
         """One readable line per component.
@@ -125,7 +134,7 @@ class LoadReport:
             >>> model = ComponentReport("model", Status.RESTORED, restored=1200, wanted=1200)
             >>> ema = ComponentReport("ema", Status.SKIPPED, "not in the checkpoint")
             >>> print(LoadReport("runs/checkpoint-2", "2", 0.5, 4800, 4800, "", components=(model, ema)).summary())
-            model: restored, 1.00 of 1,200 elements
+            model: restored, all 1,200 elements
             ema: skipped: not in the checkpoint
         """
         return "\n".join(str(component) for component in self.components)

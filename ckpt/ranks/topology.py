@@ -250,8 +250,8 @@ class Topology:
         """Count progress of this rank. Any thread, any time; costs nothing."""
         if self._agreement is not None:
             self._agreement.heartbeat.move(num)
-        if self.on_progress is not None:
-            self.on_progress(num)
+        if (tell := self.on_progress) is not None:  # read once: another thread may set it
+            tell(num)
 
     def require_awaited(self) -> None:
         """Check that the others still wait for this rank. Called before an irreversible step.
@@ -544,6 +544,11 @@ def _store_gone(what: str | None, rank: int, error: StoreGoneError) -> RankAbsen
     start = f"{what} failed: " if what else ""
     gone = "the store through which the ranks agree is gone, with rank 0 or with the launcher that held it"
     return RankAbsentError(start + gone)
+
+
+def slowest_rank(seconds: Sequence[float]) -> int | None:
+    """Return the rank with the most seconds, given those of each; None: there is one rank."""
+    return max(range(len(seconds)), key=seconds.__getitem__) if len(seconds) > 1 else None
 
 
 def first_difference(said: Sequence[Mapping[str, Any]]) -> tuple[str, int, Any, Any] | None:

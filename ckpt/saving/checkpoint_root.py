@@ -26,7 +26,7 @@ from ckpt.format.held import places_from_json
 from ckpt.format.manifest import CheckpointManifest
 from ckpt.format.notes import storable_metadata, storable_metrics
 from ckpt.planning.plan import SavePlan
-from ckpt.ranks.topology import Topology
+from ckpt.ranks.topology import Topology, slowest_rank
 from ckpt.saving.host_cache import HeldStep, HostCache
 from ckpt.saving.manifest_writer import ManifestWriter, entries_of, index_files
 from ckpt.saving.prepared_save import Destination, PreparedSave, SaveReport, require_reachable
@@ -271,8 +271,9 @@ class CheckpointRoot(Destination):
             self._roots.host_cache.keep(held)
         self._release()
         linked = sum(result.linked_bytes for result in results)
+        slowest = slowest_rank([result.write_s for result in results])
         self.report = SaveReport(
-            str(path), target.checkpoint_id, total, seconds, seconds, total - linked, tuple(alarms)
+            str(path), target.checkpoint_id, total, seconds, seconds, total - linked, tuple(alarms), slowest
         )
 
     def _record(self, save: PreparedSave[Any], results: Sequence[WriteResult], topology: Topology) -> list[Any]:

@@ -11,7 +11,7 @@ from ckpt.backends.base import Backend
 from ckpt.catalog.ledger import Ledger, safe_id
 from ckpt.catalog.verify import examine
 from ckpt.errors import ConfigurationError, StorageError
-from ckpt.ranks.topology import Topology, first_difference
+from ckpt.ranks.topology import Topology, first_difference, slowest_rank
 from ckpt.saving.manifest_writer import ManifestWriter
 from ckpt.saving.planner import Planner
 from ckpt.saving.prepared_save import Destination, PreparedSave, SaveReport, require_reachable
@@ -122,7 +122,10 @@ class NewFolder(Destination):
                 topology.require_awaited()
                 self._ledger.publish_at(self.folder, self._path, replaces=self._replaces, committed=committed)
         seconds = max(result.write_s for result in results) + time.perf_counter() - started
-        self.report = SaveReport(str(self._path), self._path.name, num_bytes, seconds, seconds, num_bytes)
+        slowest = slowest_rank([result.write_s for result in results])
+        self.report = SaveReport(
+            str(self._path), self._path.name, num_bytes, seconds, seconds, num_bytes, slowest_rank=slowest
+        )
 
     def discard(self, error: BaseException | None = None) -> None:
         self._ledger.discard_all()

@@ -43,6 +43,7 @@ class SaveReport:
         blocked_s: seconds that training waited; `save_s`, unless the save went on in the background.
         written_bytes: those of `bytes` that this save has written; the others are linked to an earlier checkpoint.
         alarms: sentences about tensors that equal those of an earlier checkpoint, though training has changed them.
+        slowest_rank: whose bytes took longest to be durable; None: there is one rank.
     """
 
     path: str
@@ -52,10 +53,12 @@ class SaveReport:
     blocked_s: float
     written_bytes: int = 0
     alarms: tuple[str, ...] = ()
+    slowest_rank: int | None = None
 
     def __str__(self) -> str:
         rate = f", {self.bytes / self.save_s / 1e9:.3g} GB/s" if self.save_s else ""
-        return f"{self.path}: {self.bytes / 1e9:.4g} GB in {self.save_s:.3g} s{rate}"
+        slowest = f", rank {self.slowest_rank} slowest" if self.slowest_rank is not None else ""
+        return f"{self.path}: {self.bytes / 1e9:.4g} GB in {self.save_s:.3g} s{rate}{slowest}"
 
 
 class Destination(ABC):

@@ -28,7 +28,7 @@ from ckpt.dist_checkpointing.megatron.zarr import is_megatron_zarr
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError
 from ckpt.format.manifest import MANIFEST_NAME, SHARDED
 from ckpt.format.metadata import maybe_load_config, other_format
-from ckpt.format.stored import noticing_removal
+from ckpt.format.stored import checkpoints_below, noticing_removal
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import source_at
 from ckpt.loading.other_formats.other_source import format_at
@@ -213,6 +213,7 @@ def _format_of(src: Path) -> str:
     if (other := other_format(src)) is not None:
         raise CheckpointNotFoundError(f"src: {other}")
     below = sorted(path for path in src.iterdir() if _is_checkpoint(path) or format_at(path)) if src.is_dir() else []
+    below = below or checkpoints_below(src)[:1]
     hint = f"; below it there is src={below[-1]}" if below else ""
     raise CheckpointNotFoundError(
         f"src={src} is no checkpoint: it has neither a {MANIFEST_NAME}, as ours have, nor a metadata.json of Megatron-Core's zarr, nor "

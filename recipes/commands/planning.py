@@ -16,7 +16,7 @@ from rich.text import Text
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError
 from ckpt.format.manifest import CheckpointManifest
 from ckpt.format.names import local_path
-from ckpt.format.stored import read_manifest
+from ckpt.format.stored import not_a_checkpoint, read_manifest
 from ckpt.loading.forecast import Forecast, LoadPreview, Rank, forecast
 from ckpt.loading.report import Misfits, Status
 from ckpt.ranks.topology import Topology
@@ -90,8 +90,8 @@ def plan(keys: PlanKeys, cfg: DictConfig) -> Plan:
     run = checked(cfg, num_ranks=num_ranks)
     manifest = read_manifest(path) if is_checkpoint(path) else None
     if manifest is None and not run["load"]["allow_pickle"] and not list(path.glob("*_state*.pt")):
-        what = "does not exist" if not path.exists() else "is not a checkpoint"
-        raise CheckpointNotFoundError(f"{path} {what}; give the folder of a committed checkpoint as checkpoint=")
+        what = not_a_checkpoint(path) if path.exists() else f"{path} does not exist"
+        raise CheckpointNotFoundError(f"{what}; give the folder of a committed checkpoint as checkpoint=")
     layout: Layout = made(run["parallel"])
     ranks = [Rank(parts.topology, parts.components()) for parts in _parts_of_ranks(run, layout, num_ranks, keys.nodes)]
     device = made(run["device"])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import MISSING, DictConfig
 from rich.filesize import decimal
@@ -15,12 +17,13 @@ from ckpt.catalog.incremental import DiskUse, disk_use, linked_with
 from ckpt.catalog.ledger import Committed, Ledger
 from ckpt.catalog.verify import Verification, examine
 from ckpt.dist_checkpointing.megatron.layout import is_megatron_zarr
-from ckpt.errors import CheckpointError, CheckpointNotFoundError, sentence
+from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, sentence
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry, CheckpointManifest, ComponentManifest
 from ckpt.format.metadata import other_format
-from ckpt.format.stored import gone, identity_of, noticing_removal, read_manifest
+from ckpt.format.stored import checkpoints_below, gone, identity_of, not_a_checkpoint, noticing_removal, read_manifest
 from recipes.support.config import command_keys
+from recipes.support.progress import SHOWN_AFTER_S, progress_bar
 from recipes.support.tables import add_row, console, counted, full_line, printable, table_of
 
 _VERSIONS = ("format_version", "ckpt_version", "pytorch_version")
@@ -35,20 +38,36 @@ class ReadingKeys:
     json: bool = False
 
 
-def keys_of(cfg: DictConfig) -> ReadingKeys:
+@dataclass
+class InspectKeys(ReadingKeys):
+    """The keys of `inspect`. `filter` and `limit` are for people: JSON has everything."""
+
+    filter: str | None = None
+    limit: int | None = 40
+
+
+Keys = TypeVar("Keys", bound=ReadingKeys)
+
+
+def keys_of(cfg: DictConfig, kind: type[Keys]) -> Keys:
     """Return the config of such a command, its types checked.
 
     Raises:
-        ConfigurationError: no path is given, or the URL of an object store.
+        ConfigurationError: no path is given, or the URL of an object store, or a limit below 1.
     """
-    return command_keys(cfg, ReadingKeys, {"path": "a checkpoint or a folder of checkpoints"})
+    keys = command_keys(cfg, kind, {"path": "a checkpoint or a folder of checkpoints"})
+    if isinstance(keys, InspectKeys) and keys.limit is not None and keys.limit < 1:
+        raise ConfigurationError(f"limit={keys.limit}: expected at least 1, or null for all")
+    return keys
 
 
 def verify(keys: ReadingKeys) -> int:
     """Read every byte of every checkpoint at the path, print the problems, and return the exit code."""
     results, removed = [], []
     for path in checkpoints_at(Path(keys.path)):
+        began = time.monotonic()
         found = _examined(path)
+        seconds = time.monotonic() - began
         if found is None:
             removed.append(str(path))
             continue
@@ -56,7 +75,8 @@ def verify(keys: ReadingKeys) -> int:
         counts = {"num_files": found.num_files, "num_bytes": found.num_bytes}
         results.append({"path": str(path), "problems": found.problems, **counts, "damage_shared_with": others})
         if not keys.json:
-            _tell_result(path, found.problems, f"{found.num_files} files, {found.num_bytes} bytes", others)
+            speed = f", {seconds:.1f} s, {found.num_bytes / seconds / 1e9:.2f} GB/s" if seconds > SHOWN_AFTER_S else ""
+            _tell_result(path, found.problems, f"{found.num_files} files, {found.num_bytes} bytes{speed}", others)
     if removed == [keys.path]:
         raise gone(Path(keys.path))
     is_sound = not any(result["problems"] for result in results)
@@ -67,7 +87,7 @@ def verify(keys: ReadingKeys) -> int:
     return 0 if is_sound else 1
 
 
-def show(keys: ReadingKeys) -> None:
+def show(keys: InspectKeys) -> None:
     """Show what a checkpoint holds, or which checkpoints a folder holds."""
     path = Path(keys.path)
     if is_checkpoint(path):
@@ -77,7 +97,7 @@ def show(keys: ReadingKeys) -> None:
             if keys.json:
                 print(json.dumps(_checkpoint_as_json(path, manifest) | asdict(use), indent=2))
             else:
-                _show_checkpoint(path, manifest, use)
+                _show_checkpoint(path, manifest, use, keys)
         return
     committed = committed_below(path)
     each, on_disk = disk_use(one.path for one in committed)
@@ -85,7 +105,7 @@ def show(keys: ReadingKeys) -> None:
     if keys.json:
         print(json.dumps({"path": str(path), "on_disk_bytes": on_disk, "checkpoints": rows}, indent=2))
     else:
-        _show_root(path, rows, on_disk)
+        _show_root(path, rows, on_disk, keys)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -109,10 +129,13 @@ def committed_below(root: Path) -> list[Committed]:
         raise CheckpointNotFoundError(other)
     if not root.exists():
         raise CheckpointNotFoundError(f"{root} does not exist; give a checkpoint or a folder of checkpoints as path=")
-    below = root / "checkpoints"
-    hint = f"path={below}" if below.is_dir() else "a checkpoint or a folder of checkpoints as path="
+    if found := checkpoints_below(root):
+        newest = found[0]
+        raise CheckpointNotFoundError(
+            f"{not_a_checkpoint(root)}; give path={newest if newest.parent == root else newest.parent}"
+        )
     raise CheckpointNotFoundError(
-        f"{root} is no checkpoint: it has no {MANIFEST_NAME}, and no committed checkpoint-*; give {hint}"
+        f"{not_a_checkpoint(root)}, and no committed checkpoint-*; give a checkpoint or a folder of checkpoints as path="
     )
 
 
@@ -128,11 +151,21 @@ def _examined(path: Path) -> Verification | None:
     """Examine a checkpoint; None: it was removed meanwhile."""
     before = identity_of(path)
     try:
-        found = examine(path)
+        with progress_bar(f"verify {printable(path.name)}", _bytes_below(path)) as advance:
+            found = examine(path, progress=advance)
     except CheckpointError as error:
         found = Verification([str(error)])
     is_gone = identity_of(path) != before or not path.exists()
     return None if found.problems and is_gone else found
+
+
+def _bytes_below(path: Path) -> int:
+    """The bytes of all files in a folder, or of those that were seen before another process removed it."""
+    total = 0
+    with suppress(OSError):
+        for file in path.rglob("*"):
+            total += file.stat().st_size if file.is_file() else 0
+    return total
 
 
 def _tell_result(path: Path, problems: Sequence[str], counts: str, others: Sequence[str]) -> None:
@@ -182,29 +215,50 @@ def _checkpoint_as_json(path: Path, manifest: CheckpointManifest) -> dict[str, A
     }
 
 
-def _show_root(root: Path, rows: Sequence[dict[str, Any]], on_disk: int) -> None:
+def _show_root(root: Path, rows: Sequence[dict[str, Any]], on_disk: int, keys: InspectKeys) -> None:
     """Components that all checkpoints share are shown once above the table, problems below it, in the whole width."""
+    named = [row for row in rows if keys.filter is None or keys.filter in Path(row["path"]).name]
+    shown = named[-keys.limit :] if keys.limit is not None else named
     table = table_of(
         "checkpoint", "committed\n(UTC)", "ranks", "arrays", "size", "files", "unique", right=(2, 3, 4, 5, 6), wide=(0,)
     )
     sound = [row for row in rows if row["problem"] is None]
     alike = len({tuple(row["components"]) for row in sound}) == 1
-    for row in rows:
+    for row in shown:
         name, when = Path(row["path"]).name, row["timestamp"][:19].split("T")
+        mark = ["  the newest"] if row is rows[-1] else []
         use = decimal(row["apparent_bytes"]), decimal(row["unique_bytes"])
         if row["problem"] is not None:
-            add_row(table, name, when, "damaged", "", "", *use)
+            add_row(table, [name, *mark], when, "damaged", "", "", *use)
             continue
-        first = name if alike else (name, f"  {', '.join(row['components'])}")
-        add_row(table, first, when, str(row["world_size"]), str(row["num_arrays"]), decimal(row["size_bytes"]), *use)
+        own = [] if alike else [f"  {', '.join(row['components'])}"]
+        add_row(
+            table,
+            [name, *mark, *own],
+            when,
+            str(row["world_size"]),
+            str(row["num_arrays"]),
+            decimal(row["size_bytes"]),
+            *use,
+        )
     head = [f"{root}: {counted(len(rows), 'checkpoint')}, the oldest commit first, {decimal(on_disk)} on disk"]
     head += [f"components: {', '.join(sound[0]['components'])}"] if alike else []
     problems = [f"{Path(row['path']).name}: {row['problem']}" for row in rows if row["problem"] is not None]
-    below = ["", *map(full_line, problems)] if problems else []
-    console().print(*map(full_line, head), "", table, *below, sep="\n")
+    below = [*_left_out(len(rows), len(named), len(shown), "checkpoint", "older ", keys), *problems]
+    console().print(*map(full_line, head), "", table, *([""] if below else []), *map(full_line, below), sep="\n")
 
 
-def _show_checkpoint(path: Path, manifest: CheckpointManifest, use: DiskUse) -> None:
+def _left_out(num: int, num_named: int, num_shown: int, what: str, which: str, keys: InspectKeys) -> list[str]:
+    """Say how many rows of a table `filter` and `limit` leave out, and how to see them."""
+    said = [f"filter={keys.filter} leaves out {num - num_named} of {counted(num, what)}"] if num_named < num else []
+    if more := num_named - num_shown:
+        their, them = ("its", "it") if more == 1 else ("their", "them")
+        narrow = "" if keys.filter is not None else f"filter=<part of {their} name> or "
+        said.append(f"{counted(more, f'more {which}{what}')}: give {narrow}limit=null to see {them}")
+    return said
+
+
+def _show_checkpoint(path: Path, manifest: CheckpointManifest, use: DiskUse, keys: InspectKeys) -> None:
     when = manifest.timestamp.isoformat(timespec="seconds")
     head = (
         f"{path}: id {manifest.checkpoint_id}, committed {when} by {counted(manifest.world_size, 'rank')}, format "
@@ -213,13 +267,22 @@ def _show_checkpoint(path: Path, manifest: CheckpointManifest, use: DiskUse) -> 
     )
     components = table_of("component", "pattern", "group", "written by", "equal on", "arrays", "size", right=(5, 6))
     arrays = table_of("array", "dtype", "shape", "size", "where", right=(3,), wide=(0, 4))
+    num, num_named = 0, 0
     for one in (manifest, *_below(path, manifest).values()):
         for key, component in one.components.items():
             num_arrays, size = str(len(one.arrays_of(key))), decimal(component.size_bytes)
             add_row(components, key, *_component_cells(component), num_arrays, size)
+        num += len(one.arrays)
         for name, entry in one.arrays.items():
-            add_row(arrays, name, entry.dtype, _shape(entry.shape), decimal(entry.num_bytes), _where(entry, name))
-    console().print(full_line(head), "", components, "", arrays, sep="\n")
+            if keys.filter is None or keys.filter in name:
+                num_named += 1
+                if keys.limit is None or num_named <= keys.limit:
+                    add_row(
+                        arrays, name, entry.dtype, _shape(entry.shape), decimal(entry.num_bytes), _where(entry, name)
+                    )
+    below = _left_out(num, num_named, arrays.row_count, "array", "", keys)
+    tables = "", components, "", arrays, *([""] if below else [])
+    console().print(full_line(head), *tables, *map(full_line, below), sep="\n")
 
 
 def _component_cells(component: ComponentManifest) -> tuple[str, str, str, str]:

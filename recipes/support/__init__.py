@@ -7,7 +7,10 @@ run_folder      the folder of a run, and its lock
 launch          joins ranks that exist, or starts them
 ranks           one rank: its environment, device and process group
 local_ranks, forkserver   ranks started on this machine
-report          progress, and summary.json
+report          what a run prints, and summary.json
+live_line       the line of a run on a terminal
+progress        bytes under way, on a terminal
+metrics         figures for TensorBoard or W&B
 sweep           the table of a sweep
 tables          tables on the terminal
 """

@@ -31,6 +31,7 @@ from ckpt.state.pattern_check import check_choice
 from ckpt.state.sharing import check_component
 from ckpt.storage.pool import Memories
 from recipes.support.keys import by_dotted_key
+from recipes.support.metrics import check_report
 from recipes.training.parallel.base import Layout
 
 OWN_COMPONENTS = ("model", "optimizer", "scheduler", "dataset", "rng")
@@ -120,6 +121,7 @@ class RunKeys:
     ledger: LedgerKeys = field(default_factory=LedgerKeys)
     launch: LaunchKeys = field(default_factory=LaunchKeys)
     pattern_check: str = MISSING
+    report: str | None = None
     ckpt: dict[str, Any] = MISSING
     strategy: dict[str, Any] = MISSING
     device: dict[str, Any] = MISSING
@@ -176,6 +178,7 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
     least = dict.fromkeys(counts, 1) | {"train.seed": 0, "save.grace_s": 0}
     require_numbers(run, least, seconds=("agree.timeout_s", "ledger.stale_s"))
     check_choice(run["pattern_check"])
+    check_report(run["report"])
     _check_start(run)
     layout = check_training(run, num_ranks or run["launch"]["nproc_per_node"])
     for name in ("ckpt", "strategy", "coordinator"):  # the coordinator last: its nodes repeat others

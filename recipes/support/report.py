@@ -1,4 +1,4 @@
-"""The output of a run: lines or a progress bar on the terminal, and summary.json at the end."""
+"""The output of a run: lines, or one live line on a terminal, and summary.json at the end."""
 
 from __future__ import annotations
 
@@ -13,19 +13,25 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from ckpt.errors import CorruptCheckpointError, StorageError, sentence
 from ckpt.format.durable import replace_durably
-from ckpt.loading.loader import LoadReport
+from ckpt.loading.report import LoadReport
+from ckpt.ranks.topology import Topology
 from ckpt.saving.prepared_save import SaveReport
 from recipes.support import CONF
 from recipes.support.config import GIVEN, by_dotted_key, values_of
+from recipes.support.live_line import LiveLine
+from recipes.support.metrics import Metrics
+from recipes.support.progress import SHOWN_AFTER_S
 
 SUMMARY_NAME = "summary.json"
 
+_FOLDER_KEYS = ("run_name", "output_dir", "run_dir")
+"""The keys of a run's folder, and what else depends on them is below it."""
+
 _LINES = 12
-"""About the number of lines that a run prints where there is no progress bar."""
+"""About the number of lines that a run prints where there is no live line."""
 
 
 @dataclass
@@ -97,18 +103,31 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
 
 
 class Report:
-    """The progress of a run: a bar on a terminal, lines elsewhere.
+    """The progress of a run: one live line on a terminal, some lines elsewhere; figures for `report=`.
 
     Args:
         shown: False on every rank but one.
+        topology: of the job, whose progress is shown during long saves and loads; None: none is.
+        console: None: stdout.
+
+    Attributes:
+        metrics: its figures; None where `shown` is False.
+
+    Raises:
+        ConfigurationError: the package that `report` names cannot be imported.
     """
 
-    def __init__(self, cfg: Mapping[str, Any], *, shown: bool) -> None:
+    def __init__(
+        self, cfg: Mapping[str, Any], *, shown: bool, topology: Topology | None = None, console: Console | None = None
+    ) -> None:
         self.cfg = cfg
         self.steps: int = cfg["train"]["steps"]
-        self.console = Console(quiet=not shown, highlight=False, markup=False, emoji=False, soft_wrap=True)
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
+        self.console = console or Console(quiet=not shown, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._topology = topology
+        is_live = self.console.is_terminal and not self.console.quiet
+        self._line = LiveLine(self.console, self.steps, cfg["train"]["batch_size"]) if is_live else None
+        self.metrics = Metrics(cfg) if shown else None
+        self._losses: dict[int, float] = {}  # of the steps since the last committed save
         self._started = time.monotonic()
         self._is_first = True
 
@@ -118,75 +137,157 @@ class Report:
         self._started = time.monotonic()
         if first_step > self.steps:
             self._say(f"the run is at step {first_step - 1} already; nothing to do up to train.steps={self.steps}")
-        if not self.console.is_terminal or self.console.quiet:
+        if self._line is None:
             yield
             return
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[loss]}"))
-        # No refresh thread, so that a debugger in the training loop has the terminal alone.
-        with Progress(*columns, TimeRemainingColumn(), console=self.console, auto_refresh=False) as self._bar:
-            self._task = self._bar.add_task("", total=self.steps, completed=first_step - 1, loss="")
+        self._line.begin(first_step - 1)
+        with self._line.shown():
             yield
-        self._bar = None
+
+    @contextmanager
+    def moving(self, what: str) -> Iterator[None]:
+        """Show the bytes that move inside the block, on a terminal, once it takes more than two seconds."""
+        if self._line is None or self._topology is None:
+            yield
+            return
+        if (num_ranks := self._topology.world_size) > 1:
+            what = f"{what}, rank 0 of {num_ranks}"
+        before = self._topology.on_progress
+        with self._line.moving(what) as count:
+            self._topology.on_progress = count
+            try:
+                yield
+            finally:
+                self._topology.on_progress = before
 
     def step(self, step: int, loss: float, saved: Sequence[SaveReport]) -> None:
         """Show a step, and the saves that were committed since the last one."""
-        line = f"step {step:>6}/{self.steps}  loss {loss:.4f}"
-        if len(saved) == 1 and int(saved[0].checkpoint_id) == step:
-            self._say(f"{line}  {_saved(saved[0])}")
-        elif saved:
-            self.saved(saved)
-        elif self._bar is None and (self._is_first or step % max(1, self.steps // _LINES) == 0):
-            self._say(line)
+        self.trained(step, loss)
+        self.saved(saved)
+        if self._line is not None:
+            self._line.step(step, loss)
+        elif not saved and (self._is_first or step % max(1, self.steps // _LINES) == 0):
+            self._say(self._step_line(step, loss))
         self._is_first = False
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, loss=f"loss {loss:.4f}", refresh=True)
+
+    def trained(self, step: int, loss: float) -> None:
+        """Note the loss of a step, which is shown when a save of it is committed."""
+        self._losses[step] = loss
+        self._add(step, {"train/loss": loss})
 
     def saved(self, saved: Sequence[SaveReport]) -> None:
-        """Show saves that were committed in the background."""
+        """Show saves that were committed, each with the loss of its step. While there is a live line, only long ones get another."""
         for one in saved:
-            self._say(f"{_saved(one)}, of which training waited {one.blocked_s:.3f} s")
+            step = int(one.checkpoint_id)
+            figures = {"save_s": one.save_s, "blocked_s": one.blocked_s, "bytes": one.bytes}
+            self._add(step, {f"checkpoint/{name}": value for name, value in figures.items()})
+            if self._line is not None:
+                self._line.saved(one)
+            if self._line is None or not self._line.is_shown or one.save_s > SHOWN_AFTER_S:
+                start = f"{self._step_line(step, self._losses[step])}  " if step in self._losses else ""
+                self._say(start + _saved(one))
+            self._losses = {other: loss for other, loss in self._losses.items() if other > step}
 
     def resumed(self, loaded: LoadReport) -> None:
         """Show the checkpoint that was resumed, those that were skipped, and the keys of the config that differ."""
         if loaded.fell_back_from:
-            damaged = ", ".join(loaded.fell_back_from)
-            self._say(f"WARNING: resume=latest FELL BACK to {loaded.path}: damaged is {damaged}", style="bold red")
+            damaged, are = loaded.fell_back_from, "is" if len(loaded.fell_back_from) == 1 else "are"
+            self._say(
+                f"WARNING: resume=latest fell back to {loaded.path}, because {', '.join(damaged)} {are} damaged",
+                style="bold red",
+            )
         step = int(loaded.checkpoint_id)
-        self._say(f"resumed {loaded.path} at step {step}: {_speed(loaded.bytes_read, loaded.load_s)}")
+        if self.metrics is not None:
+            self.metrics.first_step = step + 1
+        self._add_load(loaded)
+        self._say(f"resumed {loaded.path} at step {step}: {_loaded(loaded)}")
         for line in loaded.summary().splitlines():
             self._say(f"  {line}")
         for line in config_differences(loaded.config_text, self.cfg) if loaded.config_text else []:
             self._say(f"  config differs: {line}")
 
     def reread(self, loaded: LoadReport) -> None:
-        self._say(f"read back {Path(loaded.path).name}, bit for bit: {_speed(loaded.bytes_read, loaded.load_s)}")
+        self._add_load(loaded)
+        self._say(f"read back {Path(loaded.path).name}, bit for bit: {_loaded(loaded)}")
 
     def done(self, summary: Summary, path: Path) -> None:
         took = time.monotonic() - self._started
         if summary.losses:
             first, last = summary.losses[0], summary.losses[-1]
+            speed = len(summary.losses) * self.cfg["train"]["batch_size"] / took
             self._say(
-                f"trained {len(summary.losses)} of {self.steps} steps in {took:.1f} s, loss {first:.4f} -> {last:.4f}"
+                f"trained {len(summary.losses)} of {self.steps} steps in {took:.1f} s, {speed:.1f} samples/s, "
+                f"loss {first:.4f} -> {last:.4f}"
             )
         self._say(f"state digest {summary.state_digest}, summary in {path}")
+
+    def updated(self, step: int, update: Mapping[str, Any], staleness_s: float) -> None:
+        """Note an update of rollouts.
+
+        Args:
+            staleness_s: seconds from the end of the step until the rollouts had its weights.
+        """
+        if not update.get("num_bytes"):  # no rollout has come
+            return
+        figures = {"blocked_s": update["blocked_s"], "bytes": update["num_bytes"], "staleness_s": staleness_s}
+        self._add(step, {f"sync/{name}": value for name, value in figures.items()})
+
+    def close(self) -> None:
+        """Write the figures that are buffered."""
+        if self.metrics is not None:
+            self.metrics.close()
+
+    def _add(self, step: int, figures: Mapping[str, float]) -> None:
+        if self.metrics is not None:
+            self.metrics.add(step, figures)
+
+    def _add_load(self, loaded: LoadReport) -> None:
+        figures = {"load_s": loaded.load_s, "bytes_read": loaded.bytes_read}
+        self._add(int(loaded.checkpoint_id), {f"checkpoint/{name}": value for name, value in figures.items()})
+
+    def _step_line(self, step: int, loss: float) -> str:
+        return f"step {step:>6}/{self.steps}  loss {loss:.4f}"
 
     def _say(self, text: str, style: str | None = None) -> None:
         self.console.print(text, style=style)
 
 
 def config_differences(saved: str, now: Mapping[str, Any]) -> list[str]:
-    """Return a line for each key whose value differs from the checkpoint's config.yaml; one line if that file is no config."""
+    """Return a line for each key whose value differs from the checkpoint's config.yaml; one line if that file is no config.
+
+    `resume` is left out. The keys of the run's folder, and of paths in it, share the last line.
+    """
     try:
         before = values_of(saved)
     except CorruptCheckpointError as error:
         return [str(error)]
     after = by_dotted_key({key: value for key, value in now.items() if key != GIVEN})
     absent = object()
-    return [
-        f"{key}: {_shown(before, key)} -> {_shown(after, key)}"
+    differing = [
+        key
         for key in sorted({*before, *after})
-        if before.get(key, absent) != after.get(key, absent) and not key.startswith(_wired_keys())
+        if before.get(key, absent) != after.get(key, absent) and key != "resume" and not key.startswith(_wired_keys())
     ]
+    moved = [key for key in _FOLDER_KEYS if key in differing]
+    moved += [key for key in differing if key not in moved and _has_moved(before, after, key)]
+    lines = [_difference(before, after, key) for key in differing if key not in moved]
+    if moved:
+        others = f", and with it {', '.join(moved[1:])}" if moved[1:] else ""
+        lines.append(_difference(before, after, moved[0]) + others)
+    return lines
+
+
+def _has_moved(before: Mapping[str, Any], after: Mapping[str, Any], key: str) -> bool:
+    """Whether a value is a path in the run's folder, and differs by that folder alone."""
+    was, now = before.get(key), after.get(key)
+    if not (isinstance(was, str) and isinstance(now, str)):
+        return False
+    folders = [(str(before[one]), str(after[one])) for one in _FOLDER_KEYS[1:] if one in before and one in after]
+    return any(was.startswith(f"{old}/") and now == new + was.removeprefix(old) for old, new in folders)
+
+
+def _difference(before: Mapping[str, Any], after: Mapping[str, Any], key: str) -> str:
+    return f"{key}: {_shown(before, key)} -> {_shown(after, key)}"
 
 
 @functools.cache
@@ -206,7 +307,17 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
 
 def _saved(one: SaveReport) -> str:
     linked = f", {(one.bytes - one.written_bytes) / 1e6:.1f} MB linked" if one.written_bytes < one.bytes else ""
-    return f"saved {Path(one.path).name}: {_speed(one.bytes, one.save_s)}{linked}"
+    waited = f", of which training waited {one.blocked_s:.3f} s" if one.blocked_s < one.save_s else ""
+    slowest = _slowest(one.slowest_rank, one.save_s)
+    return f"saved {Path(one.path).name}: {_speed(one.bytes, one.save_s)}{linked}{slowest}{waited}"
+
+
+def _loaded(one: LoadReport) -> str:
+    return _speed(one.bytes_read, one.load_s) + _slowest(one.slowest_rank, one.load_s)
+
+
+def _slowest(rank: int | None, seconds: float) -> str:
+    return f", rank {rank} slowest" if rank is not None and seconds > SHOWN_AFTER_S else ""
 
 
 def _speed(num_bytes: int, seconds: float) -> str:

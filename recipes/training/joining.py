@@ -28,6 +28,7 @@ from ckpt.state.sharing import StateComponent
 from ckpt.state.statefuls import ModelState
 from recipes.support.config import made
 from recipes.support.ranks import listening_on, own_address_towards
+from recipes.support.tables import counted
 from recipes.training.facts import RunOfRollouts, run_of
 from recipes.training.roles import held_by, live_model
 from recipes.training.syncing import RENDEZVOUS_NAME
@@ -64,7 +65,7 @@ def join_rollout(cfg: dict[str, Any]) -> dict[str, Any]:
         held = held_by(live, member.number, Topology.alone())
         if member.last_words is None:
             console.print(
-                f"rollout {member.number} has left with version {held['version']} after {num_updates} updates"
+                f"rollout {member.number} has left with version {held['version']} after {counted(num_updates, 'update')}"
             )
             return held
         asyncio.run(member.reply(held))
@@ -73,7 +74,7 @@ def join_rollout(cfg: dict[str, Any]) -> dict[str, Any]:
             raise CorruptCheckpointError(f"rollout {member.number} holds {held}, the trainers hold {published}")
         console.print(
             f"rollout {member.number} holds version {held['version']} with the trainers' digest {held['digest']}, after "
-            f"{num_updates} updates"
+            f"{counted(num_updates, 'update')}"
         )
         return held
 

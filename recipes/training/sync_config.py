@@ -12,6 +12,7 @@ from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import ConfigurationError
 from ckpt.format.names import local_path
 from recipes.support import config
+from recipes.support.metrics import check_report
 from recipes.training.facts import ENGINE_AT_RUN_TIME
 from recipes.training.roles import AgreeWithGraceKeys, RoleKeys, check_roles
 
@@ -62,6 +63,7 @@ def checked_sync(cfg: DictConfig) -> dict[str, Any]:
     config.bind(run["engine"], "engine", ENGINE_AT_RUN_TIME)
     _check_numbers(run)
     _check_saves(run)
+    check_report(run["report"])
     roles = run["roles"]
     config.check_training(run, roles["trainer"])
     engine: VersionedEngine = config.made(run["engine"], colocated=roles["colocated"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -140,11 +140,11 @@ class _Trainer:
         self.cfg = cfg
         self.topology = topology
         self.updates = updates
-        self.report = Report(cfg, shown=topology.is_lead)
         self.coordinator: CheckpointCoordinator | None = None
         self.summary = Summary(world_size=topology.world_size)
         self.reports: list[dict[str, Any]] = []
         with topology.operation("the set-up of the run"), topology.phase("build"), device.telling_of_room():
+            self.report = Report(cfg, shown=topology.is_lead, topology=topology)
             self.trainers = topology.part("trainers", range(cfg["roles"]["trainer"]))
             self.training = Training(cfg, self.trainers, device)
             self.training.join()
@@ -155,6 +155,7 @@ class _Trainer:
     def run(self, run_dir: Path) -> dict[str, Any] | None:
         began = time.monotonic()
         with ExitStack() as context:
+            context.enter_context(closing(self.report))
             if self.coordinator is not None:
                 context.enter_context(self.coordinator)
                 if self.cfg["resume"] is not None:
@@ -177,8 +178,9 @@ class _Trainer:
             return None
         summary = self.summary.as_dict() | {"updates": self.reports, **holders}
         path = write_summary(run_dir, summary)
+        holding = "1 rollout holds" if len(holders["rollouts"]) == 1 else f"{len(holders['rollouts'])} rollouts hold"
         self.report.console.print(
-            f"{len(holders['rollouts'])} rollouts hold version {holders['trainer']['version']} with the trainers' digest "
+            f"{holding} version {holders['trainer']['version']} with the trainers' digest "
             f"{holders['trainer']['digest']}, after {time.monotonic() - began:.1f} s; summary in {path}"
         )
         return summary
@@ -187,12 +189,15 @@ class _Trainer:
         """Train a step, save it if it is due, and update the rollouts."""
         steps = self.cfg["train"]["steps"]
         loss = self.training.step()
+        ended = time.monotonic()
         self.summary.add_step(step, loss)
+        self.report.trained(step, loss)
         is_saved = False
         if self.coordinator is not None:
-            is_saved = self.training.save(self.coordinator, step, self.summary)
+            is_saved = self.training.save(self.coordinator, step, self.summary, self.report)
             self.report.saved(self.summary.add_saves(self.coordinator.reports))
         update = self._publish(step, saved=is_saved)
+        self.report.updated(step, update, time.monotonic() - ended)
         if step in (1, steps) or step % max(1, steps // 12) == 0:
             self.report.console.print(f"step {step:>6}/{steps}  loss {loss:.4f}  {_shown(update)}")
 

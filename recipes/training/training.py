@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +87,11 @@ def _require_own_history(cfg: Mapping[str, Any], committed: Sequence[Committed])
 
 def train(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
     """Train up to step `train.steps`, from `resume` on, and save; return the summary. Every rank calls it."""
+    report = _report(cfg, topology)
     training, coordinator = set_up(cfg, topology)
     summary_path = Path(cfg["run_dir"], SUMMARY_NAME)
-    report = Report(cfg, shown=topology.is_lead)
     summary = Summary(world_size=topology.world_size)
-    with coordinator:
+    with closing(report), coordinator:
         if cfg["resume"] is not None:
             resume(training, coordinator, summary, report)
         has_steps = summary.first_step <= cfg["train"]["steps"]
@@ -100,11 +100,12 @@ def train(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
         with report.running(summary.first_step), training.told_to_end(coordinator):
             for step in range(summary.first_step, cfg["train"]["steps"] + 1):
                 summary.add_step(step, training.step())
-                training.save(coordinator, step, summary)
+                training.save(coordinator, step, summary, report)
                 report.step(step, summary.losses[-1], summary.add_saves(coordinator.reports))
                 if training.is_told_to_end:
                     break
-            coordinator.wait()
+            with report.moving("finishing the last save"):
+                coordinator.wait()
             report.saved(summary.add_saves(coordinator.reports))
         training.require_not_told_to_end(summary, report)
         summary.state_digest = training.digest()
@@ -125,6 +126,12 @@ def set_up(cfg: dict[str, Any], topology: Topology) -> tuple[Training, Checkpoin
         training = Training(cfg, topology, device)
     training.join()
     return training, training.coordinated(make_coordinator)
+
+
+def _report(cfg: dict[str, Any], topology: Topology) -> Report:
+    """Make the report of a run. Collective: where the lead cannot import the package that `report` names, all ranks raise."""
+    with topology.operation("the set-up of the run"), topology.phase("report"):
+        return Report(cfg, shown=topology.is_lead, topology=topology)
 
 
 class Training:
@@ -232,18 +239,19 @@ class Training:
             self._has_sigterm_come = has_come
             yield
 
-    def save(self, coordinator: CheckpointCoordinator, step: int, summary: Summary) -> bool:
+    def save(self, coordinator: CheckpointCoordinator, step: int, summary: Summary, report: Report) -> bool:
         """Save every `save.every` steps, at the last step, and at the step that SIGTERM interrupts. Collective.
 
         Returns:
             whether the step was saved: `save.when_busy=skip` skips a step, but not one of the last two kinds.
         """
         is_last = step == self.cfg["train"]["steps"] or self.is_told_to_end
-        if is_last:
-            coordinator.wait()
-        elif step % self.cfg["save"]["every"]:
+        if not is_last and step % self.cfg["save"]["every"]:
             return False
-        is_saved = coordinator.save_checkpoint(checkpoint_id=f"{step:08d}") is not None
+        with report.moving(f"saving checkpoint-{step:08d}"):
+            if is_last:
+                coordinator.wait()
+            is_saved = coordinator.save_checkpoint(checkpoint_id=f"{step:08d}") is not None
         if not is_saved:
             summary.skipped.append(step)
         return is_saved
@@ -308,7 +316,7 @@ def resume(training: Training, coordinator: CheckpointCoordinator, summary: Summ
     """
     cfg = training.cfg
     path = None if cfg["resume"] == "latest" else cfg["resume"]
-    loaded = _load(coordinator, path, strict=cfg["load"]["strict"])
+    loaded = _load(coordinator, report, path, strict=cfg["load"]["strict"])
     if not loaded.checkpoint_id.isdecimal():
         raise ConfigurationError(f"{loaded.path} has an id that is no step: this recipe did not save it")
     training.steps_done = int(loaded.checkpoint_id)
@@ -325,7 +333,7 @@ def _reread(training: Training, coordinator: CheckpointCoordinator, summary: Sum
     """Load the last checkpoint into scrambled tensors, and compare the state's digest with the saved one."""
     path = summary.checkpoints[-1]["path"]
     training.scramble()
-    loaded = _load(coordinator, path, strict=True)
+    loaded = _load(coordinator, report, path, strict=True)
     digest = training.digest()
     if digest != summary.state_digest:
         raise CorruptCheckpointError(
@@ -335,8 +343,9 @@ def _reread(training: Training, coordinator: CheckpointCoordinator, summary: Sum
     report.reread(loaded)
 
 
-def _load(coordinator: CheckpointCoordinator, path: str | None, *, strict: bool) -> LoadReport:
-    coordinator.load_checkpoint(path, strict=strict)
+def _load(coordinator: CheckpointCoordinator, report: Report, path: str | None, *, strict: bool) -> LoadReport:
+    with report.moving(f"loading {'the newest checkpoint' if path is None else Path(path).name}"):
+        coordinator.load_checkpoint(path, strict=strict)
     assert coordinator.last_load is not None
     return coordinator.last_load
 

@@ -32,7 +32,7 @@ from ckpt.errors import CheckpointError
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.ranks.topology import Topology
 from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert_on_ranks, run_of
-from recipes.commands.reading import ReadingKeys, show, verify
+from recipes.commands.reading import InspectKeys, ReadingKeys, show, verify
 from recipes.support.report import config_differences
 from tests.adversarial import held_state
 from tests.adversarial.crashes import Ranks
@@ -132,8 +132,8 @@ def _do(attempt: str, root: Path, path: Path, dst: Path, num_ranks: int) -> str:
     if attempt == "verify":
         return f"exit code {verify(ReadingKeys(str(path)))}"
     if attempt == "inspect":
-        show(ReadingKeys(str(path)))
-        show(ReadingKeys(str(path), json=True))
+        show(InspectKeys(str(path)))
+        show(InspectKeys(str(path), json=True))
         return ""
     convert_on_ranks(
         run_of(ConvertKeys(src=str(path), dst=str(dst), to="zarr", load=ConvertLoadKeys())), Topology.alone()

@@ -25,7 +25,7 @@ from ckpt import StateComponent
 from ckpt.errors import CheckpointError
 from ckpt.ranks.topology import Topology
 from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert_on_ranks, run_of
-from recipes.commands.reading import ReadingKeys, show, verify
+from recipes.commands.reading import InspectKeys, ReadingKeys, show, verify
 from tests.adversarial import held_state
 from tests.adversarial.driver import Case, Outcome, in_child
 from tests.adversarial.foreign import LATE_S, MEMORY_BYTES, why_outside
@@ -112,7 +112,7 @@ _LOADS: dict[str, Callable[[Path, Path], object]] = {
     "load, pickles allowed": partial(_load, allow_pickle=True),
 }
 _OTHERS: dict[str, Callable[[Path, Path], object]] = {
-    "inspect": lambda place, out: show(ReadingKeys(str(place))),
+    "inspect": lambda place, out: show(InspectKeys(str(place))),
     "verify": lambda place, out: verify(ReadingKeys(str(place))),
     "convert": partial(_convert, allow_pickle=False),
     "convert, pickles allowed": partial(_convert, allow_pickle=True),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ckpt.errors import CheckpointError
 from ckpt.ranks.topology import Topology
-from recipes.commands.reading import ReadingKeys, show, verify
+from recipes.commands.reading import InspectKeys, ReadingKeys, show, verify
 from tests.adversarial import held_state, shim
 from tests.adversarial.driver import Case, Child, Outcome, in_child
 from tests.adversarial.shim import Orders
@@ -159,7 +159,7 @@ def _verify(root: Path) -> str:
 
 def _inspect(root: Path) -> str:
     with redirect_stdout(io.StringIO()) as printed:
-        show(ReadingKeys(str(root), json=True))
+        show(InspectKeys(str(root), json=True))
     problems = [one["problem"] for one in json.loads(printed.getvalue())["checkpoints"] if one["problem"]]
     return "; ".join(problems)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import shutil
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -96,6 +99,31 @@ def test_verify_names_what_is_wrong_and_exits_with_1(
     assert run(monkeypatch, "verify", f"path={root}/checkpoint-00000001") == 0
 
 
+def test_a_long_verify_says_how_fast_it_was_and_on_a_terminal_how_far_it_is(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read = reading.examine
+
+    def slowly(path: Path, *, progress: Callable[[int], None]) -> object:
+        found = read(path, progress=progress)
+        time.sleep(0.2)
+        return found
+
+    monkeypatch.setattr(reading, "examine", slowly)
+    monkeypatch.setattr(reading, "SHOWN_AFTER_S", 0.1)
+    monkeypatch.setattr("recipes.support.progress.SHOWN_AFTER_S", 0.1)
+    path = root / "checkpoint-00000001"
+    said = re.compile(rf"{path}: ok, \d+ files, \d+ bytes, 0\.\d s, 0\.00 GB/s\n")
+    assert run(monkeypatch, "verify", f"path={path}") == 0
+    out, err = capsys.readouterr()
+    assert said.fullmatch(out) and err == ""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    assert run(monkeypatch, "verify", f"path={path}") == 0
+    out, err = capsys.readouterr()
+    assert said.fullmatch(out) and "verify checkpoint-00000001" in err and "kB" in err
+
+
 def test_verify_as_json_prints_only_json(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,8 +172,12 @@ def test_a_path_that_is_neither_checkpoint_nor_root_is_one_sentence(
     for given, said in (
         (f"path={other}", "is a torch_dist checkpoint of Megatron-Core"),
         (f"path={root}/nope", f"{root}/nope does not exist; give a checkpoint or a folder of checkpoints as path="),
-        (f"path={root.parent}", f"give path={root}"),
-        (f"path={root}/checkpoint-00000001/{MANIFEST_NAME}", "is no checkpoint"),
+        (
+            f"path={root.parent}",
+            f"{root.parent} is not a checkpoint; it holds checkpoints/checkpoint-00000002, checkpoints/checkpoint-00000001; "
+            f"give path={root}",
+        ),
+        (f"path={root}/checkpoint-00000001/{MANIFEST_NAME}", "is not a checkpoint"),
         ("json=true", "no path is given; add path="),
         ("json=maybe", "path"),
         (f"pth={root}", "did you mean path?"),
@@ -192,6 +224,47 @@ def test_inspect_as_json_gives_every_number_exactly(
     big, small = tree["arrays"]["model/big[red]"], tree["arrays"]["model/small\n"]
     assert (big["dtype"], big["shape"], big["size_bytes"], big["store"]) == ("bfloat16", [300, 200], 120_000, "zarr")
     assert (small["packed_in"], small["size_bytes"]) == ([0], 48)
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *overrides: str) -> list[str]:
+    assert run(monkeypatch, "inspect", *overrides) == 0
+    return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.strip()]
+
+
+def test_inspect_marks_the_newest_checkpoint_and_lists_as_many_as_limit_says(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = "checkpoint-00000001 ", "checkpoint-00000002 "
+    for overrides, checkpoints, hint in (
+        ((), [first, second], []),
+        (("limit=2",), [first, second], []),
+        (("limit=null",), [first, second], []),
+        (("limit=1",), [second], ["1 more older checkpoint: give filter=<part of its name> or limit=null to see it"]),
+        (("filter='01'",), [first], ["filter=01 leaves out 1 of 2 checkpoints"]),
+        (("filter=check", "limit=1"), [second], ["1 more older checkpoint: give limit=null to see it"]),
+    ):
+        lines = shown(monkeypatch, capsys, f"path={root}", *overrides)
+        rows = [line for line in lines if line.startswith("checkpoint-")]
+        assert sum(line.startswith("the newest") for line in lines) == (second in checkpoints)
+        assert not lines[lines.index(rows[0]) + 1].startswith("the newest") or checkpoints[0] == second
+        assert len(rows) == len(checkpoints) and all(map(str.startswith, rows, checkpoints))
+        assert [line for line in lines if "more" in line or "leaves" in line] == hint
+
+
+def test_inspect_lists_the_arrays_that_filter_and_limit_choose(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = f"path={root}/checkpoint-00000001"
+    lines = shown(monkeypatch, capsys, path, "limit=1")
+    assert lines[-2].startswith("model/big[red] ")
+    assert lines[-1] == "1 more array: give filter=<part of its name> or limit=null to see it"
+    lines = shown(monkeypatch, capsys, path, "filter=sma", "limit=1")
+    assert lines[-2].startswith("model/small") and lines[-1] == "filter=sma leaves out 1 of 2 arrays"
+    assert shown(monkeypatch, capsys, path, "filter=model", "limit=1")[-1] == "1 more array: give limit=null to see it"
+    for overrides in ((), ("limit=null",), ("limit=2",)):
+        assert shown(monkeypatch, capsys, path, *overrides)[-1].startswith("model/small")
+    assert run(monkeypatch, "inspect", path, "limit=0") == 1
+    assert "limit=0: expected at least 1, or null for all" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -273,10 +346,10 @@ def test_a_checkpoint_removed_while_it_is_read_is_passed_over_or_called_gone(
     name = "examine" if recipe == "verify" else "read_manifest"
     read = getattr(reading, name)
 
-    def removed_meanwhile(path: Path) -> object:
+    def removed_meanwhile(path: Path, **options: object) -> object:
         if path == first and (path / "model").exists():
             shutil.move(path, root.parent / "away")
-        return read(path)
+        return read(path, **options)
 
     monkeypatch.setattr(reading, name, removed_meanwhile)
     assert run(monkeypatch, recipe, f"path={root}", "json=true") == 0

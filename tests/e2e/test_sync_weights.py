@@ -281,4 +281,4 @@ def test_as_a_command_it_says_what_it_does(tmp_path: Path) -> None:
     command = Command(start, ("train.steps=2",), tmp_path, {}).ended()
     assert (command.code, command.err) == (0, "")
     assert "step      1/2  loss" in command.out
-    assert "1 rollouts hold version 2 with the trainers' digest" in command.out
+    assert "1 rollout holds version 2 with the trainers' digest" in command.out

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
 import random
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.format.stored import read_manifest
+from ckpt.loading.direct import DirectLoad
 from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.state.state_digest import state_digest
@@ -622,3 +625,40 @@ def test_small_tensors_that_are_encoded_together_load_whole_and_in_other_rows(tm
     run_threads(2, save)
     assert not json.loads((tmp_path / "checkpoint-1" / "index-00000.json").read_text())["chunks"].popitem()[1][0][-1]
     run_threads(num_loading, load)
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_reports_name_the_rank_that_took_longest(tmp_path: Path, slow: int) -> None:
+    def reports(topology: Topology) -> tuple[int | None, int | None]:
+        class Slow(ZarrBackend):
+            def writer(self, *args: Any, **options: Any) -> Any:
+                pause()
+                return super().writer(*args, **options)
+
+        def pause() -> None:
+            if topology.rank == slow:
+                time.sleep(0.3)
+
+        def read_at(*args: Any) -> int:
+            pause()
+            return os.preadv(*args)
+
+        state = Held({"w": torch.full((4,), float(topology.rank))})
+        components = [StateComponent("own", state, "per_rank")]
+        run = coordinator(topology, tmp_path, components, backend=Slow(), strategy=DirectLoad(read_at=read_at))
+        run.save_checkpoint(checkpoint_id="1")
+        run.load_checkpoint()
+        assert run.last_save is not None and run.last_load is not None
+        return run.last_save.slowest_rank, run.last_load.slowest_rank
+
+    assert run_threads(3, reports) == [(slow, slow)] * 3
+
+
+def test_a_single_rank_is_not_called_the_slowest(tmp_path: Path) -> None:
+    run = coordinator(Topology.alone(), tmp_path, [StateComponent("own", Held({"n": 1}), "per_rank")])
+    run.save_checkpoint(checkpoint_id="1")
+    run.load_checkpoint()
+    assert run.last_save is not None and run.last_load is not None
+    assert run.last_save.slowest_rank is run.last_load.slowest_rank is None
+    assert "slowest" not in str(run.last_save)
+    assert str(replace(run.last_save, slowest_rank=2)).endswith("GB/s, rank 2 slowest")

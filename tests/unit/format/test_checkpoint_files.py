@@ -33,7 +33,7 @@ from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
 from ckpt.storage.direct_io import Buffers
 from ckpt.storage.file_sink import FileSink
-from recipes.commands.reading import ReadingKeys, show
+from recipes.commands.reading import InspectKeys, show
 from tests.crafts import MANIFEST, edit_index, edit_manifest, index_path, manifest_tree, resign, write_manifest
 from tests.ranks import run_threads
 from tests.states import Held, coordinator, global_index
@@ -315,7 +315,7 @@ def verify(folder: Path, dst: Path) -> None:
 
 
 def inspect(folder: Path, dst: Path) -> None:
-    show(ReadingKeys(path=str(folder), json=True))
+    show(InspectKeys(path=str(folder), json=True))
 
 
 def convert_to(name: str) -> Callable[[Path, Path], None]:

@@ -29,7 +29,7 @@ from ckpt.format.stored import read_index, read_manifest
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.state.statefuls import RNGState
-from recipes.commands.reading import ReadingKeys, show, verify
+from recipes.commands.reading import InspectKeys, ReadingKeys, show, verify
 from tests.crafts import (
     MANIFEST,
     Tree,
@@ -565,7 +565,7 @@ def test_commands_say_one_sentence(copied: Path, capsys: pytest.CaptureFixture[s
         return
     with pytest.raises(CorruptCheckpointError, match=f"^{checkpoint}/{MANIFEST}: .* chunks, and writers of 1"):
         if command == "inspect":
-            show(ReadingKeys(str(checkpoint)))
+            show(InspectKeys(str(checkpoint)))
         else:
             rewrite(checkpoint, copied / "new", ZarrBackend())
     assert not (copied / "new").exists()

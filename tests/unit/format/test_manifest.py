@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -84,6 +85,19 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
         read_manifest(tmp_path)
     with pytest.raises(CheckpointNotFoundError):
         read_manifest(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("between", ["", "checkpoints/", "dev/checkpoints/"])
+def test_a_folder_above_checkpoints_is_answered_with_their_names_the_newest_first(tmp_path: Path, between: str) -> None:
+    for number, name in enumerate(("checkpoint-4", "checkpoint-1", "checkpoint-2", ".abandoned-1-x", "checkpoint-3")):
+        made = tmp_path / between / name / MANIFEST_NAME
+        made.parent.mkdir(parents=True)
+        made.touch()
+        os.utime(made, ns=(number, number))
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        read_manifest(tmp_path)
+    named = ", ".join(f"{between}checkpoint-{number}" for number in (3, 2, 1))
+    assert f"{tmp_path} is not a checkpoint; it holds {named} and 1 more. Give" in str(caught.value)
 
 
 def test_an_index_comes_back_from_its_bytes_and_is_checked_against_the_manifest(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def test_an_optional_component_that_does_not_match_is_left_out_whole_even_where_
         "component old: skipped: not in the checkpoint",
     ]
     assert coordinator.last_load is not None
-    assert coordinator.last_load.summary().splitlines()[2] == "model: restored, 1.00 of 3 elements"
+    assert coordinator.last_load.summary().splitlines()[2] == "model: restored, all 3 elements"
 
 
 def trained(module: torch.nn.Linear) -> OptimizerState:
@@ -338,14 +338,14 @@ def test_copies_of_other_ranks_or_another_pattern_are_skipped_where_that_is_allo
         assert said[0].startswith(f"{start} {why}")
 
 
-def test_elements_are_summed_over_ranks_and_only_all_of_them_are_1_00(tmp_path: Path) -> None:
+def test_elements_are_summed_over_ranks_and_only_all_of_them_are_called_all(tmp_path: Path) -> None:
     save(tmp_path, model={"w": global_index((999,)), "n": 1})
 
     def load_on(topology: Topology) -> str:
         state = {"w": torch.zeros(999), "n": 0, **({"new": torch.zeros(1)} if topology.rank == 2 else {})}
         return str(load(made(tmp_path, topology, model=state), strict=False)["model"])
 
-    assert run_threads(3, load_on) == ["model: partly restored, 0.99 of 3,001 elements; only wanted: new"] * 3
+    assert run_threads(3, load_on) == ["model: partly restored, 3,000 of 3,001 elements (99%); only wanted: new"] * 3
 
 
 def test_a_summary_names_five_keys_and_counts_the_rest() -> None:
@@ -355,11 +355,16 @@ def test_a_summary_names_five_keys_and_counts_the_rest() -> None:
     absent = ComponentReport("ema", Status.SKIPPED, "component ema is not there")
     report = LoadReport("/c/checkpoint-1", "1", 0.5, 10, 20, "", components=(part, changed, absent))
     assert report.summary().splitlines() == [
-        "model: partly restored, 0.93 of 1,066,240 elements; only in the checkpoint: a, b, c, d, e and 2 more; only wanted: x; "
+        "model: partly restored, 1,000,000 of 1,066,240 elements (93%); only in the checkpoint: a, b, c, d, e and 2 more; only wanted: x; "
         "does not fit: y (found int8 [2], expected int8 [3])",
-        "rng: restored, 1.00 of 12 elements, made from other ranks' copies",
+        "rng: restored, all 12 elements, made from other ranks' copies",
         "ema: skipped: is not there",
     ]
+
+
+@pytest.mark.parametrize(("number", "said"), [(0, "0 elements"), (1, "1 element"), (1_200, "all 1,200 elements")])
+def test_a_number_of_elements_is_english(number: int, said: str) -> None:
+    assert str(ComponentReport("m", Status.RESTORED, restored=number, wanted=number)) == f"m: restored, {said}"
 
 
 def test_nothing_is_logged_of_components_that_are_wholly_restored(

@@ -16,7 +16,7 @@ from ckpt import StateComponent
 from ckpt.ranks.topology import Topology
 from recipes.benchmark.tables import tables_of
 from recipes.commands.patterns import show as show_doctor
-from recipes.commands.reading import ReadingKeys, show
+from recipes.commands.reading import InspectKeys, show
 from recipes.support.sweep import short_names, sweep_table
 from tests.states import Held, coordinator, global_index
 
@@ -147,13 +147,13 @@ def test_inspect_fits_80_columns(tmp_path: Path, capsys: pytest.CaptureFixture[s
     made = coordinator(Topology.alone(), root, parts)
     for checkpoint_id in (5, "20261122T101503.123456"):
         made.save_checkpoint(checkpoint_id=checkpoint_id)
-    show(ReadingKeys(str(root)))
+    show(InspectKeys(str(root)))
     text = capsys.readouterr().out
     assert fits(text), text
-    assert column(text, "checkpoint") == "checkpoint-00000005checkpoint-20261122T101503.123456"
+    assert column(text, "checkpoint") == "checkpoint-00000005checkpoint-20261122T101503.123456thenewest"
     assert "components:model,optimizer,scheduler,rng,dataloader,progress" in joined(text)
     assert len(re.findall(r" 1 +444 +2\.3 MB +2\.\d MB +2\.\d MB *\n", text)) == 2, text
-    show(ReadingKeys(str(root / "checkpoint-00000005")))
+    show(InspectKeys(str(root / "checkpoint-00000005"), limit=None))
     text = capsys.readouterr().out
     assert fits(text), max(text.splitlines(), key=len)
     names = column(text, "array")
@@ -170,11 +170,11 @@ def test_components_of_checkpoints_that_differ_and_damage_are_told_beside_or_bel
         coordinator(Topology.alone(), tmp_path, parts).save_checkpoint(checkpoint_id=checkpoint_id)
     manifest = tmp_path / "checkpoint-3" / "checkpoint_manifest.json"
     manifest.write_bytes(manifest.read_bytes().replace(b"float32", b"float64"))
-    show(ReadingKeys(str(tmp_path)))
+    show(InspectKeys(str(tmp_path)))
     text = capsys.readouterr().out
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert fits(text)
-    assert column(text, "checkpoint") == "checkpoint-1modelcheckpoint-2model,emacheckpoint-3"
+    assert column(text, "checkpoint") == "checkpoint-1modelcheckpoint-2model,emacheckpoint-3thenewest"
     assert any(line.startswith("checkpoint-3 ") and " damaged " in line for line in lines)
     assert "checkpoint-3: " in text and "doesnotmatchitsowndigest" in joined(text.partition("checkpoint-3: ")[2])
 
