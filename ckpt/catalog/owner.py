@@ -73,7 +73,12 @@ class _Claim:
     @property
     def stands(self) -> bool:
         """Whether the claim is open and its file in place. Another process may have removed or replaced the file."""
-        return self._is_open and _has_name(self.file, self._descriptor)
+        try:
+            return self._is_open and _has_name(self.file, self._descriptor) and self._is_open
+        except OSError:
+            if self._is_open:
+                raise
+            return False  # another thread has closed the descriptor meanwhile, whose number may be another file's now
 
     def fileno(self) -> int:
         return self._descriptor

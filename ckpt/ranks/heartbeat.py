@@ -71,6 +71,10 @@ class Beat:
         return beat
 
 
+WAITING = "wait for all"
+"""Phase of a thread that waits for others of its rank, such as background saves, whose own heartbeats say where the rank is."""
+
+
 def beat_key(rank: int) -> str:
     return f"beat/{rank}"
 

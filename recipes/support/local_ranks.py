@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from ckpt.errors import CheckpointError, RankAbsentError, describe, rebuild, sentence
 from ckpt.ranks.addresses import LOOPBACK
-from ckpt.ranks.heartbeat import Beat, beat_key
+from ckpt.ranks.heartbeat import WAITING, Beat, beat_key
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import reach, serve
@@ -362,7 +362,9 @@ def _cause(store: dist.TCPStore, failure: _Failure, num_ranks: int) -> tuple[Che
 def _death(store: dist.TCPStore, rank: int, exitcode: int) -> RankAbsentError:
     """Return the error of a rank that left no report: its exit code, and the place of its last heartbeat, or of its background save's."""
     beats = list(_last_beats(store, rank))
-    beat = next((beat for beat in beats if beat.what is not None and not beat.left), beats[0] if beats else None)
+    busy = [beat for beat in beats if beat.what is not None and not beat.left]
+    busy.sort(key=lambda beat: beat.phase == WAITING)
+    beat = next(iter(busy), beats[0] if beats else None)
     known = {int(number): number.name for number in signal.Signals}
     killed = f"was killed by {known.get(-exitcode, f'signal {-exitcode}')}"
     how = killed if exitcode < 0 else f"ended with exit code {exitcode}"

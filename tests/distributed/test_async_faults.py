@@ -113,7 +113,8 @@ def _fail(topology: Topology, root: Path, notes: Path, trouble: str, writer: str
     with topology.phase("all have raised"):
         pass
     assert committed(root) == ["checkpoint-1"]
-    assert [name for name in names_in(root) if name.startswith(".")] == []
+    hidden = [name for name in names_in(root) if name.startswith(".")]
+    assert hidden == [], hidden
     if call != "close":
         assert made.maybe_finalize(blocking=True) == [], "it is raised once"
         assert made.save_checkpoint(checkpoint_id="3") is not None

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.addresses import LOOPBACK
-from ckpt.ranks.heartbeat import Heartbeat, PhaseIndex
+from ckpt.ranks.heartbeat import WAITING, Heartbeat, PhaseIndex
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import serve
@@ -397,6 +397,7 @@ def _beat(store: dist.Store, part: str) -> Heartbeat:
         (None, None, "outside of any save or load"),
         (None, "save of 4", "in phase write of save of 4"),
         ("load of 2", "save of 4", "in phase write of load of 2"),
+        ("finalization", "save of 4", "in phase write of save of 4"),
     ],
 )
 @pytest.mark.parametrize("has_left", [False, True])
@@ -407,9 +408,11 @@ def test_a_death_is_placed_by_the_last_heartbeats_of_the_rank(
     assert str(_death(store, 1, 3)) == "rank 1 ended with exit code 3 before it had joined the other ranks"
     for part, what in (("topology", own), ("topology/branch 1/1", beside)):
         beat = _beat(store, part)
-        beat.enter(PhaseIndex(1, 0), what, "write" if what else None)
+        phase = WAITING if what == "finalization" else "write"
+        beat.enter(PhaseIndex(1, 0), what, phase if what else None)
         if has_left:
             beat.stop()
     if has_left:  # then it has ended its saves, too, and its own last place is told
-        where = "outside of any save or load" if own is None else f"in phase write of {own}"
+        phase = WAITING if own == "finalization" else "write"
+        where = "outside of any save or load" if own is None else f"in phase {phase} of {own}"
     assert str(_death(store, 1, 3)) == f"rank 1 ended with exit code 3 {where}"

@@ -20,6 +20,7 @@ from typing import Any
 from ckpt.errors import CheckpointError, ConfigurationError, describe, rebuild, sentence
 from ckpt.memory.device import wait_for_accelerator
 from ckpt.ranks.default_topology import current_topology
+from ckpt.ranks.heartbeat import WAITING
 from ckpt.ranks.topology import Topology
 from ckpt.ranks.waiting import in_thread
 
@@ -189,7 +190,7 @@ class AsyncCallsQueue:
 
     def _num_done(self, topology: Topology, blocking: bool) -> int:
         """The number of oldest requests that have ended on every rank."""
-        with topology.phase("wait for all" if blocking else "see what is done") as phase:
+        with topology.phase(WAITING if blocking else "see what is done") as phase:
             for call in self._calls if blocking else ():
                 call.wait(topology, self._look)
             num_done = sum(1 for _ in takewhile(_Call.is_done, self._calls))

@@ -245,6 +245,20 @@ def test_a_lock_whose_file_was_removed_is_acquired_again_at_the_next_look(file: 
         assert json.loads(file.read_text())["run_id"] == "mine"
 
 
+def test_a_claim_that_another_thread_gives_back_meanwhile_does_not_stand(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = owner.Owner(file.parent / ".unpublished-1", "run")
+    has_name = owner._has_name
+
+    def given_back_meanwhile(name: Path, descriptor: int) -> bool:
+        claim.let_go()
+        return has_name(name, descriptor)
+
+    monkeypatch.setattr(owner, "_has_name", given_back_meanwhile)
+    assert not claim.stands
+
+
 def test_a_lock_that_was_taken_over_is_not_removed_by_its_former_owner(file: Path) -> None:
     lock = lock_on(file)
     lock.acquire()

@@ -241,7 +241,7 @@ def test_mistakes_are_one_sentence_before_a_byte_moves(tmp_path: Path, monkeypat
 
 @pytest.mark.full
 def test_memory_is_needed_for_a_piece_of_a_tensor(tmp_path: Path) -> None:
-    """One tensor of 512 MiB, and 64 MiB at once."""
+    """One tensor of 512 MiB: 64 MiB are written while the next 64 MiB are read."""
     src = saved(tmp_path / "root", {"w": random_bits((1 << 22, 32), torch.float32, 0)})
     taken = most_anonymous_bytes(
         "from ckpt.convert.exporting_safetensors import export, select",
@@ -249,4 +249,4 @@ def test_memory_is_needed_for_a_piece_of_a_tensor(tmp_path: Path) -> None:
         src,
         tmp_path / "plain",
     )
-    assert taken < 110 << 20
+    assert taken < 150 << 20

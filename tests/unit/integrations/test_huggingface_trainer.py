@@ -378,8 +378,12 @@ def test_damaged_small_files_have_training_go_on_from_an_older_checkpoint(tmp_pa
 def test_what_is_not_covered_is_refused_when_the_trainer_is_made(
     tmp_path: Path, arguments: dict[str, Any], refusal: str
 ) -> None:
-    with pytest.raises(ConfigurationError, match=refusal):
-        trainer(tmp_path, **arguments)
+    handler = signal.getsignal(signal.SIGTERM)  # which enable_jit_checkpoint replaces
+    try:
+        with pytest.raises(ConfigurationError, match=refusal):
+            trainer(tmp_path, **arguments)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def test_pushes_of_trainers_own_checkpoints_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
