@@ -1,4 +1,4 @@
-"""README, MIGRATING, the handbook and the help texts show commands and names: each command composes, each name can be imported."""
+"""README, the handbook and the help texts show commands and names: each command composes, each name can be imported."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from omegaconf import OmegaConf
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 CONF = CHECKOUT / "conf"
-PAGES = [
-    *(CHECKOUT / name for name in ("README.md", "MIGRATING.md", "CONTRIBUTING.md")),
-    *CHECKOUT.glob("docs/**/*.md"),
-]
+PAGES = [CHECKOUT / "README.md", CHECKOUT / "CONTRIBUTING.md", *CHECKOUT.glob("docs/**/*.md")]
 COMMAND = r"\b(?:python|torchrun(?: --\S+)*) -m (recipes[\w.]*)"
 PLACEHOLDERS = {"workload=<name>": "workload=gpt2_fsdp", "<its venv>/bin/python": "python", "<path>": "python"} | {
     "=<one>:": "=cuda",
