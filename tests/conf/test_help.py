@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -17,10 +19,17 @@ from omegaconf import OmegaConf
 import recipes.__main__
 import recipes.inspect
 import recipes.train
+from ckpt.catalog.incremental import DiskUse
+from ckpt.convert.comparing import Difference
+from ckpt.engine import SyncReport
+from ckpt.format.manifest import ArrayEntry, ComponentManifest
+from ckpt.state.doctor import Diagnosis
+from recipes.commands.bisecting import Parting
 from recipes.support import CONF
 from recipes.support.completion import script
 from recipes.support.help import commands, help_text
 from recipes.support.keys import by_dotted_key, keys_of_command, read
+from recipes.support.report import Summary
 from tests.conf.configs import composed
 
 SCREEN = 45
@@ -232,6 +241,16 @@ def test_the_reference_has_every_key_of_every_config_file() -> None:
             names = [key.name for key in read(file).keys if key.name != "_target_"]
             missing = [name for name in names if f"| `{group}.{name}`" not in page and f"| `{name}`" not in page]
             assert missing == [], file
+
+
+@pytest.mark.parametrize(
+    "reported",
+    [Summary, SyncReport, DiskUse, Difference, Diagnosis, Parting, ComponentManifest, ArrayEntry],
+    ids=lambda kind: str(kind.__name__),
+)
+def test_the_page_on_json_has_every_field(reported: Any) -> None:
+    page = (CONF.parent / "docs" / "reference" / "summary.md").read_text()
+    assert [field.name for field in fields(reported) if f"`{field.name}`" not in page] == []
 
 
 def _write_reference() -> ModuleType:
