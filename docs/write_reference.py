@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run by path, from anywhere
 
 from recipes.support import CONF
 from recipes.support.help import commands, help_text

@@ -40,7 +40,7 @@ def help_text(conf: Path, config_name: str, overrides: Sequence[str] = (), *, ev
     is_all = everything or len(keys) == len(command.keys)
     title = "Keys, key=value:" if is_all else "Keys that change most, key=value:"
     parts.append("\n".join([title, *_table([_of_key(key) for key in keys])]))
-    parts.append("\n".join(_ending(command.extends, keys, is_all=is_all)))
+    parts.append("\n".join(_ending(command.extends, keys, is_all=everything or (is_all and not command.footer))))
     return "\n\n".join(parts)
 
 

@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -17,10 +19,17 @@ from omegaconf import OmegaConf
 import recipes.__main__
 import recipes.inspect
 import recipes.train
+from ckpt.catalog.incremental import DiskUse
+from ckpt.convert.comparing import Difference
+from ckpt.engine import SyncReport
+from ckpt.format.manifest import ArrayEntry, ComponentManifest
+from ckpt.state.doctor import Diagnosis
+from recipes.commands.bisecting import Parting
 from recipes.support import CONF
 from recipes.support.completion import script
 from recipes.support.help import commands, help_text
 from recipes.support.keys import by_dotted_key, keys_of_command, read
+from recipes.support.report import Summary
 from tests.conf.configs import composed
 
 SCREEN = 45
@@ -52,7 +61,8 @@ def test_the_help_of_a_command_fits_on_a_screen_and_says_where_the_rest_is(name:
     lines = help_text(CONF, name).splitlines()
     assert len(lines) <= SCREEN and max(map(len, lines)) <= 140
     assert lines[0].startswith(f"python -m {COMMANDS[name]} ")
-    assert any(line.startswith("--help-all shows") for line in lines)
+    has_all = help_text(CONF, name, everything=True).splitlines() == lines
+    assert has_all != ("--help-all shows every choice and every key." in lines)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -83,7 +93,7 @@ def test_the_help_shows_the_values_that_follow_from_the_other_arguments() -> Non
     text = help_text(CONF, "train", ["parallel=fsdp", "train.steps=7"])
     assert "  parallel=fsdp " in text and "  sharing=fsdp " in text and "  train.steps=7 " in text
     everything = help_text(CONF, "train", ["parallel=fsdp"], everything=True)
-    assert "  components.model.sharing_pattern=sharded " in everything
+    assert "  components.model.sharing_pattern=sharded\n" in everything
     assert "ranks that share batch and model; null: all" in everything
 
 
@@ -123,7 +133,7 @@ def test_a_misspelt_key_or_choice_is_answered_with_the_nearest_one(
 
 def test_python_m_recipes_lists_every_command_with_a_sentence(command: Command) -> None:
     code, out, err = command(recipes.__main__.main)
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, "") and command(recipes.__main__.main, "--help") == (0, out, "")
     modules = [line.split()[2] for line in out.splitlines() if line.startswith("  python -m ")]
     assert modules[0] == "recipes.train" and sorted(modules) == sorted(COMMANDS.values())
     assert "train a small GPT on text" in out and max(map(len, out.splitlines())) <= 100
@@ -231,6 +241,16 @@ def test_the_reference_has_every_key_of_every_config_file() -> None:
             names = [key.name for key in read(file).keys if key.name != "_target_"]
             missing = [name for name in names if f"| `{group}.{name}`" not in page and f"| `{name}`" not in page]
             assert missing == [], file
+
+
+@pytest.mark.parametrize(
+    "reported",
+    [Summary, SyncReport, DiskUse, Difference, Diagnosis, Parting, ComponentManifest, ArrayEntry],
+    ids=lambda kind: str(kind.__name__),
+)
+def test_the_page_on_json_has_every_field(reported: Any) -> None:
+    page = (CONF.parent / "docs" / "reference" / "summary.md").read_text()
+    assert [field.name for field in fields(reported) if f"`{field.name}`" not in page] == []
 
 
 def _write_reference() -> ModuleType:
