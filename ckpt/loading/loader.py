@@ -161,14 +161,15 @@ class Loader:
             with self.topology.phase("compare keys"):
                 reports = load._settle(matches, phase.payloads, strict)
             load._gather_copies(source, matches, reports)
-            *totals, slowest = self._read(source, matches, reports)
+            read, needed, slowest = self._read(source, matches, reports)
             load_s = self._apply(matches, reports, started)
             require_something(reports)
         return LoadReport(
             str(path),
             source.checkpoint_id,
             load_s,
-            *totals,
+            read,
+            needed,
             source.config_text,
             slowest_rank=slowest,
             components=tuple(reports.values()),

@@ -66,14 +66,14 @@ class Metrics:
 
 
 class _TensorBoard:
-    """Event files in `<run_dir>/tensorboard`."""
+    """Event files in `<run_dir>/tensorboard`; they hold float32."""
 
     def __init__(self, module: Any, cfg: Mapping[str, Any], first_step: int) -> None:
         self._events = module.SummaryWriter(str(Path(cfg["run_dir"], TENSORBOARD)), purge_step=first_step)
 
     def add(self, step: int, figures: Mapping[str, float]) -> None:
         for name, value in figures.items():
-            self._events.add_scalar(name, value, step, new_style=True, double_precision=True)
+            self._events.add_scalar(name, value, step)
 
     def close(self) -> None:
         self._events.close()
