@@ -229,7 +229,7 @@ def refuse_other_files(path: Path) -> None:
         raise ConfigurationError(
             f"{path} is inside of {checkpoint}: a checkpoint holds no other files; give another path"
         )
-    if path.exists() and not _is_page(path):
+    if path.exists() and not (path.is_file() and _is_page(path)):
         raise ConfigurationError(f"{path} exists and is not a page of this command; remove it, or give another path")
 
 

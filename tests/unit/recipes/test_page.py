@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -57,6 +58,9 @@ def test_a_page_is_replaced_and_any_other_file_is_kept(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="notes.html exists and is not a page of this command; remove it"):
         write_page(notes, page("one"))
     assert notes.read_text() == "<title>mine</title>"
+    os.mkfifo(tmp_path / "pipe")  # nobody writes to it: to read it would take forever
+    with pytest.raises(ConfigurationError, match="pipe exists and is not a page of this command"):
+        write_page(tmp_path / "pipe", page("one"))
 
 
 def test_a_folder_and_the_inside_of_a_checkpoint_are_refused(tmp_path: Path) -> None:
