@@ -94,6 +94,11 @@ def disk_use(folders: Iterable[Path]) -> tuple[dict[Path, DiskUse], int]:
     return each, sum(everywhere.values())
 
 
+def files_of(folder: Path) -> dict[_Inode, int]:
+    """Return the bytes of each file of a checkpoint, by device and inode, which are equal in all checkpoints that share the file."""
+    return {inode: file.st_size for inode, file in _files_below(folder)}
+
+
 def _files_below(folder: Path) -> Iterator[tuple[_Inode, os.stat_result]]:
     for inside, _, names in os.walk(folder):
         for name in names:

@@ -1,4 +1,4 @@
-"""The commands `inspect` and `verify`, for a checkpoint or a folder of checkpoints. They write nothing."""
+"""The commands `inspect` and `verify`, for a checkpoint or a folder of checkpoints: what they print. They change nothing at the path."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationE
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry, CheckpointManifest, ComponentManifest
 from ckpt.format.metadata import other_format
+from ckpt.format.names import local_path
 from ckpt.format.stored import checkpoints_below, gone, identity_of, not_a_checkpoint, noticing_removal, read_manifest
 from recipes.support.config import command_keys
+from recipes.support.page import refuse_other_files
 from recipes.support.progress import SHOWN_AFTER_S, progress_bar
 from recipes.support.tables import add_row, console, counted, full_line, printable, table_of
 
@@ -40,13 +42,26 @@ class ReadingKeys:
 
 @dataclass
 class InspectKeys(ReadingKeys):
-    """The keys of `inspect`. `filter` and `limit` are for people: JSON has everything."""
+    """The keys of `inspect`. `filter` and `limit` are for people: JSON and a page have everything."""
 
     filter: str | None = None
     limit: int | None = 40
+    html: str | None = None
 
 
 Keys = TypeVar("Keys", bound=ReadingKeys)
+
+
+def inspect_keys_of(cfg: DictConfig) -> InspectKeys:
+    """Return the config of `inspect`, as `keys_of` returns that of the others.
+
+    Raises:
+        ConfigurationError: as `keys_of`; or a page cannot be written to `html`.
+    """
+    keys = keys_of(cfg, InspectKeys)
+    if keys.html is not None:
+        refuse_other_files(local_path(keys.html, "html"))
+    return keys
 
 
 def keys_of(cfg: DictConfig, kind: type[Keys]) -> Keys:
@@ -195,7 +210,7 @@ def _row(one: Committed) -> dict[str, Any] | None:
     }
 
 
-def _below(path: Path, manifest: CheckpointManifest) -> dict[str, CheckpointManifest]:
+def manifests_below(path: Path, manifest: CheckpointManifest) -> dict[str, CheckpointManifest]:
     """The manifests of checkpoints inside of a checkpoint, by folder."""
     folders = [str(Path(file).parent) for file in manifest.files if Path(file).name == MANIFEST_NAME]
     with CheckpointFolder(path) as above:
@@ -211,7 +226,9 @@ def _checkpoint_as_json(path: Path, manifest: CheckpointManifest) -> dict[str, A
         "timestamp": manifest.timestamp.isoformat(),
         "components": {key: component.to_json() for key, component in manifest.components.items()},
         "arrays": {name: entry.to_json() | {"size_bytes": entry.num_bytes} for name, entry in manifest.arrays.items()},
-        "below": {folder: _checkpoint_as_json(path / folder, one) for folder, one in _below(path, manifest).items()},
+        "below": {
+            folder: _checkpoint_as_json(path / folder, one) for folder, one in manifests_below(path, manifest).items()
+        },
     }
 
 
@@ -268,7 +285,7 @@ def _show_checkpoint(path: Path, manifest: CheckpointManifest, use: DiskUse, key
     components = table_of("component", "pattern", "group", "written by", "equal on", "arrays", "size", right=(5, 6))
     arrays = table_of("array", "dtype", "shape", "size", "where", right=(3,), wide=(0, 4))
     num, num_named = 0, 0
-    for one in (manifest, *_below(path, manifest).values()):
+    for one in (manifest, *manifests_below(path, manifest).values()):
         for key, component in one.components.items():
             num_arrays, size = str(len(one.arrays_of(key))), decimal(component.size_bytes)
             add_row(components, key, *_component_cells(component), num_arrays, size)
@@ -278,7 +295,7 @@ def _show_checkpoint(path: Path, manifest: CheckpointManifest, use: DiskUse, key
                 num_named += 1
                 if keys.limit is None or num_named <= keys.limit:
                     add_row(
-                        arrays, name, entry.dtype, _shape(entry.shape), decimal(entry.num_bytes), _where(entry, name)
+                        arrays, name, entry.dtype, shape_text(entry.shape), decimal(entry.num_bytes), where_text(entry, name)
                     )
     below = _left_out(num, num_named, arrays.row_count, "array", "", keys)
     tables = "", components, "", arrays, *([""] if below else [])
@@ -286,27 +303,27 @@ def _show_checkpoint(path: Path, manifest: CheckpointManifest, use: DiskUse, key
 
 
 def _component_cells(component: ComponentManifest) -> tuple[str, str, str, str]:
-    equal_on = "" if component.replicated_across is None else _ranks(component.replicated_across)
-    return component.sharing_pattern, component.group_name or "", _ranks(component.ranks), equal_on
+    equal_on = "" if component.replicated_across is None else ranks_text(component.replicated_across)
+    return component.sharing_pattern, component.group_name or "", ranks_text(component.ranks), equal_on
 
 
-def _where(entry: ArrayEntry, name: str) -> str:
+def where_text(entry: ArrayEntry, name: str) -> str:
     """Where an array is stored: its folder, if that is not the array's name, its writers, and its chunks, if it has several."""
     if entry.alias_of is not None:
         return f"is {entry.alias_of}"
     if entry.packed_in:
-        return f"packed by {_ranks(entry.packed_in)}"
-    writers = _ranks(rank for rank, _, _ in entry.writers)
+        return f"packed by {ranks_text(entry.packed_in)}"
+    writers = ranks_text(rank for rank, _, _ in entry.writers)
     folder = "" if entry.path == name else f" {entry.path}"
-    chunks = "" if entry.grid in (None, entry.shape) else f", in chunks of {_shape(entry.grid or ())}"
+    chunks = "" if entry.grid in (None, entry.shape) else f", in chunks of {shape_text(entry.grid or ())}"
     return f"{entry.store}{folder} by {writers}{chunks}"
 
 
-def _shape(shape: Sequence[int]) -> str:
+def shape_text(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
 
 
-def _ranks(ranks: Iterable[int]) -> str:
+def ranks_text(ranks: Iterable[int]) -> str:
     """`rank 3`, `ranks 0-3, 6`, or `nobody`."""
     distinct = sorted(set(ranks))
     runs: list[list[int]] = []

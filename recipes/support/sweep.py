@@ -22,6 +22,8 @@ from rich.filesize import decimal
 
 from ckpt.format.durable import replace_durably
 from recipes.support.report import SUMMARY_NAME
+from recipes.support.sweep_advice import differing
+from recipes.support.sweep_page import seconds, sweep_page
 from recipes.support.tables import add_row, full_line, table_of
 
 COLUMNS = ("save s", "load s", "blocked", "written", "read", "digest")
@@ -30,14 +32,14 @@ _ROWS = ".rows"
 
 
 class SweepTable(Callback):
-    """Hydra callback: keeps sweep.json, sweep.txt and sweep.svg in the folder of the sweep.
+    """Hydra callback: keeps sweep.json, sweep.txt and sweep.html in the folder of the sweep.
 
     It has no state of its own: rows are in files. Hydra calls no `on_multirun_end` when a job has failed.
     """
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         if _is_lead():
-            for name in ("sweep.json", "sweep.txt", "sweep.svg"):
+            for name in ("sweep.json", "sweep.txt", "sweep.html"):
                 (_folder(config) / name).unlink(missing_ok=True)
             shutil.rmtree(_folder(config) / _ROWS, ignore_errors=True)
 
@@ -55,7 +57,8 @@ class SweepTable(Callback):
 def row_of(job: JobReturn) -> dict[str, Any]:
     """Return the row of a job in sweep.json.
 
-    Seconds are the mean over the job's saves; bytes are of its last checkpoint, which `load.reread` reads back.
+    Seconds are the mean over the job's saves, which `save_s_each` and `blocked_s_each` list; bytes are of its last checkpoint, which
+    `load.reread` reads back.
     """
     row: dict[str, Any] = {"overrides": [str(override) for override in job.overrides or ()], "error": None}
     if job.status is not JobStatus.COMPLETED:
@@ -71,6 +74,9 @@ def row_of(job: JobReturn) -> dict[str, Any]:
         "blocked_s": fmean(save["blocked_s"] for save in saves) if saves else None,
         "bytes_written": saves[-1]["bytes"] if saves else None,
         "bytes_read": summary["bytes_read"],
+        "bytes_needed": summary["bytes_needed"],
+        "save_s_each": [save["save_s"] for save in saves],
+        "blocked_s_each": [save["blocked_s"] for save in saves],
         "state_digest": summary["state_digest"],
         "run_dir": str(run_dir),
     }
@@ -84,7 +90,7 @@ def show(folder: Path) -> None:
         console = Console()
         wide = console if console.is_terminal else Console(width=_WIDTH)
         wide.print(sweep_table(rows))
-        print(f"sweep.json, sweep.txt and sweep.svg are in {folder}", flush=True)
+        print(f"sweep.json, sweep.txt and sweep.html are in {folder}", flush=True)
 
 
 def sweep_table(rows: list[dict[str, Any]]) -> Group:
@@ -135,9 +141,9 @@ _WIDTH = 200
 def _cells(row: dict[str, Any], digest_digits: int) -> list[str]:
     if row["error"]:
         return ["failed", *[""] * (len(COLUMNS) - 1)]
-    seconds = [_seconds(row[name]) for name in ("save_s", "load_s", "blocked_s")]
+    times = [_seconds(row[name]) for name in ("save_s", "load_s", "blocked_s")]
     sizes = ["-" if row[name] is None else decimal(row[name]) for name in ("bytes_written", "bytes_read")]
-    return [*seconds, *sizes, row["state_digest"][:digest_digits]]
+    return [*times, *sizes, row["state_digest"][:digest_digits]]
 
 
 def _digest_digits(rows: list[dict[str, Any]]) -> int:
@@ -147,19 +153,17 @@ def _digest_digits(rows: list[dict[str, Any]]) -> int:
 
 
 def _seconds(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.3f}" if value < 100 else f"{value:.1f}"
+    return "-" if value is None else seconds(value)
 
 
 def _leave_table(folder: Path) -> list[dict[str, Any]]:
     """Read the row files in the order of the jobs, write the table if there are any, and return the rows."""
     rows = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((folder / _ROWS).glob("*.json"))]
     if rows:
-        console = Console(file=io.StringIO(), record=True, width=_WIDTH)
-        console.print(sweep_table(rows))
-        svg, text = console.export_svg(title="sweep", clear=False), console.export_text()
-        for name, content in {"json": json.dumps(rows, indent=2) + "\n", "svg": svg, "txt": text}.items():
+        text = io.StringIO()
+        Console(file=text, width=_WIDTH, force_terminal=False).print(sweep_table(rows))
+        html = sweep_page(rows, short_names(differing(rows)), _digest_digits(rows))
+        for name, content in {"json": json.dumps(rows, indent=2) + "\n", "html": html, "txt": text.getvalue()}.items():
             replace_durably(folder / f"sweep.{name}", content.encode())
     return rows
 

@@ -32,6 +32,7 @@ import recipes.sync_weights
 import recipes.train
 import recipes.verify
 from recipes.support.cli import _Job
+from tests.pages import parsed
 
 SMALL = ["train.batch_size=2", "launch.nproc_per_node=1", "model.size=nano"]
 BYTES = 2e6
@@ -393,7 +394,10 @@ def test_a_sweep_ends_with_one_table_in_which_a_failed_job_is_a_row(command: Com
     assert all(row["bytes_written"] > BYTES and row["bytes_read"] > BYTES for row in good)
     for text in (outcome.out, Path("outputs/dev/sweep.txt").read_text()):
         assert good[0]["state_digest"][:8] in text and "ckpt=tensorstore" in text
-    assert Path("outputs/dev/sweep.svg").read_text().startswith("<svg")
+    shown = parsed(Path("outputs/dev/sweep.html").read_text()).texts("jobs")
+    assert [row["ckpt"] for row in shown] == ["zarr", "zarr", "tensorstore", "tensorstore"]
+    assert shown[0]["digest"] == good[0]["state_digest"][:8] and shown[1]["save s"] == f"failed: {bad[0]['error']}"
+    assert good[0]["save_s_each"][0] > 0 and good[0]["bytes_needed"] > BYTES
     folders = [path.name for path in (tmp_path / "outputs" / "dev").iterdir() if path.is_dir()]
     assert sorted(folders) == ["0", "2"], "a refused job leaves no folder"
 

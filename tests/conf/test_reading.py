@@ -21,6 +21,7 @@ from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings
 from recipes.commands import reading
 from recipes.commands.reading import committed_below
+from tests.pages import parsed
 from tests.states import Held, coordinator
 
 
@@ -374,3 +375,76 @@ def test_the_address_of_an_object_store_is_refused(
 ) -> None:
     assert run(monkeypatch, recipe, *keys) == 1
     assert "is s3://b/x: checkpoints are written to mounted file systems only" in capsys.readouterr().err
+
+
+def test_inspect_leaves_a_page_of_a_checkpoint(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, target, before = root / "checkpoint-00000001", root.parent / "out.html", names(root)
+    assert run(monkeypatch, "inspect", f"path={checkpoint}", f"html={target}") == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{target}: a page of {checkpoint}, ") and len(out.splitlines()) == 1 and err == ""
+    assert run(monkeypatch, "inspect", f"path={checkpoint}", f"html={target}", "json=true") == 0
+    tree = json.loads(capsys.readouterr().out)
+    rows = parsed(target.read_text()).rows("tensors")
+    assert {row["tensor"].text: row["size"].attributes["data-value"] for row in rows} == {
+        name.replace("\n", "\\n"): str(array["size_bytes"]) for name, array in tree["arrays"].items()
+    }
+    assert names(root) == before
+
+
+def test_inspect_leaves_a_page_of_a_folder_with_its_commits_and_shared_bytes(
+    incremental: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = incremental.parent / "out.html"
+    assert run(monkeypatch, "inspect", f"path={incremental}", f"html={target}", "json=true") == 0
+    tree = json.loads(capsys.readouterr().out)
+    found = parsed(target.read_text())
+    rows = found.rows("checkpoints")
+    assert [row["checkpoint"].text for row in rows] == ["checkpoint-1", "checkpoint-2", "checkpoint-3 newest"]
+    for row, one in zip(rows, tree["checkpoints"], strict=True):
+        assert row["size"].attributes["data-value"] == str(one["apparent_bytes"])
+        assert row["freed"].attributes["data-value"] == str(one["unique_bytes"])
+    new = [int(row["new"].attributes["data-value"] or 0) for row in rows]
+    assert sum(new) == tree["on_disk_bytes"] and new[0] == tree["checkpoints"][0]["apparent_bytes"]
+    shared = [cell.attributes["data-value"] for cell in found.by_id("shared").all("td", "heat")]
+    assert shared == ["400000"] * 3
+    (timeline,) = found.all("svg", "timeline")
+    tips = [str(one.attributes["data-tip"]).splitlines() for one in timeline.all("g")]
+    assert [tip[0] for tip in tips] == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    assert found.all("h2", "part")[0].text == "The newest: checkpoint-3" and len(found.rows("tensors")) == 2
+
+
+def test_a_damaged_checkpoint_is_a_row_of_the_page_and_the_newest_whole_one_is_shown(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / "checkpoint-00000002" / MANIFEST_NAME).write_text("<b>{ nothing")
+    target = root.parent / "out.html"
+    assert run(monkeypatch, "inspect", f"path={root}", f"html={target}") == 0
+    found = parsed(target.read_text())
+    first, second = found.rows("checkpoints")
+    assert first["tensors"].text == "2" and second["ranks"].text.startswith("damaged: ")
+    assert "does not match its own digest" in second["ranks"].text
+    assert found.all("h2", "part")[0].text == "The newest: checkpoint-00000001"
+    assert run(monkeypatch, "inspect", f"path={root}/checkpoint-00000002", f"html={target}") == 1
+
+
+def test_a_page_that_cannot_be_written_is_one_sentence(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notes = root.parent / "notes.html"
+    notes.write_text("mine")
+    before = names(root)
+    for given, said in (
+        (f"html={notes}", "notes.html exists and is not a page of this command; remove it, or give another path"),
+        (f"html={root}/checkpoint-00000001/out.html", "a checkpoint holds no other files"),
+        (f"html={root}", "is a folder"),
+        (f"html={root.parent}/no/out.html", "does not exist"),
+        ("html=s3://b/out.html", "checkpoints are written to mounted file systems only"),
+        ("htm=out.html", "did you mean html?"),
+    ):
+        assert run(monkeypatch, "inspect", f"path={root}", given) == 1
+        out, err = capsys.readouterr()
+        assert out == "" and said in err and len(err.splitlines()) == 1
+    assert run(monkeypatch, "inspect", f"path={root.parent}/nope", f"html={root.parent}/out.html") == 1
+    assert names(root) == before and notes.read_text() == "mine" and not (root.parent / "out.html").exists()

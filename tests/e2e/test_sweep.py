@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.processes import a_second, left_after, mark, marked
 from tests.e2e.runs import SMALL, Command
+from tests.pages import parsed
 
 FAILED = (
     "train.batch_size=12 does not divide into the 5 parts that parallel=ddp makes of a batch on 5 ranks: give a multiple of 5, "
@@ -75,7 +76,8 @@ def test_a_job_whose_ranks_fail_in_a_save_is_a_row_and_the_others_go_on(tmp_path
 
 
 def _is_one_table(command: Command, folder: Path, rows: list[dict[str, Any]]) -> None:
-    assert (folder / "sweep.svg").read_text().startswith("<svg")
+    shown = parsed((folder / "sweep.html").read_text()).texts("jobs")
+    assert [row["save s"].startswith("failed: ") for row in shown] == [row["error"] is not None for row in rows]
     for text in (command.out, (folder / "sweep.txt").read_text()):
         assert text.count(f"{len(rows)} jobs: ") == 1
         for row in rows:

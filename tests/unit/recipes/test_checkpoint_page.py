@@ -1,0 +1,156 @@
+"""The page of a checkpoint says what its manifest says, of any names, and stays small."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from ckpt.catalog.incremental import DiskUse
+from ckpt.format.manifest import ArrayEntry, CheckpointManifest
+from recipes.commands.checkpoint_page import checkpoint_sections
+from recipes.support.page import page
+from tests.pages import HOSTILE, SHOWN, Element, manifest, parsed, rows, whole
+
+
+def page_of(made: CheckpointManifest) -> Element:
+    return parsed(text_of(made))
+
+
+def text_of(made: CheckpointManifest) -> str:
+    return page("checkpoint", checkpoint_sections({"": made}, DiskUse(5000, 1000)))
+
+
+def test_every_tensor_and_component_is_there_with_its_bytes() -> None:
+    arrays = {
+        "model/big": rows((100, 50)),
+        "model/small": ArrayEntry("bfloat16", (7,), "zarr", packed_in=(0, 1)),
+        "model/tied": ArrayEntry("float32", (100, 50), alias_of="model/big"),
+        "optimizer/avg": whole("float32", (10, 10), rank=1),
+        "optimizer/step": ArrayEntry("int64", (), "zarr", packed_in=(0,)),
+    }
+    made = manifest(arrays, metrics={"loss": 2.5, "norm": None})
+    found = page_of(made)
+    tensors = {row["tensor"].text: row for row in found.rows("tensors")}
+    assert list(tensors) == ["model/big", "optimizer/avg", "model/small", "optimizer/step", "model/tied"]
+    for name, entry in arrays.items():
+        assert tensors[name]["dtype"].text == entry.dtype
+        assert tensors[name]["size"].attributes["data-value"] == str(0 if entry.alias_of else entry.num_bytes)
+    assert tensors["model/big"]["shape"].text == "100 x 50" and tensors["optimizer/step"]["shape"].text == "scalar"
+    assert tensors["model/tied"]["written"].text == "is model/big"
+    assert tensors["model/small"]["written"].text == "packed by ranks 0-1"
+    components = {row["component"].text: row for row in found.rows("components")}
+    assert {key: row["size"].attributes["data-value"] for key, row in components.items()} == {
+        key: str(one.size_bytes) for key, one in made.components.items()
+    }
+    assert [components[key]["tensors"].text for key in ("model", "optimizer")] == ["3", "2"]
+    facts = {one.all("dt")[0].text: one.all("dd")[0].text for one in found.all("dl")[0].all("div")}
+    assert facts["committed (UTC)"] == "2026-11-24 03:04:05" and facts["ranks"] == "2" and facts["tensors"] == "5"
+    assert (facts["loss"], facts["norm"], facts["in files"], facts["files of its own"]) == (
+        "2.5",
+        "-",
+        "5.0 kB",
+        "1.0 kB",
+    )
+    assert found.texts("groups") == [{"group": "data_parallel", "instances": "1", "ranks of each": "[0, 1]"}]
+
+
+def area(one: Element) -> float:
+    return math.prod(float((one.attributes[side] or "").rstrip("%")) / 100 for side in ("width", "height"))
+
+
+def test_the_treemap_has_the_bytes_as_areas_and_leads_to_pictures() -> None:
+    arrays = {"model/a": rows((300, 10)), "model/b": rows((200, 10)), "optimizer/c": whole("float32", (500, 10))}
+    (treemap,) = page_of(manifest(arrays)).all("svg", "treemap")
+    tiles = {(tile.attributes["data-tip"] or "").splitlines()[0]: tile for tile in treemap.all("a")}
+    areas = {name: area(tile.all("svg")[0]) for name, tile in tiles.items()}
+    assert areas["model/a"] / areas["model/b"] == pytest.approx(1.5, rel=1e-3)
+    assert areas["optimizer/c"] == pytest.approx(areas["model/a"] + areas["model/b"], rel=1e-3)
+    assert sum(areas.values()) > 0.9
+    assert [tile.attributes.get("href") for tile in tiles.values()] == [None, "#cut-0", "#cut-0"]
+    assert {one.text for one in treemap.all("text", "heading")} == {"model  20.0 kB, 50%", "optimizer  20.0 kB, 50%"}
+
+
+def test_each_box_names_its_writer_and_each_rank_its_bytes() -> None:
+    found = page_of(
+        manifest({"model/a": rows((300, 10), 3), "model/b": whole("float32", (100, 10), rank=2)}, world_size=3)
+    )
+    (picture,) = found.all("svg", "picture")
+    assert [one.attributes["data-tip"] for one in picture.all("rect")] == [
+        "rank 0 wrote [0:100, 0:10]",
+        "rank 1 wrote [100:200, 0:10]",
+        "rank 2 wrote [200:300, 0:10]",
+    ]
+    assert [one.text for one in picture.all("text")] == ["0", "1", "2"]
+    (card,) = found.all("article")
+    assert card.attributes["id"] == "cut-0" and card.all("h3")[0].text == "3 ranks along dimension 0"
+    assert [one.text for one in card.all("li")] == ["model/a (300 x 10)"]
+    (columns,) = found.all("svg", "columns")
+    assert [one.attributes["data-tip"] for one in columns.all("rect")] == [
+        "rank 0: 4.0 kB",
+        "rank 1: 4.0 kB",
+        "rank 2: 8.0 kB",
+    ]
+    assert [one.attributes["height"] for one in columns.all("rect")] == ["50%", "50%", "100%"]
+
+
+def test_a_hostile_name_is_shown_and_never_run() -> None:
+    made = manifest({HOSTILE: rows((300, 10)), "model/x": whole("float32", (1,))}, metrics={"<b>loss</b>": 1.0})
+    made.components["model"] = replace(made.components["model"], group_name="<img src=x>")
+    made.checkpoint_id = made.ckpt_version = "<script>alert(2)</script>"
+    text = text_of(made)
+    found = parsed(text)
+    assert "<img" not in text and text.count("<script>") == 1
+    assert found.texts("tensors")[0]["tensor"] == SHOWN and found.texts("components")[0]["group"] == "<img src=x>"
+    assert any(tip.startswith(f"{SHOWN}\n") for tip in found.tips())
+    assert found.all("article")[0].all("li")[0].text == f"{SHOWN} (300 x 10)"
+    text.encode()
+
+
+def test_twenty_thousand_tensors_on_many_ranks_make_a_page_of_less_than_a_megabyte() -> None:
+    arrays = {
+        f"{part}/layers.{layer}.block.{name}": rows((1024 * (1 + layer % 9), 64 + len(name)), 256)
+        for part in ("model", "optimizer")
+        for layer in range(1000)
+        for name in ("q", "key", "value", "out", "up", "down", "gate_1", "norm_2", "bias_22", "scale")
+    }
+    text = text_of(manifest(arrays, world_size=256))
+    assert len(text) < 1_000_000
+    found = parsed(text)
+    shown = found.rows("tensors")
+    assert sum(int(row["size"].attributes["data-value"] or 0) for row in shown) == sum(
+        one.num_bytes for one in arrays.values()
+    )
+    assert len(shown) == 20 and {row["tensor"].all("small")[0].text for row in shown} == {" 1,000 tensors"}
+    assert shown[0]["tensor"].text == "model/layers.*.block.bias_* 1,000 tensors"
+
+
+def test_twenty_thousand_names_without_a_pattern_are_grouped_by_component() -> None:
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    names = [f"{a}{b}{c}" for a in letters for b in letters for c in letters][:17_000]
+    arrays = {f"model/{name}": whole("float32", (number + 1,)) for number, name in enumerate(names)}
+    text = text_of(manifest(arrays))
+    found = parsed(text)
+    assert len(text) < 1_000_000
+    *largest, rest = found.rows("tensors")
+    assert len(largest) == 500 and largest[0]["size"].attributes["data-value"] == "68000"
+    assert rest["tensor"].text == "model/… 16,500 tensors"
+    assert rest["size"].attributes["data-value"] == str(sum(4 * n for n in range(1, 16_501)))
+    (treemap,) = found.all("svg", "treemap")
+    assert sum(area(tile.all("svg")[0]) for tile in treemap.all("a")) > 0.9
+
+
+def test_a_checkpoint_without_tensors_and_one_of_empty_tensors_are_pages() -> None:
+    for arrays in ({}, {"model/empty": whole("float32", (0, 5))}):
+        found = page_of(manifest(arrays))
+        assert not found.all("svg", "treemap") and not found.all("article")
+        assert len(found.rows("tensors")) == len(arrays)
+
+
+def test_tensors_of_checkpoints_inside_of_it_are_told_apart_by_their_folders() -> None:
+    folders = {"": "sharded", "common": "state", "objects": "state"}
+    made = {folder: manifest({f"{key}/w": whole("float32", (5,))}) for folder, key in folders.items()}
+    found = parsed(page("checkpoint", checkpoint_sections(made, DiskUse(1, 1))))
+    assert [row["tensor"] for row in found.texts("tensors")] == ["common/state/w", "objects/state/w", "sharded/w"]
+    assert [row["component"] for row in found.texts("components")] == ["sharded", "common/state", "objects/state"]
