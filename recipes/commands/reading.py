@@ -295,7 +295,12 @@ def _show_checkpoint(path: Path, manifest: CheckpointManifest, use: DiskUse, key
                 num_named += 1
                 if keys.limit is None or num_named <= keys.limit:
                     add_row(
-                        arrays, name, entry.dtype, shape_text(entry.shape), decimal(entry.num_bytes), where_text(entry, name)
+                        arrays,
+                        name,
+                        entry.dtype,
+                        shape_text(entry.shape),
+                        decimal(entry.num_bytes),
+                        where_text(entry, name),
                     )
     below = _left_out(num, num_named, arrays.row_count, "array", "", keys)
     tables = "", components, "", arrays, *([""] if below else [])

@@ -1,8 +1,9 @@
 """README and the handbook as their readers use them: every block runs, every link leads somewhere.
 
-A page's ```python blocks run in order in one namespace, in an empty folder. Its ```bash blocks run in order, each in a shell of its own, in a
-copy of what a clone has. What a block needs and no reader does stands before it in a comment that begins with `<!-- run first`; a block below
-`<!-- not run: <reason> -->` is left out, and so is a command that .ci/run types itself, below `<!-- command: <name> -->`.
+A page's ```python blocks run in order in one namespace, in an empty folder. Its ```bash blocks run in order, each in a shell of its
+own, in a copy of what a clone has. What a block needs and no reader does stands before it in a comment that begins with
+`<!-- run first`; a block below `<!-- not run: <reason> -->` is left out, and so is a command that .ci/run types itself, below
+`<!-- command: <name> -->`.
 """
 
 from __future__ import annotations
@@ -120,7 +121,9 @@ def test_the_commands_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None
     }
     for block in blocks(page):
         if block.language == "bash":
-            assert not (problem := _typed(block.text, clone, environment)), f"{page.name}:{block.line}\n{block.text}\n{problem}"
+            assert not (problem := _typed(block.text, clone, environment)), (
+                f"{page.name}:{block.line}\n{block.text}\n{problem}"
+            )
     assert not processes.left_after(patience(10.0), lambda: processes.marked(tmp_path))
 
 
