@@ -52,11 +52,12 @@ def read_manifest_bytes(checkpoint_dir: Path) -> bytes:
 
 def not_a_checkpoint(folder: Path) -> str:
     """Return that a folder without a manifest is not a checkpoint, and which ones lie below it, the newest first; without full stop."""
+    reason = f"{folder} is not a checkpoint: it has no {MANIFEST_NAME}"
     if not (below := checkpoints_below(folder)):
-        return f"{folder} is not a checkpoint: it has no {MANIFEST_NAME}"
+        return reason
     names = [str(path.relative_to(folder)) for path in below]
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return f"{folder} is not a checkpoint; it holds {', '.join(names[:_MOST_NAMED])}{more}"
+    return f"{reason}; it holds {', '.join(names[:_MOST_NAMED])}{more}"
 
 
 def checkpoints_below(folder: Path) -> list[Path]:

@@ -175,8 +175,8 @@ def test_a_path_that_is_neither_checkpoint_nor_root_is_one_sentence(
         (f"path={root}/nope", f"{root}/nope does not exist; give a checkpoint or a folder of checkpoints as path="),
         (
             f"path={root.parent}",
-            f"{root.parent} is not a checkpoint; it holds checkpoints/checkpoint-00000002, checkpoints/checkpoint-00000001; "
-            f"give path={root}",
+            f"{root.parent} is not a checkpoint: it has no {MANIFEST_NAME}; "
+            f"it holds checkpoints/checkpoint-00000002, checkpoints/checkpoint-00000001; give path={root}",
         ),
         (f"path={root}/checkpoint-00000001/{MANIFEST_NAME}", "is not a checkpoint"),
         ("json=true", "no path is given; add path="),

@@ -97,7 +97,10 @@ def test_a_folder_above_checkpoints_is_answered_with_their_names_the_newest_firs
     with pytest.raises(CheckpointNotFoundError) as caught:
         read_manifest(tmp_path)
     named = ", ".join(f"{between}checkpoint-{number}" for number in (3, 2, 1))
-    assert f"{tmp_path} is not a checkpoint; it holds {named} and 1 more. Give" in str(caught.value)
+    assert (
+        f"{tmp_path} is not a checkpoint: it has no checkpoint_manifest.json; it holds {named} and 1 more. Give"
+        in str(caught.value)
+    )
 
 
 def test_an_index_comes_back_from_its_bytes_and_is_checked_against_the_manifest(tmp_path: Path) -> None:
