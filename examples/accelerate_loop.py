@@ -1,7 +1,8 @@
 """Accelerate, on one process or on many: `save_state` and `load_state` as ever, killed at any moment, and resumed by the same command.
 
+pip install accelerate
 python examples/accelerate_loop.py
-torchrun --nproc-per-node 2 examples/accelerate_loop.py
+torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py
 """
 
 import argparse
@@ -17,7 +18,7 @@ from ckpt.integrations.huggingface_accelerate import CkptAccelerator
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--folder", default="checkpoints")
+    parser.add_argument("--folder", default="outputs/accelerate_loop")
     args = parser.parse_args()
 
     project = ProjectConfiguration(args.folder, automatic_checkpoint_naming=True, total_limit=3)
@@ -25,7 +26,7 @@ def main() -> None:
     accelerator = CkptAccelerator(cpu=True, project_config=project, dataloader_config=loading)
     set_seed(0)
     inputs = torch.randn(480, 32)
-    data = TensorDataset(inputs, inputs.square().sum(1, keepdim=True))
+    data = TensorDataset(inputs, inputs.square().mean(1, keepdim=True))
     loader = DataLoader(data, batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(0))
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -1,7 +1,7 @@
 """FSDP2, saved and resumed on any number of ranks, by the same command.
 
-torchrun --nproc-per-node 2 examples/fsdp2.py
-torchrun --nproc-per-node 3 examples/fsdp2.py --steps 400
+torchrun --standalone --nproc-per-node 2 examples/fsdp2.py
+torchrun --standalone --nproc-per-node 3 examples/fsdp2.py --steps 400
 """
 
 import argparse
@@ -18,7 +18,7 @@ from ckpt import Checkpointer
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--folder", default="checkpoints")
+    parser.add_argument("--folder", default="outputs/fsdp2")
     args = parser.parse_args()
 
     dist.init_process_group("gloo")
@@ -38,7 +38,7 @@ def main() -> None:
         for step in range(start + 1, args.steps + 1):
             generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
             inputs = torch.randn(16, 64, generator=generator)
-            loss = nn.functional.mse_loss(model(inputs), inputs.square().sum(1, keepdim=True))
+            loss = nn.functional.mse_loss(model(inputs), inputs.square().mean(1, keepdim=True))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

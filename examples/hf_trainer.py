@@ -1,7 +1,8 @@
 """Hugging Face's Trainer, on one process, or on many with DDP: killed at any moment, and resumed by the same command.
 
+pip install -e '.[huggingface]'
 python examples/hf_trainer.py
-torchrun --nproc-per-node 2 examples/hf_trainer.py
+torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py
 """
 
 import argparse
@@ -37,7 +38,7 @@ class Losses(TrainerCallback):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--folder", default="checkpoints")
+    parser.add_argument("--folder", default="outputs/hf_trainer")
     args = parser.parse_args()
 
     arguments = TrainingArguments(

@@ -1,7 +1,8 @@
 """A Lightning Trainer, on one process, or on many with DDP: saved, killed at any moment, and resumed by the same command.
 
+pip install -e '.[lightning]'
 python examples/lightning_trainer.py
-torchrun --nproc-per-node 2 examples/lightning_trainer.py
+torchrun --standalone --nproc-per-node 2 examples/lightning_trainer.py
 """
 
 import argparse
@@ -30,7 +31,7 @@ class Batches:
             self.num_drawn += 1
             generator = torch.Generator().manual_seed(1000 * self.num_drawn + self.rank)
             inputs = torch.randn(16, 32, generator=generator)
-            yield inputs, inputs.square().sum(1, keepdim=True)
+            yield inputs, inputs.square().mean(1, keepdim=True)
 
     def state_dict(self) -> dict[str, int]:
         return {"num_drawn": self.num_drawn}
@@ -61,7 +62,7 @@ class Regression(LightningModule):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--folder", default="checkpoints")
+    parser.add_argument("--folder", default="outputs/lightning_trainer")
     args = parser.parse_args()
 
     seed_everything(0, verbose=False)

@@ -1,7 +1,7 @@
 """Two pipeline stages, one on each rank: saved as one model, killed at any moment, and resumed by the same command.
 
-torchrun --nproc-per-node 2 examples/pipeline.py
-torchrun --nproc-per-node 4 examples/pipeline.py --steps 400
+torchrun --standalone --nproc-per-node 2 examples/pipeline.py
+torchrun --standalone --nproc-per-node 4 examples/pipeline.py --steps 400
 """
 
 import argparse
@@ -27,7 +27,7 @@ def stage_of(rank: int, num_stages: int) -> nn.Module:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--folder", default="checkpoints")
+    parser.add_argument("--folder", default="outputs/pipeline")
     args = parser.parse_args()
 
     dist.init_process_group("gloo")

@@ -1,7 +1,7 @@
 """A training loop on one process, or on many with DDP: saved, killed at any moment, and resumed by the same command.
 
 python examples/plain_loop.py
-torchrun --nproc-per-node 2 examples/plain_loop.py
+torchrun --standalone --nproc-per-node 2 examples/plain_loop.py
 """
 
 import argparse
@@ -25,7 +25,7 @@ class Batches:
         self.position += 1
         generator = torch.Generator().manual_seed(1000 * self.position + self.rank)
         inputs = torch.randn(16, 32, generator=generator)
-        return inputs, inputs.square().sum(1, keepdim=True)
+        return inputs, inputs.square().mean(1, keepdim=True)
 
     def state_dict(self) -> dict[str, int]:
         return {"position": self.position}
@@ -37,7 +37,7 @@ class Batches:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--folder", default="checkpoints")
+    parser.add_argument("--folder", default="outputs/plain_loop")
     args = parser.parse_args()
 
     rank = int(os.environ.get("RANK", "0"))

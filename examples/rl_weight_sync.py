@@ -44,7 +44,7 @@ def roll_out(meeting: MasterMetadata, num_updates: int, trainer: Connection) -> 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--folder", default="checkpoints")
+    parser.add_argument("--folder", default="outputs/rl_weight_sync")
     args = parser.parse_args()
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the engine's addresses: this machine only

@@ -1,6 +1,6 @@
 """torchtitan's own trainer with FSDP2, killed at any moment, and resumed by the same command; `checkpoint=` is the only line for it.
 
-torchrun --nproc-per-node 2 examples/torchtitan_train.py     (lines marked CPU are not needed on GPUs)
+torchrun --standalone --nproc-per-node 2 examples/torchtitan_train.py     (lines marked CPU are not needed on GPUs)
 """
 
 import argparse
@@ -45,7 +45,7 @@ def loader(*, dp_rank: int, dp_world_size: int, seq_len: int, local_batch_size: 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--folder", default="outputs")
+    parser.add_argument("--folder", default="outputs/torchtitan_train")
     args = parser.parse_args()
 
     spec = model_registry("debugmodel", attn_backend="varlen")

@@ -72,6 +72,17 @@ def test_an_example_goes_on_to_the_bit_after_a_kill(tmp_path: Path, example: str
     assert after == {step: straight[step] for step in range(min(after), 71)}
 
 
+def test_each_example_has_a_folder_of_its_own_that_git_ignores() -> None:
+    folders = {
+        path.stem: re.findall(r'"--folder", default="(.*?)"', path.read_text()) for path in EXAMPLES.glob("*.py")
+    }
+    assert {name: found for name, found in folders.items() if found} == {
+        name: [f"outputs/{name}"]
+        for name, found in folders.items()
+        if "argparse" in (EXAMPLES / f"{name}.py").read_text()
+    }
+
+
 @pytest.mark.full
 def test_fsdp2_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     command = [str(EXAMPLES / "fsdp2.py"), "--folder", str(tmp_path / "saved"), "--steps"]
