@@ -60,7 +60,7 @@ class ComponentReport:
         restored: elements that were filled, summed over the ranks; a plain value counts as one.
         wanted: elements that the objects of all ranks asked for, counted alike.
         misfits: the keys that were left out.
-        changed: the object made its state from other ranks' copies (`elastic`).
+        changed: the object made its state for these ranks, from other ranks' copies or anew (`elastic`).
     """
 
     key: str
@@ -83,7 +83,7 @@ class ComponentReport:
             reason = self.reason.removeprefix(f"component {self.key}").removeprefix(self.key).lstrip(": ")
             return f"{self.key}: {self.status.value}: {reason}"
         what = "partly restored" if self.status is Status.PARTLY else self.status.value
-        how = ", made from other ranks' copies" if self.changed else ""
+        how = ", adapted to these ranks" if self.changed else ""
         left_out = f"; {self.misfits}" if self.misfits else ""
         return f"{self.key}: {what}, {self._elements}{how}{left_out}"
 

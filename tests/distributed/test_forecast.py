@@ -165,7 +165,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-KINDS = ("rebuilt", "made from other ranks' copies", "elastic=replica", "elastic=refuse", "partly restored", "failed: ")
+KINDS = ("rebuilt", "adapted to these ranks", "elastic=replica", "elastic=refuse", "partly restored", "failed: ")
 """Words of what loads say, each of which a sample must have met."""
 
 

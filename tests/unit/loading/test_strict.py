@@ -357,7 +357,7 @@ def test_a_summary_names_five_keys_and_counts_the_rest() -> None:
     assert report.summary().splitlines() == [
         "model: partly restored, 1,000,000 of 1,066,240 elements (93%); only in the checkpoint: a, b, c, d, e and 2 more; only wanted: x; "
         "does not fit: y (found int8 [2], expected int8 [3])",
-        "rng: restored, all 12 elements, made from other ranks' copies",
+        "rng: restored, all 12 elements, adapted to these ranks",
         "ema: skipped: is not there",
     ]
 
