@@ -417,9 +417,10 @@ class CheckpointCoordinator:
         path = as_folder("checkpoint_path", checkpoint_path)
         start, _, rest = path.name.partition("checkpoint-")
         if start or not rest or named not in (None, rest):
+            step = f", or for step {path} only checkpoint_id={path}" if str(path).isdecimal() else ""
             raise ConfigurationError(
                 f"checkpoint_path {path} with checkpoint_id {checkpoint_id}: the last part of the path must be checkpoint-<id>, and agree "
-                "with the id where both are given"
+                f"with the id where both are given; give such a path{step}"
             )
         return path.parent, rest
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import logging
 import time
@@ -14,6 +15,7 @@ from typing import Any, Self
 
 import torch
 
+from ckpt.backends.registry import BACKENDS
 from ckpt.catalog.ledger import Ledger
 from ckpt.catalog.retention import Retention
 from ckpt.coordinator import CheckpointCoordinator
@@ -22,8 +24,18 @@ from ckpt.format.stored import read_manifest
 from ckpt.loading.report import ComponentReport, LoadReport
 from ckpt.memory.device import Device, device_of
 from ckpt.ranks.sigterm import TOLD_TO_END
-from ckpt.saving.arguments import as_checkpoint_id, as_device, as_folder, as_topology, check_count, check_flags
-from ckpt.saving.save_settings import SaveSettings
+from ckpt.saving.arguments import (
+    STRATEGIES,
+    as_checkpoint_id,
+    as_device,
+    as_folder,
+    as_topology,
+    check_choice,
+    check_count,
+    check_flags,
+    check_step,
+)
+from ckpt.saving.save_settings import MODES, SaveSettings
 from ckpt.state.provider import components_of, module_of
 from ckpt.state.sharing import AUTO, StateComponent
 from ckpt.state.statefuls import RNGState
@@ -175,6 +187,9 @@ class Checkpointer:
         for name in _CALLED.keys() & objects.keys():
             raise ConfigurationError(f"{name} of CheckpointCoordinator is {_CALLED[name]} of Checkpointer")
         options = {name: objects.pop(name) for name in [*objects] if name in _OPTIONS}
+        _require_objects(objects)
+        for name, value, choices in (("format", format, BACKENDS), ("load", load, STRATEGIES), ("mode", mode, MODES)):
+            check_choice(name, value, choices)
         self._folder = as_folder("folder", folder)
         self._ledger = Ledger(self._folder, run_id="reader")
         self._retention = Retention(keep_last, keep_every, keep_best, metric, greater_is_better)
@@ -224,7 +239,13 @@ class Checkpointer:
         if path is None and self._is_empty():
             self._is_known = True
             return Restored(0)
-        self.coordinator.load_checkpoint(path, strict=strict)
+        try:
+            self.coordinator.load_checkpoint(path, strict=strict)
+        except CheckpointNotFoundError as error:
+            near = difflib.get_close_matches(str(which), ("latest", "best"), n=1, cutoff=0.7)
+            if not near:
+                raise
+            raise CheckpointNotFoundError(f'{error} Did you mean restore("{near[0]}")?') from error
         report = self.coordinator.last_load
         assert report is not None
         if not report.checkpoint_id.isdecimal():
@@ -249,8 +270,10 @@ class Checkpointer:
 
         Raises:
             SystemExit: SIGTERM has come; the step is saved.
+            ConfigurationError: the step is no whole number from 0 on.
             CheckpointError: see `save`.
         """
+        check_step(step)
         notes = {"metrics": metrics, "metadata": metadata}
         self._unsaved = None if step == self._saved_step else {"step": step, **notes}
         is_told = self.is_told_to_end(step)
@@ -277,6 +300,7 @@ class Checkpointer:
             CheckpointExistsError: the folder holds checkpoints of another run, which `restore` has not been called for.
             CheckpointError: see `CheckpointCoordinator.save_checkpoint`.
         """
+        check_step(step)
         checkpoint_id = as_checkpoint_id(step)
         self._require_own_folder()
         self._step = step
@@ -419,6 +443,15 @@ class ProgramRNG(RNGState):
     def load_changed(self, saved: Any) -> None:
         """On other ranks: continue from the program's own seed of this rank, and the step."""
         self.seed(self._seed or 0, saved[0].get("step", 0))
+
+
+def _require_objects(objects: Mapping[str, Any]) -> None:
+    """Refuse a misspelt argument, which Python takes for the name of an object."""
+    known = [*(inspect.signature(Checkpointer).parameters.keys() | _OPTIONS - _CALLED.keys())]
+    for name, one in objects.items():
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+        if near and isinstance(one, bool | int | float | str):
+            raise ConfigurationError(f"{name}={one!r}: Checkpointer has no such argument; did you mean {near[0]}?")
 
 
 def _device_of(objects: Mapping[str, Any]) -> Device:

@@ -180,7 +180,7 @@ class Ledger:
             lock.acquire(progress)
 
     def _told_of_root(self) -> AbstractContextManager[None]:
-        return _told(f"checkpoint root {self._root} cannot be written, choose another with output_dir=<folder>")
+        return _told(f"checkpoint root {self._root} cannot be written; choose another folder")
 
     def open(self, checkpoint_id: str) -> Path:
         """Clean up after dead saves and return a new, empty, unpublished folder that this process owns.

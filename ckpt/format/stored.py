@@ -51,19 +51,30 @@ def read_manifest_bytes(checkpoint_dir: Path) -> bytes:
 
 
 def not_a_checkpoint(folder: Path) -> str:
-    """Return that a folder without a manifest is not a checkpoint, and which ones lie below it, the newest first; without full stop."""
-    reason = f"{folder} is not a checkpoint: it has no {MANIFEST_NAME}"
-    if not (below := checkpoints_below(folder)):
-        return reason
-    names = [str(path.relative_to(folder)) for path in below]
+    """Return that a folder without a manifest is not a checkpoint, and which ones lie below it, the newest first; without full stop.
+
+    Of a path that does not exist, the ones beside it.
+    """
+    if folder.exists():
+        reason, holder, named = f"it has no {MANIFEST_NAME}", folder, "it"
+    else:
+        reason, holder = "it does not exist", folder.parent
+        named = str(holder)
+    below = checkpoints_below(holder) if holder is folder else _newest_first(holder, ("*",))
+    names = [str(path.relative_to(holder)) for path in below]
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return f"{reason}; it holds {', '.join(names[:_MOST_NAMED])}{more}"
+    held = f"; {named} holds {', '.join(names[:_MOST_NAMED])}{more}" if names else ""
+    return f"{folder} is not a checkpoint: {reason}{held}"
 
 
 def checkpoints_below(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, or in that of a run, or of several runs; the newest first."""
+    return _newest_first(folder, ("*", "checkpoints/*", "*/checkpoints/*"))
+
+
+def _newest_first(folder: Path, patterns: Iterable[str]) -> list[Path]:
     times = {}
-    for pattern in ("*", "checkpoints/*", "*/checkpoints/*"):
+    for pattern in patterns:
         for manifest in folder.glob(f"{pattern}/{MANIFEST_NAME}"):
             path = manifest.parent
             if not any(name.startswith(".") for name in path.relative_to(folder).parts):

@@ -28,7 +28,8 @@ from ckpt.state.sharing import SharingPattern, StateComponent
 from ckpt.state.statefuls import as_stateful
 
 Kind = TypeVar("Kind")
-_STRATEGIES = {"direct": DirectLoad, "two-stage": TwoStageLoad}
+STRATEGIES = {"direct": DirectLoad, "two-stage": TwoStageLoad}
+"""Name -> loading strategy."""
 _BACKEND = ("writer", "join", "read")
 _STRATEGY = ("prepare", "bind", "close")
 """Methods that a backend, or a strategy, must have. Its class does not matter."""
@@ -45,13 +46,13 @@ def as_backend(given: Backend | str) -> Backend:
 
 def as_strategy(given: LoadingStrategy | str) -> LoadingStrategy:
     """Return a loading strategy: the object given, or "direct" or "two-stage" with its defaults."""
-    expected = f"one of {', '.join(_STRATEGIES)}, or an object such as DirectLoad()"
+    expected = f"one of {', '.join(STRATEGIES)}, or an object such as DirectLoad()"
     if not isinstance(given, str):
         _require_methods(given, "strategy", _STRATEGY, expected)
         return given
-    if given not in _STRATEGIES:
+    if given not in STRATEGIES:
         raise _refused("strategy", given, expected)
-    made: LoadingStrategy = _STRATEGIES[given]()
+    made: LoadingStrategy = STRATEGIES[given]()
     return made
 
 
@@ -171,6 +172,22 @@ def check_count(name: str, given: object, more: str) -> None:
     """Require a whole number of at least 1. `more` is the rest of the error's sentence."""
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:
         raise _refused(name, given, f"a whole number of at least 1{more}")
+
+
+def check_step(given: object) -> None:
+    """Require the number of a training step."""
+    try:
+        is_step = not isinstance(given, bool) and operator.index(given) >= 0  # type: ignore[arg-type]
+    except TypeError:
+        is_step = False
+    if not is_step:
+        raise _refused("step", given, "a whole number from 0 on")
+
+
+def check_choice(name: str, given: object, choices: Iterable[str]) -> None:
+    """Require one of the names, if a name is given, and not an object."""
+    if isinstance(given, str) and given not in choices:
+        raise _refused(name, given, f"one of {', '.join(choices)}")
 
 
 def check_seconds(name: str, given: object) -> None:

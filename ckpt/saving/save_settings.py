@@ -7,8 +7,9 @@ from typing import Any
 
 from ckpt.errors import ConfigurationError
 
+MODES = ("sync", "async")
 _CHOICES = {
-    "mode": ("sync", "async"),
+    "mode": MODES,
     "writer": ("thread", "process"),
     "when_busy": ("wait", "skip", "queue"),
     "on_async_error": ("raise", "warn"),

@@ -130,6 +130,15 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
+def _instead(given: object) -> str:
+    """What to give instead of an object without state."""
+    if isinstance(given, Mapping):
+        return "give the module, the optimizer or another object that it is the state of"
+    if type(given).__name__ == "DataLoader":
+        return "give torchdata's StatefulDataLoader, or an object of your own that keeps the position"
+    return "give an object that has both methods"
+
+
 @dataclass
 class StateComponent:
     """One part of a training run that a checkpoint holds.
@@ -177,7 +186,7 @@ class StateComponent:
         )
         if not isinstance(self.stateful, Stateful):
             raise ConfigurationError(
-                f"component {self.key}: {type(self.stateful).__name__} has no state_dict/load_state_dict pair; wrap it in one"
+                f"component {self.key}: {type(self.stateful).__name__} has no state_dict/load_state_dict pair; {_instead(self.stateful)}"
             )
         if self.elastic in DECIDED_BY_OBJECT and not offers(self.stateful, Elastic):
             raise ConfigurationError(

@@ -196,6 +196,10 @@ class _Command:
                 self._print(str(error))
         elif self.job.calls == 0 and isinstance(error, ValueError):  # Hydra's own, of an override such as ckpt=null
             self._print(" ".join(str(error).split()))
+        elif isinstance(error, KeyError) and error.args == ("COMP_LINE",):  # of Hydra's completion
+            self._print(
+                "-sc query=bash is asked by bash, which sets COMP_LINE; -sc install=bash prints the code for completion"
+            )
         elif self.sweep_dir is not None and type(error).__module__.partition(".")[0] in _LAUNCHERS:
             self._print(f"the launcher of the sweep lost a job: {sentence_of(error, CONF, self.config_name)}")
         else:

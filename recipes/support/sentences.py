@@ -45,6 +45,11 @@ _CONFIG_WORDS: tuple[tuple[str, str], ...] = (
     (r"\bdeclare component ([\w-]+) with (\w+)=([\w-]+) and (\w+)=", r"set components.\1.\2=\3 components.\1.\4="),
     (r"\bdeclare component ([\w-]+) with (\w+)=", r"set components.\1.\2="),
     (r"\b([Ll])eave component ([\w-]+) out\b(?! with)", r"\1eave component \2 out with ~components.\2"),
+    (r"\bchoose another folder: ", "choose another with output_dir=<folder>: "),
+    (
+        r"\bLoad it by ckpt\.load\(path, allow_pickle=True\)[^;]*;",
+        "To read it here, first convert it with python -m recipes.convert src=<it> dst=<folder> load.allow_pickle=true;",
+    ),
     (r"\bbackend=KimiEngineBackend\(pool=True\)", "ckpt=kimi-engine, ckpt.pool=true"),
     (r"\bKimiEngineBackend\(pool=(\w+)\)", r"ckpt.pool=\1"),
     (r"\b(group|transport)=(\w+) of TwoStageLoad\b", r"strategy.\1=\2"),
@@ -101,6 +106,11 @@ def _of_hydra(error: HydraException, conf: Path, config_name: str) -> str:
         return f"{several[1]}: several values are a sweep, which needs -m; one value that is a list is {key}=[a,b]"
     text = " ".join(re.sub(r"See https://hydra\.cc\S* for details", "", str(error)).split())
     if isinstance(error, OverrideParseException):
+        if "=" not in error.override:
+            hint = (
+                f", such as path={error.override}" if "path" in _keys(conf, config_name) else "; --help shows the keys"
+            )
+            return f"{error.override}: expected key=value{hint}"
         return f"{error.override}: cannot be read as key=value: {text}"
     return text or type(error).__name__
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -14,7 +15,7 @@ from hydra.utils import instantiate
 
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.catalog.ledger import Committed, Ledger, newer_than
-from ckpt.errors import CheckpointExistsError, ConfigurationError, CorruptCheckpointError
+from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.loading.loader import LoadReport, require_checkpoint
 from ckpt.memory.device import Device
 from ckpt.ranks.sigterm import TOLD_TO_END
@@ -45,7 +46,12 @@ def settle_start(cfg: dict[str, Any]) -> dict[str, Any]:
     """
     root, resumed = cfg["checkpoint_root"], cfg["resume"]
     if resumed not in (None, "latest"):
-        require_checkpoint(Path(resumed), allow_pickle=cfg["load"]["allow_pickle"])
+        try:
+            require_checkpoint(Path(resumed), allow_pickle=cfg["load"]["allow_pickle"])
+        except CheckpointNotFoundError as error:
+            if not difflib.get_close_matches(Path(resumed).name, ["latest"], cutoff=0.7):
+                raise
+            raise CheckpointNotFoundError(f"{error} Did you mean resume=latest?") from error
     committed = Ledger(Path(root), run_id="reader").committed()
     if not cfg["overwrite"]:
         _require_own_history(cfg, committed)

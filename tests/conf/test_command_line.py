@@ -163,7 +163,17 @@ def python(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complet
         ),
         (
             ["resume=/no/such/checkpoint-3"],
-            "/no/such/checkpoint-3 is not a checkpoint: it has no checkpoint_manifest.json",
+            "/no/such/checkpoint-3 is not a checkpoint: it does not exist. Give the folder of a committed checkpoint.",
+        ),
+        (
+            ["resume=/no/lates"],
+            "/no/lates is not a checkpoint: it does not exist. Give the folder of a committed checkpoint. Did you "
+            "mean resume=latest?",
+        ),
+        (["outputs/dev"], "outputs/dev: expected key=value; --help shows the keys"),
+        (
+            ["-sc", "query=bash"],
+            "-sc query=bash is asked by bash, which sets COMP_LINE; -sc install=bash prints the code for",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -181,6 +181,7 @@ def test_a_path_that_is_neither_checkpoint_nor_root_is_one_sentence(
         (f"path={root}/checkpoint-00000001/{MANIFEST_NAME}", "is not a checkpoint"),
         ("json=true", "no path is given; add path="),
         ("json=maybe", "path"),
+        (str(root), f"{root}: expected key=value, such as path={root}"),
         (f"pth={root}", "did you mean path?"),
     ):
         assert run(monkeypatch, recipe, given) == 1

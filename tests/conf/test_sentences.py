@@ -16,7 +16,7 @@ KEYS = re.compile(
     r"resume=|launch\.|device\.[a-z]+=|engine\.[a-z_]+=|parallel=|agree\.)"
 )
 """The keys of a config replace argument names."""
-TO_BE_WRITTEN_ANEW = {"ledger.py", "owner.py", "save_settings.py"}
+TO_BE_WRITTEN_ANEW = {"owner.py", "save_settings.py"}
 """Files some of whose sentences still do so."""
 WITH_SUCH_AN_ARGUMENT = {"huggingface.py"}
 """`CkptTrainer(ckpt={...})`."""
@@ -58,6 +58,10 @@ def test_no_sentence_of_the_library_speaks_to_a_command_line() -> None:
             "Run on 3 ranks (launch.nproc_per_node=3) or leave component x out with ~components.x."),
         ("start at most 2 ranks here", "start at most 2 ranks here: launch.nproc_per_node=2"),
         ("kvstore='s3' is not known", "ckpt.kvstore='s3' is not known"),
+        ("/x cannot be written; choose another folder: Full", "/x cannot be written; choose another with output_dir=<folder>: Full"),
+        ("a pickle. Load it by ckpt.load(path, allow_pickle=True), or into a run by its path; no code in it is run",
+            "a pickle. To read it here, first convert it with python -m recipes.convert src=<it> dst=<folder> load.allow_pickle=true; "
+            "no code in it is run"),
         ("load with allow_pickle=True.", "load with load.allow_pickle=true."),
         ("Save with backend=zarr or backend=tensorstore.", "Save with ckpt=zarr or ckpt=tensorstore."),
     ],

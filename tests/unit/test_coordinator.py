@@ -562,6 +562,11 @@ def test_what_an_argument_cannot_be_is_said_when_the_coordinator_is_made(
         (lambda one: one.save_checkpoint(checkpoint_id=1.5), "checkpoint_id is 1.5; expected a name, or a number"),
         (lambda one: one.save_checkpoint(checkpoint_id=""), "checkpoint_id is ''; expected a name, or a number"),
         (lambda one: one.save_checkpoint(5), "checkpoint_path is 5; expected the path of a folder"),
+        (
+            lambda one: one.save_checkpoint("100"),
+            "checkpoint_path 100 with checkpoint_id None: the last part of the path must be checkpoint-<id>, and agree with the id where "
+            "both are given; give such a path, or for step 100 only checkpoint_id=100",
+        ),
         (lambda one: one.save_checkpoint(validate="yes"), "validate is 'yes'; expected True or False"),
         (lambda one: one.load_checkpoint(5), "checkpoint_path is 5; expected the path of a folder"),
         (lambda one: one.load_checkpoint(strict="log_all"), "strict is 'log_all'; expected True or False"),

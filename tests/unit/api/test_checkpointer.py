@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from ckpt import Checkpointer, SharingPattern
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigurationError
@@ -172,8 +173,14 @@ def test_a_step_and_a_path_are_restored_and_what_is_not_there_is_said(tmp_path: 
         assert checkpoints.restore(1) == model.weight.item() == 1
         assert checkpoints.restore(tmp_path / "checkpoint-00000002") == model.weight.item() == 2
         assert checkpoints.find_latest() == tmp_path / "checkpoint-00000002"
-        with pytest.raises(CheckpointNotFoundError, match="checkpoint-00000007 is not a checkpoint"):
+        with pytest.raises(
+            CheckpointNotFoundError, match="it does not exist; .* holds checkpoint-00000002, checkpoint-0"
+        ):
             checkpoints.restore(7)
+        with pytest.raises(CheckpointNotFoundError, match=r'Did you mean restore\("latest"\)\?'):
+            checkpoints.restore("lates")
+        with pytest.raises(CheckpointNotFoundError, match="Give the folder of a committed checkpoint.$"):
+            checkpoints.restore("elsewhere/checkpoint-00000001")
         with pytest.raises(ConfigurationError, match="goes by a metric"):
             checkpoints.restore("best")
 
@@ -290,9 +297,16 @@ def test_what_is_listed(tmp_path: Path) -> None:
         ({"keep_best": 1}, "keep_best=1 needs metric"),
         ({"save_rng": 1}, "save_rng is 1; expected True or False"),
         ({"backend": "zarr"}, "backend of CheckpointCoordinator is format of Checkpointer"),
-        ({"format": "hdf5"}, "hdf5"),
-        ({"load": "three-stage"}, "strategy is 'three-stage'; expected one of direct, two-stage"),
-        ({"mode": "later"}, "saves.mode=later: expected one of sync, async"),
+        ({"format": "hdf5"}, "format is 'hdf5'; expected one of zarr, tensorstore, kimi-engine"),
+        ({"load": "three-stage"}, "load is 'three-stage'; expected one of direct, two-stage"),
+        ({"mode": "later"}, "mode is 'later'; expected one of sync, async"),
+        ({"keepp_last": 3}, "keepp_last=3: Checkpointer has no such argument; did you mean keep_last?"),
+        ({"verfy": True}, "verfy=True: Checkpointer has no such argument; did you mean verify?"),
+        (
+            {"weights": {}},
+            "component weights: dict has no .* pair; give the module, the optimizer or another object that",
+        ),
+        ({"loader": DataLoader([1])}, "component loader: DataLoader has .* give torchdata's StatefulDataLoader, or an"),
         (
             {"sharing_patterns": {"modle": "sharded"}},
             "sharing_patterns: there is no object 'modle'; given were model, rng",
@@ -325,6 +339,15 @@ def test_notes_that_cannot_be_kept_are_refused_before_anything_is_written(
         with pytest.raises(ConfigurationError, match=error):
             checkpoints.save(1, **notes)
         assert not list((tmp_path / "run").glob("*"))
+
+
+@pytest.mark.parametrize("step", ["3", 2.5, True, -1, None])
+def test_a_step_is_a_whole_number(tmp_path: Path, step: Any) -> None:
+    with Checkpointer(tmp_path / "run", model=torch.nn.Linear(1, 1), every=1) as checkpoints:
+        for call in (checkpoints.step, checkpoints.save):
+            with pytest.raises(ConfigurationError, match=f"step is {step!r}; expected a whole number from 0 on"):
+                call(step)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_pattern_that_is_given_is_used(tmp_path: Path) -> None:

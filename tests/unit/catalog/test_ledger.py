@@ -281,7 +281,7 @@ def test_a_root_that_cannot_be_created_is_one_sentence() -> None:
     with pytest.raises(StorageError) as caught:
         Ledger(Path("/proc/x/checkpoints"), run_id="a").open("1")
     assert str(caught.value) == (
-        "checkpoint root /proc/x/checkpoints cannot be written, choose another with output_dir=<folder>: "
+        "checkpoint root /proc/x/checkpoints cannot be written; choose another folder: "
         "No such file or directory: '/proc/x'"
     )
 
@@ -290,7 +290,7 @@ def test_a_file_where_the_root_should_be_is_one_sentence(tmp_path: Path) -> None
     in_the_way = tmp_path / "file"
     in_the_way.write_text("not a folder")
     for root in (in_the_way, in_the_way / "checkpoints"):
-        with pytest.raises(StorageError, match=r"cannot be written, .* (File exists|Not a directory): '.*file"):
+        with pytest.raises(StorageError, match=r"cannot be written; .* (File exists|Not a directory): '.*file"):
             Ledger(root, run_id="a").open("1")
         with pytest.raises(StorageError, match="cannot be read: Not a directory"):
             Ledger(root, run_id="a").committed()

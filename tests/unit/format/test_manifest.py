@@ -83,8 +83,21 @@ def test_a_newer_format_is_refused_by_version_not_as_damage() -> None:
 def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="is not a checkpoint"):
         read_manifest(tmp_path)
-    with pytest.raises(CheckpointNotFoundError):
+    with pytest.raises(
+        CheckpointNotFoundError, match="nowhere is not a checkpoint: it does not exist. Give the folder"
+    ):
         read_manifest(tmp_path / "nowhere")
+
+
+def test_a_checkpoint_that_does_not_exist_is_answered_with_those_beside_it(tmp_path: Path) -> None:
+    for name in ("checkpoint-1", "run/checkpoints/checkpoint-2"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / MANIFEST_NAME).touch()
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        read_manifest(tmp_path / "checkpoint-7")
+    assert str(caught.value).startswith(
+        f"{tmp_path}/checkpoint-7 is not a checkpoint: it does not exist; {tmp_path} holds checkpoint-1. Give"
+    )
 
 
 @pytest.mark.parametrize("between", ["", "checkpoints/", "dev/checkpoints/"])
