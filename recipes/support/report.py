@@ -21,7 +21,7 @@ from ckpt.ranks.topology import Topology
 from ckpt.saving.prepared_save import SaveReport
 from recipes.support import CONF
 from recipes.support.config import GIVEN, by_dotted_key, values_of
-from recipes.support.live_line import LiveLine
+from recipes.support.live_line import LiveLine, samples_a_second
 from recipes.support.metrics import Metrics
 from recipes.support.progress import SHOWN_AFTER_S
 
@@ -218,7 +218,7 @@ class Report:
             first, last = summary.losses[0], summary.losses[-1]
             speed = len(summary.losses) * self.cfg["train"]["batch_size"] / took
             self._say(
-                f"trained {len(summary.losses)} of {self.steps} steps in {took:.1f} s, {speed:.1f} samples/s, "
+                f"trained {len(summary.losses)} of {self.steps} steps in {took:.1f} s, {samples_a_second(speed)}, "
                 f"loss {first:.4f} -> {last:.4f}"
             )
         self._say(f"state digest {summary.state_digest}, summary in {path}")
