@@ -242,7 +242,7 @@ _STYLE = """
 :root {
   color-scheme: light dark;
   --page: #ffffff; --panel: #f6f6f9; --line: #e2e3ea; --text: #1c1e26; --dim: #636a79; --accent: #5a45d6; --bar: #a99df0;
-  --best: #23a36d; --range: #1c1e26; --bad: #b3261e; --bad-panel: #fdf0ef; --good-panel: #eefaf4; --sat: 62%; --lum: 80%; --edge: 58%;
+  --best: #17804f; --range: #1c1e26; --bad: #b3261e; --bad-panel: #fdf0ef; --good-panel: #eefaf4; --sat: 62%; --lum: 80%; --edge: 58%;
 }
 @media (prefers-color-scheme: dark) {
   :root {
@@ -317,7 +317,7 @@ strong.best { color: var(--best); }
 .treemap { height: 520px; border-radius: 8px; }
 .treemap rect, .picture rect { stroke: var(--page); stroke-width: 1px; }
 .treemap a:hover rect, .picture rect:hover, .timeline g:hover rect { stroke: var(--text); stroke-width: 1.5px; }
-.treemap .small { font-size: 10.5px; }
+.treemap .small { fill: var(--text); opacity: .85; font-size: 10.5px; }
 .treemap .heading { font-weight: 600; }
 .timeline { height: 132px; }
 .timeline .tinted { fill: hsl(var(--h) var(--sat) var(--edge)); }
