@@ -149,7 +149,10 @@ class Topology:
     ) -> Topology:
         """Join the job's other ranks. All ranks call it, with a store (or a prefix of one) that only this job uses.
 
+        Where torch.distributed is initialized, `topology=None` of a coordinator does so through the store of the default process group.
+
         Args:
+            store: such as `torch.distributed.TCPStore(host, port, world_size, is_master=rank == 0)`.
             local_rank: number on this host; None: the position among the host's ranks.
             host: name of this host; None: its own. Ranks that give equal names share a node.
 

@@ -26,6 +26,9 @@ _LINE = 22
 """Height of a component's heading in it."""
 _CHAR = 6.8
 """Width of a character, about."""
+_PHONE = 0.3
+"""The width of the treemap on a phone, as a part of that on a wide screen. Texts of class "wide" do not fit there."""
+_MOST_LINES = 4
 _CARD = 200
 """Width of a picture of boxes, at least."""
 
@@ -119,18 +122,39 @@ def _region(key: str, items: Sequence[Item], area: Tile, color: str, num_bytes: 
 
 
 def _tile(one: Item, tile: Tile) -> Markup:
-    label = one.name.removeprefix(f"{one.component}/")
+    name, size = one.name.removeprefix(f"{one.component}/"), decimal(one.num_bytes)
     room = int((0.87 * tile.width - 8) / _CHAR)  # on a narrower screen
-    texts = [_text(_shortened(label, room), 15)] if tile.height > 20 and room >= 5 else []
-    size = decimal(one.num_bytes)
-    texts += [_text(size, 30, "dim small")] if texts and tile.height > 38 and room >= len(size) else []
+    lines = _lines(name, room, int(tile.height - 8) // 15 - 1) if tile.height > 20 and room >= 5 else []
+    on_phones = None if all(len(line) * _CHAR < _PHONE * tile.width for line in lines) else "wide"
+    texts = [_text(line, 15 * number, on_phones) for number, line in enumerate(lines, 1)]
+    if texts and tile.height > 23 + 15 * len(lines) and room >= len(size):
+        texts.append(_text(size, 15 * len(lines) + 15, "dim small" if on_phones is None else "dim small wide"))
     box = _box(tile, tag("rect", width="100%", height="100%"), texts)
     return tag("a", box, href=f"#{one.card}" if one.card else None, data_tip=one.tip())
 
 
-def _shortened(label: str, room: int) -> str:
-    """The end of a name says more than its beginning."""
-    return label if len(label) <= room else f"…{label[len(label) - room + 1 :]}"
+def _lines(name: str, room: int, most: int) -> list[str]:
+    """Break a name behind its dots into lines of at most `room` characters, the last ones if there are too many.
+
+    Example:
+        >>> _lines("h.0.mlp.c_fc.weight", 8, 3), _lines("h.0.mlp.c_fc.weight", 8, 1)
+        (['h.0.mlp.', 'c_fc.', 'weight'], ['…weight'])
+    """
+    lines = [""]
+    for part in name.replace(".", ".\0").split("\0"):
+        if len(lines[-1]) + len(part) > room:
+            lines.append("")
+        while len(part) > room:
+            lines[-1], part = part[:room], part[room:]
+            lines.append("")
+        lines[-1] += part
+    lines = [line for line in lines if line]
+    num_whole = max(1, min(most, _MOST_LINES)) - 1
+    if len(lines) <= num_whole + 1:
+        return lines
+    whole = lines[len(lines) - num_whole :]
+    rest = name[: len(name) - sum(map(len, whole))]
+    return [f"…{rest[1 - room :].lstrip('.')}", *whole]
 
 
 def _box(tile: Tile, *inside: Content) -> Markup:
@@ -163,7 +187,7 @@ def writers(world_size: int, tensors: Sequence[Tensor]) -> Markup:
     each = -(-world_size // _MOST_COLUMNS)
     bins = [range(at, min(at + each, world_size)) for at in range(0, world_size, each)]
     means = [sum(written[rank] for rank in ranks) / len(ranks) for ranks in bins]
-    width = 1 / len(bins)
+    width = 1 / max(len(bins), 6)
     columns = []
     for at, (ranks, mean) in enumerate(zip(bins, means, strict=True)):
         height = mean / max(means)
@@ -171,7 +195,8 @@ def writers(world_size: int, tensors: Sequence[Tensor]) -> Markup:
         place = (at + 0.06) * width, 1 - height, 0.88 * width, height
         columns.append(shape("rect", *place, class_="tinted", style=hue(ranks[0]), data_tip=tip))
         if len(bins) <= _MOST_LABELS:
-            columns.append(tag("text", str(ranks[0]), x=percent((at + 0.5) * width), y="92%", text_anchor="middle"))
+            label = f"rank {ranks[0]}" if len(bins) <= 6 else str(ranks[0])
+            columns.append(tag("text", label, x=percent((at + 0.5) * width), y="92%", text_anchor="middle"))
     all_written = [written[rank] for rank in range(world_size)]
     more = f" {decimal(unknown)} more are in small tensors that several ranks packed together." if unknown else ""
     note = f"A column is a rank. The most: {decimal(max(all_written))}, the least: {decimal(min(all_written))}.{more}"

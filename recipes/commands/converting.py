@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from ckpt.dist_checkpointing.megatron.zarr import is_megatron_zarr
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError
 from ckpt.format.manifest import MANIFEST_NAME, SHARDED
 from ckpt.format.metadata import maybe_load_config, other_format
-from ckpt.format.stored import checkpoints_below, noticing_removal
+from ckpt.format.stored import checkpoints_below, noticing_removal, read_manifest
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import source_at
 from ckpt.loading.other_formats.other_source import format_at
@@ -82,6 +82,7 @@ class ConvertKeys:
     to: str = "zarr"
     component: str | None = "model"
     max_shard_size: str | None = "5GB"
+    config_from: str | None = None
     load: ConvertLoadKeys = field(default_factory=ConvertLoadKeys)
     leave_out_unknown: bool = False
     launch: ConvertLaunchKeys = field(default_factory=ConvertLaunchKeys)
@@ -92,7 +93,7 @@ def keys_of(cfg: DictConfig) -> ConvertKeys:
     """Return the config of the command, its types checked.
 
     Raises:
-        ConfigurationError: src or dst is missing or a URL, or `to` or `max_shard_size` has a wrong value.
+        ConfigurationError: src or dst is missing or a URL, or `to`, `max_shard_size` or `config_from` has a wrong value.
     """
     keys = command_keys(cfg, ConvertKeys, {"src": "the old checkpoint", "dst": "a folder for the new one"})
     if keys.to not in (*_BACKENDS, SAFETENSORS, DCP, TORCH):
@@ -102,6 +103,14 @@ def keys_of(cfg: DictConfig) -> ConvertKeys:
     if keys.launch.nproc_per_node < 1:
         raise ConfigurationError(f"launch.nproc_per_node={keys.launch.nproc_per_node}: expected at least 1")
     shard_bytes(keys.max_shard_size)
+    if keys.config_from is not None:
+        if keys.to != SAFETENSORS:
+            raise ConfigurationError(f"config_from={keys.config_from} is for to={SAFETENSORS}; leave it out")
+        if not any(path.name == "config.json" for path in beside_model(Path(keys.config_from))):
+            raise ConfigurationError(
+                f"config_from={keys.config_from} has no config.json (links are not followed); give the folder that "
+                "config.save_pretrained wrote"
+            )
     return keys
 
 
@@ -182,7 +191,7 @@ def _work(keys: ConvertKeys, source_format: str, topology: Topology) -> Callable
             f"or to={SAFETENSORS} for the tensors alone"
         )
     options = {"allow_pickle": allow_pickle, "leave_out_unknown": keys.leave_out_unknown}
-    return partial(convert_megatron, src, Path(keys.dst), keys.to, **options)
+    return partial(convert_megatron, src, Path(keys.dst), keys.to, **options, bar=partial(_bar, keys))
 
 
 def show(found: Converted, keys: ConvertKeys) -> None:
@@ -225,13 +234,18 @@ def _is_checkpoint(path: Path) -> bool:
     return path.is_dir() and ((path / MANIFEST_NAME).is_file() or is_megatron_zarr(path))
 
 
+def _bar(keys: ConvertKeys, num_bytes: int) -> AbstractContextManager[Callable[[int], None]]:
+    """Return a bar of the bytes that move: what is read, written and read back."""
+    return progress_bar(f"{keys.to}: {printable(keys.dst)}", num_bytes)
+
+
 @contextmanager
 def _shown(keys: ConvertKeys, topology: Topology, num_bytes: int) -> Iterator[None]:
-    """Show the progress of the lead, which does a share like every rank: its bytes are read, written, and read back."""
+    """Show the progress of the lead, which does a share like every rank."""
     if not topology.is_lead:
         yield
         return
-    with progress_bar(f"{keys.to}: {keys.dst}", 3 * num_bytes // topology.world_size) as advance:
+    with _bar(keys, 3 * num_bytes // topology.world_size) as advance:
         topology.on_progress = advance
         try:
             yield
@@ -280,9 +294,11 @@ def _on_ranks(
 
 
 def _cross(keys: ConvertKeys) -> Converted:
-    done = rewrite(Path(keys.src), Path(keys.dst), _BACKENDS[keys.to]())
-    arrays = [entry for entry in done.manifest.arrays.values() if entry.alias_of is None]
+    src = Path(keys.src)
+    arrays = [entry for entry in read_manifest(src).arrays.values() if entry.alias_of is None]
     array_bytes = sum(entry.num_bytes for entry in arrays)
+    with _bar(keys, 3 * array_bytes) as advance:
+        done = rewrite(src, Path(keys.dst), _BACKENDS[keys.to](), progress=advance)
     return _of_components(
         keys, list(done.manifest.components), len(arrays), array_bytes, done.num_files, done.num_bytes
     )
@@ -302,10 +318,14 @@ def _export(keys: ConvertKeys, source_format: str) -> Converted:
         selection = _SELECT[source_format](src, keys.component)
     else:
         selection = select_of_other(_opened(keys, Topology.alone()), src, keys.component)
-    beside = beside_model(src) if source_format == SAFETENSORS and src.is_dir() else []
-    done = export(selection, Path(keys.dst), shard_bytes(keys.max_shard_size), beside=beside)
-    num_files = len(done.files) + (1 if len(done.files) > 1 else 0) + len(beside)
+    if keys.config_from is not None:
+        beside = beside_model(Path(keys.config_from))
+    else:
+        beside = beside_model(src) if source_format == SAFETENSORS and src.is_dir() else []
     tensor_bytes = sum(tensor.num_bytes for tensor in selection.tensors)
+    with _bar(keys, 2 * tensor_bytes) as advance:
+        done = export(selection, Path(keys.dst), shard_bytes(keys.max_shard_size), beside=beside, progress=advance)
+    num_files = len(done.files) + (1 if len(done.files) > 1 else 0) + len(beside)
     left_out = [f"{alias} (tied: it is {first})" for alias, first in selection.aliases.items()]
     changed = [
         *(f"{name}: called {theirs}, for the format cannot call it so" for name, theirs in done.renamed.items()),

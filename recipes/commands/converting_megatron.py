@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePath
@@ -59,11 +60,20 @@ def differences(changed: Sequence[str], left_out: Sequence[str]) -> list[str]:
     return [*(f"  changed  {text}" for text in changed), *(f"  left out {text}" for text in left_out)]
 
 
-def convert_megatron(src: Path, dst: Path, to: str, *, allow_pickle: bool, leave_out_unknown: bool) -> Converted:
+def convert_megatron(
+    src: Path,
+    dst: Path,
+    to: str,
+    *,
+    allow_pickle: bool,
+    leave_out_unknown: bool,
+    bar: Callable[[int], AbstractContextManager[Callable[[int], None]]],
+) -> Converted:
     """Write the checkpoint at `src` in this library's format, verify it, and then rename it to `dst`.
 
     Args:
         to: the name of a strategy of version 1: "zarr" or "tensorstore".
+        bar: shows the progress of a number of bytes, by the function that it yields.
 
     Raises:
         CheckpointExistsError: `dst` exists and is not empty.
@@ -81,13 +91,13 @@ def convert_megatron(src: Path, dst: Path, to: str, *, allow_pickle: bool, leave
             f"{src} holds values of classes that are not built here: {_listed(plain.left_out)}. Leave them out with leave_out_unknown=true"
         )
     state = _state(common, objects, old.tensors)
-    with atomic_directory(dst) as folder:
-        with use_topology(Topology.alone()):
+    array_bytes = sum(one.data.nbytes for pieces in old.tensors.values() for one in pieces if one.data is not None)
+    with bar(2 * array_bytes) as advance, atomic_directory(dst) as folder:
+        with use_topology(Topology.alone(advance)):
             save(state, folder, (to, 1))
-        examined = examine(folder)
+        examined = examine(folder, progress=advance)
         if examined.problems:
             raise StorageError(f"what was written for {dst} is not what is read back: {examined.problems[0]}")
-    array_bytes = sum(one.data.nbytes for pieces in old.tensors.values() for one in pieces if one.data is not None)
     names = [str(key) for key in common]
     left_out = [*(f"{path} (of no known meaning)" for path in old.others), *plain.left_out]
     held: dict[str, Any] = {"arrays": len(old.tensors), "array_bytes": array_bytes, "objects": len(objects)}

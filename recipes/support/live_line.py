@@ -19,6 +19,11 @@ _WINDOW = 20
 _LEAST_BAR, _LONGEST_BAR = 10, 40
 
 
+def samples_a_second(speed: float) -> str:
+    """Return such as "1,200 samples/s" or "0.03 samples/s"."""
+    return f"{speed:,.0f} samples/s" if speed >= 10 else f"{speed:.2f} samples/s"
+
+
 class LiveLine:
     """Draws the line anew at each step; while bytes move, and a step is long, a thread does. Ends of saves and loads are lines above it.
 
@@ -100,7 +105,7 @@ class LiveLine:
         parts = [self._loss]
         left_s = ""
         if speed := self.samples_s:
-            parts.append(f"{speed:,.0f} samples/s" if speed >= 10 else f"{speed:.2f} samples/s")
+            parts.append(samples_a_second(speed))
             left_s = _clock((self._steps - self._step) * self._batch_size / speed)
         parts.append(self._moving or self._last_save)
         head, tail = f"step {self._step}/{self._steps}", "  ".join(filter(None, parts))

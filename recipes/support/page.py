@@ -242,7 +242,7 @@ _STYLE = """
 :root {
   color-scheme: light dark;
   --page: #ffffff; --panel: #f6f6f9; --line: #e2e3ea; --text: #1c1e26; --dim: #636a79; --accent: #5a45d6; --bar: #a99df0;
-  --best: #23a36d; --range: #1c1e26; --bad: #b3261e; --bad-panel: #fdf0ef; --good-panel: #eefaf4; --sat: 62%; --lum: 80%; --edge: 58%;
+  --best: #17804f; --range: #1c1e26; --bad: #b3261e; --bad-panel: #fdf0ef; --good-panel: #eefaf4; --sat: 62%; --lum: 80%; --edge: 58%;
 }
 @media (prefers-color-scheme: dark) {
   :root {
@@ -269,9 +269,9 @@ code { font: 13px/1.4 ui-monospace, monospace; overflow-wrap: anywhere; }
 .advice { margin: 16px 0 0; padding: 10px 14px; border-left: 3px solid var(--best); border-radius: 0 6px 6px 0;
   background: var(--good-panel); }
 .advice + .advice { margin-top: 8px; }
-.facts { display: flex; flex-wrap: wrap; gap: 1px; margin: 18px 0 0; border: 1px solid var(--line); border-radius: 8px; overflow: hidden;
-  background: var(--line); }
-.facts div { flex: 1 1 130px; min-width: 0; padding: 8px 12px; background: var(--page); }
+.facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(190px, 1fr)); margin: 18px 0 0; border: 1px solid var(--line);
+  border-radius: 8px; overflow: hidden; }
+.facts div { min-width: 0; margin: 0 -1px -1px 0; padding: 8px 12px; border: solid var(--line); border-width: 0 1px 1px 0; }
 dt { color: var(--dim); font-size: 12.5px; }
 dd { margin: 0; font-weight: 550; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 .scrolls { overflow: auto; max-height: 78vh; margin-top: 12px; border: 1px solid var(--line); border-radius: 8px; }
@@ -317,7 +317,7 @@ strong.best { color: var(--best); }
 .treemap { height: 520px; border-radius: 8px; }
 .treemap rect, .picture rect { stroke: var(--page); stroke-width: 1px; }
 .treemap a:hover rect, .picture rect:hover, .timeline g:hover rect { stroke: var(--text); stroke-width: 1.5px; }
-.treemap .small { font-size: 10.5px; }
+.treemap .small { fill: var(--text); opacity: .85; font-size: 10.5px; }
 .treemap .heading { font-weight: 600; }
 .timeline { height: 132px; }
 .timeline .tinted { fill: hsl(var(--h) var(--sat) var(--edge)); }
@@ -352,7 +352,11 @@ footer { margin-top: 44px; color: var(--dim); font-size: 12.5px; }
     border: 0; text-align: left; white-space: normal; }
   table:not(.grid) td:empty { display: none; }
   table:not(.grid) td[data-label]::before { content: attr(data-label); color: var(--dim); }
+  .facts { grid-template-columns: repeat(auto-fill, minmax(140px, 1fr)); }
+  .scrolls { max-height: none; }
+  input + .scrolls { max-height: 78vh; }
   .treemap { height: 360px; }
+  .treemap .wide { display: none; }
 }
 """
 

@@ -51,7 +51,7 @@ def progress_bar(what: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
 
     Args:
         what: stands before the bar.
-        num_bytes: in all.
+        num_bytes: in all, about: the bar stays full while more move.
     """
     if not sys.stderr.isatty():
         yield lambda moved: None
@@ -64,7 +64,7 @@ def progress_bar(what: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
 
     def show(moved: int, _: float) -> None:
         bar.start()  # does nothing the second time
-        bar.update(task, completed=moved, refresh=True)
+        bar.update(task, completed=min(moved, num_bytes), refresh=True)
 
     try:
         with watched(show) as count:

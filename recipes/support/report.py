@@ -21,7 +21,7 @@ from ckpt.ranks.topology import Topology
 from ckpt.saving.prepared_save import SaveReport
 from recipes.support import CONF
 from recipes.support.config import GIVEN, by_dotted_key, values_of
-from recipes.support.live_line import LiveLine
+from recipes.support.live_line import LiveLine, samples_a_second
 from recipes.support.metrics import Metrics
 from recipes.support.progress import SHOWN_AFTER_S
 
@@ -29,6 +29,8 @@ SUMMARY_NAME = "summary.json"
 
 _FOLDER_KEYS = ("run_name", "output_dir", "run_dir")
 """The keys of a run's folder, and what else depends on them is below it."""
+
+_TARGET = "._target_"
 
 _LINES = 12
 """About the number of lines that a run prints where there is no live line."""
@@ -216,7 +218,7 @@ class Report:
             first, last = summary.losses[0], summary.losses[-1]
             speed = len(summary.losses) * self.cfg["train"]["batch_size"] / took
             self._say(
-                f"trained {len(summary.losses)} of {self.steps} steps in {took:.1f} s, {speed:.1f} samples/s, "
+                f"trained {len(summary.losses)} of {self.steps} steps in {took:.1f} s, {samples_a_second(speed)}, "
                 f"loss {first:.4f} -> {last:.4f}"
             )
         self._say(f"state digest {summary.state_digest}, summary in {path}")
@@ -255,7 +257,8 @@ class Report:
 def config_differences(saved: str, now: Mapping[str, Any]) -> list[str]:
     """Return a line for each key whose value differs from the checkpoint's config.yaml; one line if that file is no config.
 
-    `resume` is left out. The keys of the run's folder, and of paths in it, share the last line.
+    `resume` is left out. The keys of the run's folder, and of paths in it, share the last line. Another choice of a group is one line
+    with the names of both choices; keys that only one of them has are not named. Components follow from the layout, and share its line.
     """
     try:
         before = values_of(saved)
@@ -270,11 +273,35 @@ def config_differences(saved: str, now: Mapping[str, Any]) -> list[str]:
     ]
     moved = [key for key in _FOLDER_KEYS if key in differing]
     moved += [key for key in differing if key not in moved and _has_moved(before, after, key)]
-    lines = [_difference(before, after, key) for key in differing if key not in moved]
+    groups = [
+        key.removesuffix(_TARGET) for key in differing if key.endswith(_TARGET) and key in before and key in after
+    ]
+    told = [*moved]
+    lines = []
+    for group in groups:
+        told += [f"{group}{_TARGET}"]
+        told += [key for key in differing if key.startswith(f"{group}.") and (key in before) != (key in after)]
+        follow = [key for key in differing if key.startswith("components.")] if group == "parallel" else []
+        told += follow
+        choices = [_choice(group, str(values[f"{group}{_TARGET}"])) for values in (before, after)]
+        lines.append(f"{group}: {' -> '.join(choices)}{_with_it(follow)}")
+    lines += [_difference(before, after, key) for key in differing if key not in told]
     if moved:
-        others = f", and with it {', '.join(moved[1:])}" if moved[1:] else ""
-        lines.append(_difference(before, after, moved[0]) + others)
+        lines.append(_difference(before, after, moved[0]) + _with_it(moved[1:]))
     return lines
+
+
+def _with_it(keys: Sequence[str]) -> str:
+    return f", and with it {', '.join(keys)}" if keys else ""
+
+
+@functools.cache
+def _choice(group: str, target: str) -> str:
+    """Return the name of the choice of a group that makes an object of this class; the class if there is no such choice."""
+    for file in sorted(CONF.glob(f"{group}/*.yaml")):
+        if OmegaConf.load(file).get("_target_") == target:
+            return file.stem
+    return target
 
 
 def _has_moved(before: Mapping[str, Any], after: Mapping[str, Any], key: str) -> bool:

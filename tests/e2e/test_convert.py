@@ -7,7 +7,8 @@ import json
 import shutil
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,11 @@ def test_values_that_only_the_old_program_has_are_refused_by_name_or_left_out(
         (["src={src}", "dst={dst}", "max_shard_size=0"], "max_shard_size=0: expected a size such as 5GB, 500MiB or "),
         (["src={src}", "dst={src}", "load.allow_pickle=true"], "dst={src} exists and is not empty; choose another, "),
         (["src={src}", "dst={src}/common.pt", "load.allow_pickle=true"], "dst={src}/common.pt exists and is not empty"),
+        (
+            ["src={src}", "dst={dst}", "to=safetensors", "config_from={src}"],
+            "config_from={src} has no config.json (links are not followed); give the folder that config.save_pretrained",
+        ),
+        (["src={src}", "dst={dst}", "config_from={src}"], "config_from={src} is for to=safetensors; leave it out"),
         (["src={src}", "dst={dst}", "load.pickle=true"], "load.pickle: there is no such key"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -299,6 +305,7 @@ def test_help_says_what_it_does_and_names_every_key(convert: Command) -> None:
         "to=zarr",
         "component=model",
         "max_shard_size=5GB",
+        "config_from=null",
         "load.allow_pickle=false",
         "leave_out_unknown=false",
         "launch.nproc_per_node=1",
@@ -351,6 +358,35 @@ def test_a_model_becomes_a_plain_file_that_a_model_is_made_of(convert: Command, 
     )
     cut = {key: value for name in names for key, value in load_file(tmp_path / "cut" / name).items()}
     assert cut.keys() == found.keys() and all(same_bits(cut[key], found[key]) for key in cut)
+
+
+@pytest.mark.parametrize("to", ["zarr", "tensorstore", "kimi-engine", "safetensors", "torch", "megatron"])
+def test_every_conversion_moves_a_bar_to_its_end(
+    convert: Command, tp2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    in_all, moved = 0, 0
+
+    @contextmanager
+    def bar(what: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
+        nonlocal in_all
+        assert what.endswith(f": {tmp_path / 'new'}")
+        in_all += num_bytes
+        yield count
+
+    def count(num_bytes: int) -> None:
+        nonlocal moved
+        moved += num_bytes
+
+    monkeypatch.setattr("recipes.commands.converting.progress_bar", bar)
+    if to == "megatron":
+        command = list(overrides_of(tp2, tmp_path / "new"))
+    else:
+        with Checkpointer(tmp_path / "own", model=torch.nn.Linear(300, 400), save_rng=False) as checkpoints:
+            command = [f"src={checkpoints.save(1)}", f"dst={tmp_path / 'new'}", f"to={to}"]
+    code, _, err = convert(*command)
+    assert (code, err) == (0, "") and in_all > 0
+    assert moved > 0.9 * in_all
+    assert moved < 1.2 * in_all or to == "megatron", "the golden tensors are smaller than their metadata"
 
 
 def test_tensors_of_megatron_core_become_a_plain_file_and_its_pickles_are_not_read(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,25 @@ def test_from_pretrained_reads_what_a_checkpointer_saved(tmp_path: Path, name: s
     with Checkpointer(tmp_path / "own", model=model) as checkpoints:
         src = checkpoints.save(1)
     assert src is not None
-    told = converted(Path(src), tmp_path / "plain", to="safetensors", max_shard_size=size)
+    model.config.save_pretrained(tmp_path / "config")
+    keys = {"max_shard_size": size, "config_from": str(tmp_path / "config")}
+    told = converted(Path(src), tmp_path / "plain", to="safetensors", **keys)
     assert (tmp_path / "plain" / "model.safetensors.index.json").exists() == (size != "5GB")
     assert len(told["held"]["left_out"]) == (name == TIED)
-    model.config.save_pretrained(tmp_path / "plain")
+    assert told["held"]["copied"] == ["config.json"]
     found, info = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", output_loading_info=True)
+    assert not any(info.values()), info
+    require_same(found, model, name)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_from_pretrained_reads_the_model_of_one_rank_in_a_checkpoint_of_kimi_engine(tmp_path: Path, name: str) -> None:
+    model = made(name, 0)
+    with Checkpointer(tmp_path / "own", model=model, format="kimi-engine") as checkpoints:
+        folder = Path(str(checkpoints.save(1)), "model")
+    copy = shutil.copytree(folder, tmp_path / "plain")
+    model.config.save_pretrained(copy)
+    found, info = AutoModelForCausalLM.from_pretrained(copy, output_loading_info=True)
     assert not any(info.values()), info
     require_same(found, model, name)
 

@@ -10,6 +10,7 @@ import pytest
 from ckpt.catalog.incremental import DiskUse
 from ckpt.format.manifest import ArrayEntry, CheckpointManifest
 from recipes.commands.checkpoint_page import checkpoint_sections
+from recipes.commands.checkpoint_pictures import _lines
 from recipes.support.page import page
 from tests.pages import HOSTILE, SHOWN, Element, manifest, parsed, rows, whole
 
@@ -70,6 +71,23 @@ def test_the_treemap_has_the_bytes_as_areas_and_leads_to_pictures() -> None:
     assert sum(areas.values()) > 0.9
     assert [tile.attributes.get("href") for tile in tiles.values()] == [None, "#cut-0", "#cut-0"]
     assert {one.text for one in treemap.all("text", "heading")} == {"model  20.0 kB, 50%", "optimizer  20.0 kB, 50%"}
+
+
+@pytest.mark.parametrize(
+    ("room", "most", "lines"),
+    [
+        (40, 3, ["state.h.0.mlp.c_fc.weight.exp_avg_sq"]),
+        (14, 3, ["state.h.0.mlp.", "c_fc.weight.", "exp_avg_sq"]),
+        (14, 2, ["…c_fc.weight.", "exp_avg_sq"]),
+        (11, 0, ["…exp_avg_sq"]),
+        (6, 3, ["…ight.", "exp_av", "g_sq"]),
+    ],
+)
+def test_a_name_is_broken_behind_its_dots_and_its_end_is_shown_where_room_is_short(
+    room: int, most: int, lines: list[str]
+) -> None:
+    assert _lines("state.h.0.mlp.c_fc.weight.exp_avg_sq", room, most) == lines
+    assert all(len(line) <= room for line in lines)
 
 
 def test_each_box_names_its_writer_and_each_rank_its_bytes() -> None:

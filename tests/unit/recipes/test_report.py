@@ -54,6 +54,23 @@ def test_a_key_that_the_coordinator_repeats_is_listed_once() -> None:
     ]
 
 
+def test_another_layout_is_one_line_that_names_both() -> None:
+    def run(layout: str, pattern: str, **own: object) -> dict[str, object]:
+        component = {"_target_": "ckpt.StateComponent", "sharing_pattern": pattern}
+        target = f"recipes.training.parallel.{layout}"
+        return {"parallel": {"_target_": target, **own}, "components": {"model": component}, "train": {"steps": 3}}
+
+    saved = OmegaConf.to_yaml(OmegaConf.create(run("replicated.DataParallel", "replicated", exact_resume=True)))
+    now = run("sharded.FullySharded", "sharded", dp=None) | {"train": {"steps": 6}}
+    assert config_differences(saved, now) == [
+        "parallel: ddp -> fsdp, and with it components.model.sharing_pattern",
+        "train.steps: 3 -> 6",
+    ]
+    assert config_differences(saved, run("mine.Own", "replicated"))[0] == (
+        "parallel: ddp -> recipes.training.parallel.mine.Own"
+    )
+
+
 @pytest.mark.parametrize(
     ("run_name", "output_dir", "says"),
     [
