@@ -450,8 +450,13 @@ def _as_step(value: Any) -> Any:
 def _same_memory(current: Any, loaded: Any) -> bool:
     if not isinstance(current, torch.Tensor) or not isinstance(loaded, torch.Tensor):
         return False
-    mine, theirs = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in map(local_tensor, (current, loaded)))
-    return mine == theirs
+    mine, theirs = local_tensor(current), local_tensor(loaded)
+    return (
+        mine.data_ptr() == theirs.data_ptr()
+        and mine.dtype == theirs.dtype
+        and mine.shape == theirs.shape
+        and mine.stride() == theirs.stride()
+    )
 
 
 def _equal_options(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

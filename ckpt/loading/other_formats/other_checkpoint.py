@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,11 +27,13 @@ Step = str | int | tuple[Any, Literal["key", "tuple"]]
 
 _ALIGNED_BYTES = 16
 """A multiple of every element's size."""
+_NO_ARRAY = ArraySpec("", "", (), ())
+"""In the place of the array of a part whose bytes are raw: no library decodes it."""
 _CHUNK_BITS = 36
 """A tensor has fewer chunks than 2^36, and a checkpoint fewer tensors than 2^26."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: see ReadRequest
 class FilePiece:
     """A part of a tensor that lies in one file.
 
@@ -60,7 +63,7 @@ class Encoded:
     read: Callable[[Box, torch.Tensor], None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: see ReadRequest
 class OtherTensor:
     """A tensor of the checkpoint.
 
@@ -127,16 +130,25 @@ class OtherCheckpoint:
         self._maps: dict[str, mmap.mmap] = {}
         self._chunks: dict[tuple[str, int], ChunkExtent] = {}
         self._encoded: dict[tuple[str, int], ChunkExtent] = {}
-        self._numbers = {name: number for number, name in enumerate(self.tensors)}
 
-    def parts(self, request: ReadRequest) -> Iterator[StoredPart]:
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.tensors)}
+
+    def parts(self, request: ReadRequest) -> Iterable[StoredPart]:
         """See `Stored.parts`.
 
         Raises:
             CorruptCheckpointError: the pieces do not tile the box.
         """
         pieces = self._pieces_of(request.name)
-        return self._encoded_parts(request, pieces) if isinstance(pieces, Encoded) else self._raw_parts(request, pieces)
+        if isinstance(pieces, Encoded):
+            return self._encoded_parts(request, pieces)
+        if (
+            len(pieces) == 1 and pieces[0].box == request.box and 0 not in request.box.shape
+        ):  # a fast path, for most tensors
+            return [self._raw_part(request, pieces[0], request.box, request.out)]
+        return self._raw_parts(request, pieces)
 
     def hold(self, name: str, path: tuple[Step, ...], tensor: torch.Tensor) -> None:
         """Add a tensor that a value holds, and that has been read with it. All ranks that read it add the same, in the same order."""
@@ -175,7 +187,6 @@ class OtherCheckpoint:
         return found
 
     def _raw_parts(self, request: ReadRequest, pieces: Sequence[FilePiece]) -> Iterator[StoredPart]:
-        tensor = self.tensors[request.name]
         num_found = 0
         for piece in pieces:
             wanted = overlap(piece.box, request.box)
@@ -183,14 +194,19 @@ class OtherCheckpoint:
                 continue
             num_found += wanted.num_elements
             out = request.out if wanted == request.box else request.out[wanted.relative_to(request.box).slices]
-            inside = whole(wanted.shape) if wanted == piece.box else wanted.relative_to(piece.box)
-            chunk = self._chunk_around(piece, tensor.dtype)
-            part = WantedBox(piece.offset - chunk.offset, piece.box.shape, inside, out, request.label)
-            yield StoredPart(chunk, part, ArraySpec(request.name, tensor.dtype, tensor.shape, ()), "raw", wanted)
+            yield self._raw_part(request, piece, wanted, out)
         if num_found != request.box.num_elements:
             raise CorruptCheckpointError(
                 f"{request.label}: the pieces in {self.root} hold {num_found} of the {request.box.num_elements} elements of {request.box}"
             )
+
+    def _raw_part(self, request: ReadRequest, piece: FilePiece, wanted: Box, out: torch.Tensor) -> StoredPart:
+        """A part of a request that lies in one piece."""
+        box = piece.box
+        inside = whole(wanted.shape) if wanted == box else wanted.relative_to(box)
+        chunk = self._chunk_around(piece, self.tensors[request.name].dtype)
+        part = WantedBox(piece.offset - chunk.offset, box.shape, inside, out, request.label)
+        return StoredPart(chunk, part, _NO_ARRAY, "raw", wanted)
 
     def _encoded_parts(self, request: ReadRequest, encoded: Encoded) -> Iterator[StoredPart]:
         tensor = self.tensors[request.name]
@@ -218,17 +234,18 @@ class OtherCheckpoint:
             CorruptCheckpointError: the file is missing, or too short.
         """
         at = piece.file, piece.offset % _ALIGNED_BYTES
-        if at not in self._chunks:
+        chunk = self._chunks.get(at)
+        if chunk is None:
             with folder_with(self.root, piece.file) as folder:
                 size = folder.stat(piece.file).st_size
-            self._chunks[at] = ChunkExtent(*at, max(0, size - at[1]), ())
-        chunk = self._chunks[at]
+            chunk = self._chunks[at] = ChunkExtent(*at, max(0, size - at[1]), ())
         if piece.offset + piece.box.num_elements * item_bytes(dtype) > chunk.offset + chunk.length:
             raise CorruptCheckpointError(f"{self.root / piece.file} was cut off", file=piece.file)
         return chunk
 
     def _pieces_of(self, name: str) -> list[FilePiece] | Encoded:
-        if name not in self._pieces:
+        pieces = self._pieces.get(name)
+        if pieces is None:
             pieces = self.tensors[name].pieces()
             if (
                 isinstance(pieces, list)
@@ -239,4 +256,4 @@ class OtherCheckpoint:
                     f"{self.root}: of {name} two pieces overlap: {meeting[0]} and {meeting[1]}"
                 )
             self._pieces[name] = pieces
-        return self._pieces[name]
+        return pieces

@@ -33,9 +33,13 @@ def open_safetensors(path: Path) -> OtherCheckpoint:
     for file in [path.name] if path.is_file() else _files_of(root):
         shard = read_shard(root / file)
         for _, dtype, (key, shape, box), start in shard.entries:
-            parts = pieces.setdefault(key, [])
-            parts.append(FilePiece(box, file, shard.data_start + start))
-            one = tensors.setdefault(key, OtherTensor((key,), dtype, shape, parts.copy))
+            piece = FilePiece(box, file, shard.data_start + start)
+            if key not in tensors:
+                pieces[key] = [piece]
+                tensors[key] = OtherTensor((key,), dtype, shape, pieces[key].copy)
+                continue
+            pieces[key].append(piece)
+            one = tensors[key]
             if (one.dtype, one.shape) != (dtype, shape):
                 raise CorruptCheckpointError(
                     f"{root}: the tensor {key!r} is {one.dtype} {list(one.shape)} in one file, and {dtype} {list(shape)} in another",
