@@ -79,10 +79,18 @@ class SafetensorsFile:
 
     Attributes:
         data_start: offset of the first tensor in the file, after the header.
+        rows: name in the file, data type, key, shape of the whole tensor, box, and offset after the header, of each entry. Plain
+            tuples, for there may be very many.
     """
 
     data_start: int
-    entries: Sequence[Entry]
+    rows: Sequence[tuple[str, str, str, tuple[int, ...], Box, int]]
+
+    @property
+    def entries(self) -> list[Entry]:
+        return [
+            Entry(name, dtype, Content(key, shape, box), start) for name, dtype, key, shape, box, start in self.rows
+        ]
 
 
 def entries_of(dtype: str, contents: Iterable[Content], start: int) -> list[Entry]:
@@ -191,7 +199,7 @@ def read_shard(path: Path) -> SafetensorsFile:
     """
     with _refusing(path):
         data_start, rows, notes, size = _read_rows(path)
-        return SafetensorsFile(data_start, _entries(rows, notes, size - data_start))
+        return SafetensorsFile(data_start, _checked(rows, notes, size - data_start))
 
 
 def _read_rows(path: Path) -> tuple[int, dict[str, HeaderRow], _Notes, int]:
@@ -228,13 +236,14 @@ def _usual_header(data: bytes) -> tuple[dict[str, HeaderRow], dict[str, str]] | 
     """Parse a header in which every row has its three keys alone, in half of the time; None: it is another one, or damaged."""
     try:
         texts = decode(data, dict[str, msgspec.Raw])
-        metadata = decode(bytes(texts.pop(_METADATA, b"null")), dict[str, str] | None)
+        noted = texts.pop(_METADATA, None)
+        metadata = {} if noted is None else decode(bytes(noted), dict[str, str])
         rows = decode(b"[" + b",".join(texts.values()) + b"]", list[HeaderRow])
     except (ValueError, RecursionError):
         return None
     # With fewer keys than these it could not be decoded; a key that stands twice, or is unknown, makes it more.
-    expected = len(rows) * (1 + len(HeaderRow.__struct_fields__)) + (0 if metadata is None else 1 + len(metadata))
-    return (dict(zip(texts, rows, strict=True)), metadata or {}) if num_keys(data) == expected else None
+    expected = len(rows) * (1 + len(HeaderRow.__struct_fields__)) + len(metadata) + (noted is not None)
+    return (dict(zip(texts, rows, strict=True)), metadata) if num_keys(data) == expected else None
 
 
 def parse_any_header(data: bytes, where: str) -> tuple[dict[str, HeaderRow], dict[str, str]]:
@@ -280,22 +289,25 @@ def _form(dtype: str, shape: Shape) -> _Form:
     return _Form(ours, whole(shape), min(math.prod(shape) * item_bytes(ours), MAX_INT))
 
 
-def _entries(rows: Mapping[str, HeaderRow], notes: _Notes, num_bytes: int) -> list[Entry]:
+def _checked(
+    rows: Mapping[str, HeaderRow], notes: _Notes, num_bytes: int
+) -> list[tuple[str, str, str, tuple[int, ...], Box, int]]:
+    """Return `SafetensorsFile.rows`, all of whose bytes lie in a file of so many bytes, and apart."""
     forms: dict[tuple[str, Shape], _Form] = {}  # there are few
-    entries, sizes = [], []
+    checked, sizes = [], []
     for name, row in rows.items():
         stored = row.dtype, row.shape
         form = forms.get(stored) or forms.setdefault(stored, _form(*stored))
         dtype, box, size = form
-        content = Content(name, box.shape, box)
+        key, shape = name, box.shape
         if name in notes.pairs or name in notes.parts:
-            dtype, content = _noted(name, form, notes)
-        entries.append(Entry(name, dtype, content, row.data_offsets[0]))
+            dtype, (key, shape, box) = _noted(name, form, notes)
+        checked.append((name, dtype, key, shape, box, row.data_offsets[0]))
         sizes.append(size)
     places = np.array([row.data_offsets for row in rows.values()], np.int64).reshape(-1, 2)
     if not are_sound(places, np.array(sizes, np.int64), num_bytes):
         _refuse_places(rows, sizes, num_bytes)
-    return entries
+    return checked
 
 
 def _noted(name: str, stored: _Form, notes: _Notes) -> tuple[str, Content]:

@@ -244,7 +244,7 @@ def in_flight_bytes(max_in_flight_mib: int) -> int:
 
 def bytes_of(requests: Sequence[ReadRequest]) -> int:
     """The bytes that requests want."""
-    return sum(request.out.numel() * request.out.element_size() for request in requests)
+    return sum([request.out.nbytes for request in requests])
 
 
 def by_chunk(requests: Sequence[ReadRequest], checkpoint: Stored) -> list[list[StoredPart]]:

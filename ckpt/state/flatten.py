@@ -92,8 +92,12 @@ def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any,
     root: dict[Any, Any] = {}
     with _refusing("a path in plain.json"):
         for key, value in leaves.items():
-            _put(root, paths[key], value)
-        return {key: _close(child) for key, child in root.items()}
+            path = paths[key]
+            if len(path) == 1 and type(path[0]) is str and type(value) is not dict:  # a fast path, for most tensors
+                root[path[0]] = value
+            else:
+                _put(root, path, value)
+        return {key: _close(child) if isinstance(child, dict) else child for key, child in root.items()}
 
 
 def path_to_json(path: Path) -> list[Any]:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
-from torch._utils import _unflatten_dense_tensors
 
-from ckpt.format.box import Box
+from ckpt.format.box import Box, whole
 from ckpt.format.dtypes import as_integers, raw_bytes
 
 SMALL_BYTES = 64 << 10
@@ -86,7 +85,7 @@ class TensorRun:
         ends = (self._starts[last] if last < len(self._starts) else self.stop) - start
         outs = [part.out for part in self.parts[first:last]]
         # Loops in C++: a few kernels on a device, and on the host half of the time of a loop here.
-        values = _unflatten_dense_tensors(memory[begins:ends].view(self.part.out.dtype), outs)
+        values = torch._C._nn.unflatten_dense_tensors(memory[begins:ends].view(self.part.out.dtype), outs)
         if self.part.out.device.type != "cpu" and memory.device.type != "cpu":
             torch._foreach_copy_([as_integers(out.detach()) for out in outs], [as_integers(one) for one in values])
         else:
@@ -116,8 +115,7 @@ def find_runs(parts: Iterable[WantedBox]) -> tuple[list[TensorRun], list[WantedB
     for part in sorted(parts, key=attrgetter("base")):
         out = part.out
         num_bytes = out.nbytes
-        wants_all = part.box.shape == part.region and not any(part.box.offsets)
-        if 0 < num_bytes <= SMALL_BYTES and wants_all and out.is_contiguous():
+        if 0 < num_bytes <= SMALL_BYTES and part.box == whole(part.region) and out.is_contiguous():
             if part.base != at or out.dtype != dtype or out.device != device:
                 _close(run, runs, others)
                 run, dtype, device = [], out.dtype, out.device

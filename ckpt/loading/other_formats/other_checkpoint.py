@@ -47,6 +47,10 @@ class FilePiece:
     file: str
     offset: int
 
+    def __call__(self) -> list[FilePiece]:
+        """See `OtherTensor.pieces`."""
+        return [self]
+
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
@@ -70,7 +74,8 @@ class OtherTensor:
     Attributes:
         path: steps from the whole state dict to it.
         dtype: a Zarr v3 data type name.
-        pieces: finds its pieces; called once, when they are first read. They tile the tensor, or the checkpoint is damaged.
+        pieces: finds its pieces; called once, when they are first read. They tile the tensor, or the checkpoint is damaged. Of a tensor
+            in one piece it may be the piece itself.
         memory: equal for tensors that are one, as tied weights are; None: it is not known.
     """
 
@@ -141,14 +146,13 @@ class OtherCheckpoint:
         Raises:
             CorruptCheckpointError: the pieces do not tile the box.
         """
+        piece, box, out = self.tensors[request.name].pieces, request.box, request.out
+        if type(piece) is FilePiece and piece.box == box and out.nbytes:  # a fast path, for many small tensors
+            chunk = self._chunk_around(piece.file, piece.offset, out.nbytes)
+            part = WantedBox(piece.offset - chunk.offset, box.shape, whole(box.shape), out, request.label)
+            return (StoredPart(chunk, part, _NO_ARRAY, "raw", box),)
         pieces = self._pieces_of(request.name)
-        if isinstance(pieces, Encoded):
-            return self._encoded_parts(request, pieces)
-        if (
-            len(pieces) == 1 and pieces[0].box == request.box and 0 not in request.box.shape
-        ):  # a fast path, for most tensors
-            return [self._raw_part(request, pieces[0], request.box, request.out)]
-        return self._raw_parts(request, pieces)
+        return self._encoded_parts(request, pieces) if isinstance(pieces, Encoded) else self._raw_parts(request, pieces)
 
     def hold(self, name: str, path: tuple[Step, ...], tensor: torch.Tensor) -> None:
         """Add a tensor that a value holds, and that has been read with it. All ranks that read it add the same, in the same order."""
@@ -178,7 +182,7 @@ class OtherCheckpoint:
             return [(whole(tensor.shape), values)]
         found = []
         for box, file, offset in ((one.box, one.file, one.offset) for one in pieces if one.box.num_elements):
-            self._chunk_around(FilePiece(box, file, offset), tensor.dtype)
+            self._chunk_around(file, offset, box.num_elements * dtype.itemsize)
             if file not in self._maps:
                 with folder_with(self.root, file) as folder, folder.stream(file) as stream:
                     self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -187,6 +191,7 @@ class OtherCheckpoint:
         return found
 
     def _raw_parts(self, request: ReadRequest, pieces: Sequence[FilePiece]) -> Iterator[StoredPart]:
+        tensor = self.tensors[request.name]
         num_found = 0
         for piece in pieces:
             wanted = overlap(piece.box, request.box)
@@ -194,19 +199,14 @@ class OtherCheckpoint:
                 continue
             num_found += wanted.num_elements
             out = request.out if wanted == request.box else request.out[wanted.relative_to(request.box).slices]
-            yield self._raw_part(request, piece, wanted, out)
+            inside = whole(wanted.shape) if wanted == piece.box else wanted.relative_to(piece.box)
+            chunk = self._chunk_around(piece.file, piece.offset, piece.box.num_elements * item_bytes(tensor.dtype))
+            part = WantedBox(piece.offset - chunk.offset, piece.box.shape, inside, out, request.label)
+            yield StoredPart(chunk, part, _NO_ARRAY, "raw", wanted)
         if num_found != request.box.num_elements:
             raise CorruptCheckpointError(
                 f"{request.label}: the pieces in {self.root} hold {num_found} of the {request.box.num_elements} elements of {request.box}"
             )
-
-    def _raw_part(self, request: ReadRequest, piece: FilePiece, wanted: Box, out: torch.Tensor) -> StoredPart:
-        """A part of a request that lies in one piece."""
-        box = piece.box
-        inside = whole(wanted.shape) if wanted == box else wanted.relative_to(box)
-        chunk = self._chunk_around(piece, self.tensors[request.name].dtype)
-        part = WantedBox(piece.offset - chunk.offset, box.shape, inside, out, request.label)
-        return StoredPart(chunk, part, _NO_ARRAY, "raw", wanted)
 
     def _encoded_parts(self, request: ReadRequest, encoded: Encoded) -> Iterator[StoredPart]:
         tensor = self.tensors[request.name]
@@ -227,20 +227,20 @@ class OtherCheckpoint:
         assert isinstance(encoded, Encoded), "raw chunks are not decoded"
         encoded.read(box, out)
 
-    def _chunk_around(self, piece: FilePiece, dtype: str) -> ChunkExtent:
+    def _chunk_around(self, file: str, offset: int, num_bytes: int) -> ChunkExtent:
         """Take as a chunk all of the file in which elements are aligned like this piece: neighbours are read at once.
 
         Raises:
             CorruptCheckpointError: the file is missing, or too short.
         """
-        at = piece.file, piece.offset % _ALIGNED_BYTES
+        at = file, offset % _ALIGNED_BYTES
         chunk = self._chunks.get(at)
         if chunk is None:
-            with folder_with(self.root, piece.file) as folder:
-                size = folder.stat(piece.file).st_size
+            with folder_with(self.root, file) as folder:
+                size = folder.stat(file).st_size
             chunk = self._chunks[at] = ChunkExtent(*at, max(0, size - at[1]), ())
-        if piece.offset + piece.box.num_elements * item_bytes(dtype) > chunk.offset + chunk.length:
-            raise CorruptCheckpointError(f"{self.root / piece.file} was cut off", file=piece.file)
+        if offset + num_bytes > chunk.offset + chunk.length:
+            raise CorruptCheckpointError(f"{self.root / file} was cut off", file=file)
         return chunk
 
     def _pieces_of(self, name: str) -> list[FilePiece] | Encoded:

@@ -123,14 +123,16 @@ class OtherSource:
         entries: dict[str, ArrayEntry] = {}
         alike: dict[tuple[str, tuple[int, ...]], ArrayEntry] = {}
         first: dict[Hashable, str] = {}
+        tensors = self._checkpoint.tensors
         for key, name in names.items():
-            one = self._checkpoint.tensors[name]
-            tied = key if one.memory is None else first.setdefault(one.memory, key)
-            if tied != key:
-                entries[key] = ArrayEntry(one.dtype, one.shape, alias_of=f"{component.key}/{tied}")
-                continue
+            one = tensors[name]
             form = one.dtype, one.shape
-            entries[key] = alike.get(form) or alike.setdefault(form, ArrayEntry(*form))
+            entry = alike.get(form)
+            if entry is None:
+                entry = alike[form] = ArrayEntry(*form)
+            if one.memory is not None and (tied := first.setdefault(one.memory, key)) != key:
+                entry = ArrayEntry(*form, alias_of=f"{component.key}/{tied}")
+            entries[key] = entry
         return entries
 
     def rows(self, component: StateComponent, prefix: str) -> Rows:
@@ -146,12 +148,11 @@ class OtherSource:
 
     def prepare(self, requests: Sequence[ReadRequest]) -> Reading:
         with gc_paused():
-            names = {f"{key}/": names for key, (_, names) in self._found.items()}
-            named = []
-            for request in requests:
-                key = request.name[: request.name.index("/") + 1]
-                name = names[key][request.name[len(key) :]]
-                named.append(ReadRequest(name, request.label, request.box, request.out))
+            named = [
+                ReadRequest(self._found[key][1][rest], request.label, request.box, request.out)
+                for request in requests
+                for key, _, rest in [request.name.partition("/")]
+            ]
         return self._strategy.prepare(named, self._checkpoint, self._topology, self._device, verify=False)
 
     @cached_property
@@ -208,17 +209,15 @@ class OtherSource:
         Raises:
             CorruptCheckpointError: no tensor has such a shape.
         """
+        tensors = self._checkpoint.tensors
+        some = {(one.dtype, one.shape): name for name in names for one in [tensors[name]]}
         made: dict[_Form, torch.Tensor] = {}
-        for name in names:
-            one = self._checkpoint.tensors[name]
-            form = one.dtype, one.shape
-            if form in made:
-                continue
+        for (dtype, shape), name in some.items():
             try:
-                made[form] = torch.empty(one.shape, dtype=torch_dtype(one.dtype), device="meta")
+                made[dtype, shape] = torch.empty(shape, dtype=torch_dtype(dtype), device="meta")
             except RuntimeError:  # a side of 0 hides that the others overflow
                 raise CorruptCheckpointError(
-                    f"{self._checkpoint.root}: no tensor has the shape of {name!r:.80}, {list(one.shape)!r:.80}"
+                    f"{self._checkpoint.root}: no tensor has the shape of {name!r:.80}, {list(shape)!r:.80}"
                 ) from None
         return made
 

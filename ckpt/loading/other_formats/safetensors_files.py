@@ -29,17 +29,20 @@ def open_safetensors(path: Path) -> OtherCheckpoint:
     """
     root = path.parent if path.is_file() else path
     tensors: dict[str, OtherTensor] = {}
-    pieces: dict[str, list[FilePiece]] = {}
+    parted: dict[str, list[FilePiece]] = {}
     for file in [path.name] if path.is_file() else _files_of(root):
         shard = read_shard(root / file)
-        for _, dtype, (key, shape, box), start in shard.entries:
+        for _, dtype, key, shape, box, start in shard.rows:
             piece = FilePiece(box, file, shard.data_start + start)
-            if key not in tensors:
-                pieces[key] = [piece]
-                tensors[key] = OtherTensor((key,), dtype, shape, pieces[key].copy)
+            one = tensors.get(key)
+            if one is None:
+                tensors[key] = OtherTensor((key,), dtype, shape, piece)
                 continue
-            pieces[key].append(piece)
-            one = tensors[key]
+            if key not in parted:
+                assert isinstance(one.pieces, FilePiece), "it was the first of them"
+                parted[key] = [one.pieces]
+            parted[key].append(piece)
+            one.pieces = parted[key].copy
             if (one.dtype, one.shape) != (dtype, shape):
                 raise CorruptCheckpointError(
                     f"{root}: the tensor {key!r} is {one.dtype} {list(one.shape)} in one file, and {dtype} {list(shape)} in another",
