@@ -191,20 +191,23 @@ def _numbers(numbers: tuple[int, ...]) -> str:
 
 
 @gc_paused()
-def read_shard(path: Path) -> SafetensorsFile:
+def read_shard(path: Path, root: Path | None = None) -> SafetensorsFile:
     """Read the header of a safetensors file, ours or another's.
+
+    Args:
+        root: a folder above it, below which no link is followed; None: the folder that holds it.
 
     Raises:
         CorruptCheckpointError: the file is missing, is no safetensors file, or ends before its last tensor.
     """
     with _refusing(path):
-        data_start, rows, notes, size = _read_rows(path)
+        data_start, rows, notes, size = _read_rows(path, root or path.parent)
         return SafetensorsFile(data_start, _checked(rows, notes, size - data_start))
 
 
-def _read_rows(path: Path) -> tuple[int, dict[str, HeaderRow], _Notes, int]:
+def _read_rows(path: Path, root: Path) -> tuple[int, dict[str, HeaderRow], _Notes, int]:
     """Return offset of the first tensor, rows of the header, our notes in it, length of the file."""
-    with CheckpointFolder(path.parent) as folder, folder.stream(path.name) as stream:
+    with CheckpointFolder(root) as folder, folder.stream(path.relative_to(root).as_posix()) as stream:
         size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
@@ -364,7 +367,7 @@ def index_bytes(folder: Path, files: Iterable[str], progress: Callable[[int], No
     parted: dict[str, tuple[str, list[str]]] = {}
     for file in files:
         with _refusing(folder / file):
-            data_start, rows, notes, _ = _read_rows(folder / file)
+            data_start, rows, notes, _ = _read_rows(folder / file, folder)
             total += sum(end - begin for begin, end in (row.data_offsets for row in rows.values()))
             whole_rows += [f"{_quoted(name)}: {_quoted(file)}" for name in rows if name not in notes.parts]
             for name, (key, shape, offsets) in notes.parts.items():

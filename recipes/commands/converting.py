@@ -302,7 +302,7 @@ def _export(keys: ConvertKeys, source_format: str) -> Converted:
         selection = _SELECT[source_format](src, keys.component)
     else:
         selection = select_of_other(_opened(keys, Topology.alone()), src, keys.component)
-    beside = beside_model(src) if source_format == SAFETENSORS and src.is_dir() else []
+    beside = beside_model(src) if source_format == SAFETENSORS and src.is_dir() else {}
     done = export(selection, Path(keys.dst), shard_bytes(keys.max_shard_size), beside=beside)
     num_files = len(done.files) + (1 if len(done.files) > 1 else 0) + len(beside)
     tensor_bytes = sum(tensor.num_bytes for tensor in selection.tensors)
@@ -320,6 +320,6 @@ def _export(keys: ConvertKeys, source_format: str) -> Converted:
     of = "of everything" if keys.component is None else f"of component={keys.component}"
     lines = [f"  tensors  {len(selection.tensors)}, {decimal(tensor_bytes)}, {of}", *differences(changed, left_out)]
     if beside:
-        held["copied"] = [path.name for path in beside]
+        held["copied"] = list(beside)
         lines.append(f"  copied   {', '.join(held['copied'])}")
     return Converted(keys.src, keys.dst, keys.to, num_files, done.num_bytes, held, lines)
