@@ -16,19 +16,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii as _quoted
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Never
 
 import msgspec
+import numpy as np
 
 from ckpt.errors import CorruptCheckpointError
-from ckpt.format.box import whole
+from ckpt.format.box import Box, whole
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.consistency import checked_place, require_apart
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.gc_pause import gc_paused
 from ckpt.format.names import encode_key
 from ckpt.format.records import Content
-from ckpt.format.strict_json import Count, Shape, fit, parse, read
+from ckpt.format.strict_json import MAX_INT, Count, Shape, decode, fit, num_keys, parse, read
 
 SUFFIX = ".safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -78,10 +79,18 @@ class SafetensorsFile:
 
     Attributes:
         data_start: offset of the first tensor in the file, after the header.
+        rows: name in the file, data type, key, shape of the whole tensor, box, and offset after the header, of each entry. Plain
+            tuples, for there may be very many.
     """
 
     data_start: int
-    entries: Sequence[Entry]
+    rows: Sequence[tuple[str, str, str, tuple[int, ...], Box, int]]
+
+    @property
+    def entries(self) -> list[Entry]:
+        return [
+            Entry(name, dtype, Content(key, shape, box), start) for name, dtype, key, shape, box, start in self.rows
+        ]
 
 
 def entries_of(dtype: str, contents: Iterable[Content], start: int) -> list[Entry]:
@@ -182,40 +191,71 @@ def _numbers(numbers: tuple[int, ...]) -> str:
 
 
 @gc_paused()
-def read_shard(path: Path) -> SafetensorsFile:
+def read_shard(path: Path, root: Path | None = None) -> SafetensorsFile:
     """Read the header of a safetensors file, ours or another's.
+
+    Args:
+        root: a folder above it, below which no link is followed; None: the folder that holds it.
 
     Raises:
         CorruptCheckpointError: the file is missing, is no safetensors file, or ends before its last tensor.
     """
     with _refusing(path):
-        data_start, rows, notes, size = _read_rows(path)
-        return SafetensorsFile(data_start, _entries(rows, notes, size - data_start))
+        data_start, rows, notes, size = _read_rows(path, root or path.parent)
+        return SafetensorsFile(data_start, _checked(rows, notes, size - data_start))
 
 
-def _read_rows(path: Path) -> tuple[int, dict[str, _Row], _Notes, int]:
+def _read_rows(path: Path, root: Path) -> tuple[int, dict[str, HeaderRow], _Notes, int]:
     """Return offset of the first tensor, rows of the header, our notes in it, length of the file."""
-    with CheckpointFolder(path.parent) as folder, folder.stream(path.name) as stream:
+    with CheckpointFolder(root) as folder, folder.stream(path.relative_to(root).as_posix()) as stream:
         size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
             raise ValueError(f"it has {size} bytes, and its header should have {length}")
-        where = f"{path} is no safetensors file"
-        rows = parse(stream.read(length), where)
-        if not isinstance(rows, dict):
-            raise ValueError("its header is no object")
-        metadata = fit(rows.pop(_METADATA, {}), dict[str, str], where)
+        rows, metadata = parse_header(stream.read(length), f"{path} is no safetensors file")
         parts = read(metadata.get(_PARTS, "{}"), dict[str, tuple[str, Shape, Shape]], _PARTS)
         notes = _Notes(parts, set(read(metadata.get(_COMPLEX128, "[]"), list[str], _COMPLEX128)))
-        return 8 + length, fit(rows, dict[str, _Row], where), notes, size
+        return 8 + length, rows, notes, size
 
 
-class _Row(msgspec.Struct):
+class HeaderRow(msgspec.Struct):
     """The schema of a header's row."""
 
     dtype: str
     shape: Shape
     data_offsets: tuple[Count, Count]
+
+
+def parse_header(data: bytes, where: str) -> tuple[dict[str, HeaderRow], dict[str, str]]:
+    """Return the rows of a header, by name, and its metadata.
+
+    Raises:
+        CorruptCheckpointError: it is not strict JSON, or no header.
+    """
+    return _usual_header(data) or parse_any_header(data, where)
+
+
+def _usual_header(data: bytes) -> tuple[dict[str, HeaderRow], dict[str, str]] | None:
+    """Parse a header in which every row has its three keys alone, in half of the time; None: it is another one, or damaged."""
+    try:
+        texts = decode(data, dict[str, msgspec.Raw])
+        noted = texts.pop(_METADATA, None)
+        metadata = {} if noted is None else decode(bytes(noted), dict[str, str])
+        rows = decode(b"[" + b",".join(texts.values()) + b"]", list[HeaderRow])
+    except (ValueError, RecursionError):
+        return None
+    # With fewer keys than these it could not be decoded; a key that stands twice, or is unknown, makes it more.
+    expected = len(rows) * (1 + len(HeaderRow.__struct_fields__)) + len(metadata) + (noted is not None)
+    return (dict(zip(texts, rows, strict=True)), metadata) if num_keys(data) == expected else None
+
+
+def parse_any_header(data: bytes, where: str) -> tuple[dict[str, HeaderRow], dict[str, str]]:
+    """`parse_header` of any header."""
+    tree = parse(data, where)
+    if not isinstance(tree, dict):
+        raise CorruptCheckpointError(f"{where}: its header is no object")
+    metadata = fit(tree.pop(_METADATA, {}), dict[str, str], where)
+    return fit(tree, dict[str, HeaderRow], where), metadata
 
 
 class _Notes(NamedTuple):
@@ -239,26 +279,76 @@ def _refusing(path: Path) -> Iterator[None]:
         raise CorruptCheckpointError(f"{path} is no safetensors file: {what}") from error
 
 
-def _entries(rows: Mapping[str, _Row], notes: _Notes, num_bytes: int) -> list[Entry]:
-    entries = []
+class _Form(NamedTuple):
+    """What tensors of one data type and one shape in a header have in common. `num_bytes` is at most `MAX_INT`."""
+
+    dtype: str
+    box: Box
+    num_bytes: int
+
+
+def _form(dtype: str, shape: Shape) -> _Form:
+    ours = _TYPES[dtype]
+    return _Form(ours, whole(shape), min(math.prod(shape) * item_bytes(ours), MAX_INT))
+
+
+def _checked(
+    rows: Mapping[str, HeaderRow], notes: _Notes, num_bytes: int
+) -> list[tuple[str, str, str, tuple[int, ...], Box, int]]:
+    """Return `SafetensorsFile.rows`, all of whose bytes lie in a file of so many bytes, and apart."""
+    forms: dict[tuple[str, Shape], _Form] = {}  # there are few
+    checked, sizes = [], []
     for name, row in rows.items():
-        stored = row.shape
-        dtype = _TYPES[row.dtype]
-        if name in notes.pairs:
-            if (dtype, stored[-1:]) != ("float64", (2,)):
-                raise ValueError(f"{name!r:.80} cannot be pairs of float64")
-            dtype, stored = _COMPLEX128, stored[:-1]
-        content = Content(name, stored, whole(stored))
-        if name in notes.parts:
-            key, shape, offsets = notes.parts[name]
-            content = Content(key, shape, checked_place(shape, offsets, stored))
+        stored = row.dtype, row.shape
+        form = forms.get(stored) or forms.setdefault(stored, _form(*stored))
+        dtype, box, size = form
+        key, shape = name, box.shape
+        if name in notes.pairs or name in notes.parts:
+            dtype, (key, shape, box) = _noted(name, form, notes)
+        checked.append((name, dtype, key, shape, box, row.data_offsets[0]))
+        sizes.append(size)
+    places = np.array([row.data_offsets for row in rows.values()], np.int64).reshape(-1, 2)
+    if not are_sound(places, np.array(sizes, np.int64), num_bytes):
+        _refuse_places(rows, sizes, num_bytes)
+    return checked
+
+
+def _noted(name: str, stored: _Form, notes: _Notes) -> tuple[str, Content]:
+    """Return data type and content of a tensor that our notes tell of."""
+    dtype, sides = stored.dtype, stored.box.shape
+    if name in notes.pairs:
+        if (dtype, sides[-1:]) != ("float64", (2,)):
+            raise ValueError(f"{name!r:.80} cannot be pairs of float64")
+        dtype, sides = _COMPLEX128, sides[:-1]
+    if name not in notes.parts:
+        return dtype, Content(name, sides, whole(sides))
+    key, shape, offsets = notes.parts[name]
+    return dtype, Content(key, shape, checked_place(shape, offsets, sides))
+
+
+def are_sound(places: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any], num_bytes: int) -> bool:
+    """Whether all ranges [begin, end) have their sizes, lie inside of a file of so many bytes, and share no byte.
+
+    Args:
+        places: int64, shape (n, 2), not negative.
+        sizes: int64, shape (n,), not negative.
+    """
+    begins, ends = places[:, 0], places[:, 1]
+    if not ((begins <= ends) & (ends <= num_bytes) & (ends - begins == sizes)).all():
+        return False
+    filled = places[sizes > 0]
+    in_order = filled[np.argsort(filled[:, 0])]
+    return bool((in_order[:-1, 1] <= in_order[1:, 0]).all())
+
+
+def _refuse_places(rows: Mapping[str, HeaderRow], sizes: Sequence[int], num_bytes: int) -> Never:
+    """Raise the error of ranges that are not `are_sound`."""
+    for (name, row), size in zip(rows.items(), sizes, strict=True):
         begin, end = row.data_offsets
-        entry = Entry(name, dtype, content, begin)
-        entries.append(entry)
-        if end - begin != entry.num_bytes or not 0 <= begin <= end <= num_bytes:
-            raise ValueError(f"bytes {begin} to {end} of {num_bytes} cannot be {name!r:.80} of shape {list(stored)}")
-    require_apart(((entry.start, entry.start + entry.num_bytes) for entry in entries), "bytes of its tensors")
-    return entries
+        if end - begin != size or not 0 <= begin <= end <= num_bytes:
+            raise ValueError(f"bytes {begin} to {end} of {num_bytes} cannot be {name!r:.80} of shape {list(row.shape)}")
+    require_apart((row.data_offsets for row in rows.values()), "bytes of its tensors")
+    raise AssertionError("they were refused")
 
 
 @gc_paused()
@@ -277,7 +367,7 @@ def index_bytes(folder: Path, files: Iterable[str], progress: Callable[[int], No
     parted: dict[str, tuple[str, list[str]]] = {}
     for file in files:
         with _refusing(folder / file):
-            data_start, rows, notes, _ = _read_rows(folder / file)
+            data_start, rows, notes, _ = _read_rows(folder / file, folder)
             total += sum(end - begin for begin, end in (row.data_offsets for row in rows.values()))
             whole_rows += [f"{_quoted(name)}: {_quoted(file)}" for name in rows if name not in notes.parts]
             for name, (key, shape, offsets) in notes.parts.items():

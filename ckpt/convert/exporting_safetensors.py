@@ -5,15 +5,14 @@ The place of each tensor in a file is known before it is read, so tensors are co
 
 from __future__ import annotations
 
-import filecmp
 import math
 import os
-import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import xxhash
@@ -33,7 +32,10 @@ from ckpt.dist_checkpointing.megatron.layout import headless
 from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr
 from ckpt.errors import ConfigurationError, MissingStateError, StorageError
 from ckpt.format.box import flat_boxes, whole
+from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.consistency import MAX_FILE_BYTES
 from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
+from ckpt.format.hub_snapshots import files_in
 from ckpt.format.manifest import SHARDED, STATE, CheckpointManifest
 from ckpt.format.names import COMPONENT_KEY
 from ckpt.format.records import Content
@@ -206,11 +208,22 @@ def _require_some(
     )
 
 
-def beside_model(src: Path) -> list[Path]:
-    """Return the files of a folder of Hugging Face's that tell how its model is used: configs, tokenizer, chat template. No links."""
-    return sorted(
-        {path for pattern in _BESIDE_MODEL for path in src.glob(pattern) if path.is_file() and not path.is_symlink()}
-    )
+def beside_model(src: Path) -> dict[str, bytes]:
+    """Read the files of a folder of Hugging Face's that tell how its model is used: configs, tokenizer, chat template.
+
+    Links are left out; those of a snapshot in Hugging Face's cache are read, see `ckpt.format.hub_snapshots`.
+
+    Raises:
+        CorruptCheckpointError: a link of a snapshot leads elsewhere.
+    """
+    root, place_of = files_in(src)
+    names = {path.name for pattern in _BESIDE_MODEL for path in src.glob(pattern) if path.is_file()}
+    with CheckpointFolder(root) as folder:
+        return {
+            name: folder.read(place_of(name), MAX_FILE_BYTES)
+            for name in sorted(names)
+            if root != src or not (src / name).is_symlink()
+        }
 
 
 def export(
@@ -218,7 +231,7 @@ def export(
     dst: Path,
     max_shard_bytes: int,
     *,
-    beside: Sequence[Path] = (),
+    beside: Mapping[str, bytes] = MappingProxyType({}),
     progress: Callable[[int], None] = lambda _: None,
 ) -> Exported:
     """Write the selected tensors as `model.safetensors`, or, if they take more than `max_shard_bytes`, as several files and an index.
@@ -227,7 +240,7 @@ def export(
 
     Args:
         dst: nothing is there, or an empty folder.
-        beside: small files to copy into it.
+        beside: name -> content of small files to write into it.
         progress: called with the number of bytes that have moved.
 
     Raises:
@@ -248,11 +261,10 @@ def export(
         if len(files) > 1:
             index = index_bytes(folder, files, progress)
             sizes[INDEX_NAME] = (folder / INDEX_NAME).write_bytes(index)
-        for path in beside:
-            copy = shutil.copyfile(path, folder / path.name)
-            if not filecmp.cmp(path, copy, shallow=False):
-                raise StorageError(f"what was written for {dst} is not what is read back: {path.name} was changed")
-            sizes[path.name] = copy.stat().st_size
+        for name, content in beside.items():
+            sizes[name] = (folder / name).write_bytes(content)
+            if (folder / name).read_bytes() != content:
+                raise StorageError(f"what was written for {dst} is not what is read back: {name} was changed")
         make_durable(folder, sizes, [folder], progress)
     names = {
         tensor.name: name_of(Content(tensor.name, tensor.shape, whole(tensor.shape))) for tensor in selection.tensors

@@ -10,6 +10,7 @@ Files:
     strict_json, manifest_parsing, consistency   parse and check both; the files are untrusted
     digests                 digests of blocks of bytes
     checkpoint_files        opens files below one checkpoint folder, and none outside of it
+    hub_snapshots           finds the files of a snapshot in Hugging Face's cache, which are links
     durable, stored         writes small files durably; reads and checks the records of a committed checkpoint
     held                    files of the newest save, read from host memory
     unpickling              reads pickled files of other programs without running their code

@@ -16,6 +16,7 @@ from functools import cache
 from typing import Annotated, Any, Never, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from ckpt.errors import CorruptCheckpointError, sentence
@@ -124,8 +125,9 @@ def _decoder_of(kind: Any) -> msgspec.json.Decoder[Any]:
 
 def num_keys(data: bytes) -> int:
     """Count the keys of all objects in valid JSON without parsing it: the colons outside of strings."""
-    plain = _ESCAPED.sub(b"", data) if b"\\" in data else data
-    return b"".join(plain.split(b'"')[::2]).count(b":")
+    plain = np.frombuffer(_ESCAPED.sub(b"", data) if b"\\" in data else data, np.uint8)
+    quotes, colons = np.flatnonzero(plain == ord('"')), np.flatnonzero(plain == ord(":"))
+    return int((np.searchsorted(quotes, colons) % 2 == 0).sum())  # after an even number of quotes: outside of strings
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

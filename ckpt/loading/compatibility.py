@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from ckpt.errors import MissingStateError, WorldSizeError, describe, rebuild
+from ckpt.format.gc_pause import gc_paused
 from ckpt.loading.report import ComponentReport, Status, some_of
 from ckpt.loading.sources import CheckpointSource, Rows
 from ckpt.loading.state_matching import MISMATCHES, Match, SavedCopy, match
@@ -89,6 +90,7 @@ def require_something(reports: Mapping[str, ComponentReport]) -> None:
         )
 
 
+@gc_paused()
 def _fit(source: CheckpointSource, component: StateComponent, strict: bool) -> Match:
     _require_present(source, component, strict)
     decided_by_object = component.elastic in DECIDED_BY_OBJECT

@@ -6,7 +6,7 @@ one is left out whole. Keys that do not match are *only in the checkpoint*, *onl
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -171,16 +171,18 @@ def match(component: StateComponent, saved: SavedCopy, *, strict: bool) -> Match
     unclaimed = [k for k, entry in saved.entries.items() if k not in one.leaves.tensors and entry.alias_of is None]
     unclaimed += [k for k, first in tied.items() if k in saved.entries and saved.entries[k].alias_of is None]
     takes_all = not is_prepared and component.pattern is not SharingPattern.SHARDED
-    for key in unclaimed:
-        if takes_all and not _inside_a_tensor(key, one.leaves):
-            one.new[key] = _new_tensor(one.requests, component.key, key, saved)
-            one.leaves.paths.setdefault(key, (key,))
-        else:
-            found.only_saved.append(key)
+    if takes_all and one.leaves.tensors:
+        found.only_saved += [key for key in unclaimed if _inside_a_tensor(key, one.leaves)]
+        unclaimed = [key for key in unclaimed if not _inside_a_tensor(key, one.leaves)]
+    if takes_all:
+        one.new = _new_tensors(one.requests, component.key, unclaimed, saved)
+        one.leaves.paths = {key: (key,) for key in unclaimed} | one.leaves.paths
+    else:
+        found.only_saved += unclaimed
     if takes_all:
         _add_aliases(one, saved)
     one.misfits = Misfits(tuple(found.only_saved), tuple(found.only_wanted), found.unfit)
-    one.restored = sum(request.out.numel() for request in one.requests) + sum(key in saved.plain for key in one.plain)
+    one.restored = sum([request.out.numel() for request in one.requests]) + sum(key in saved.plain for key in one.plain)
     one.wanted = one.restored + found.elements_not_restored
     return one
 
@@ -202,7 +204,7 @@ def match_changed(component: StateComponent, copies: Sequence[SavedCopy]) -> Mat
     one = Match(component, fits=False, copies=[])
     assert one.copies is not None
     for saved in copies:
-        tensors = {key: _new_tensor(one.requests, component.key, key, saved) for key in saved.entries}
+        tensors = _new_tensors(one.requests, component.key, saved.entries, saved)
         paths = {key: (key,) for key in tensors} | saved.paths
         one.copies.append(Loaded(dict(saved.plain), tensors, paths))
         one.restored += sum(tensor.numel() for tensor in tensors.values()) + len(saved.plain)
@@ -282,8 +284,11 @@ def _match_tensors(one: Match, saved: SavedCopy, tied: Mapping[str, str], found:
     for key, leaf in one.leaves.tensors.items():
         if key in tied:
             continue
-        at = key if key in saved.entries or key not in declared else declared[key]
-        entry = saved.entries.get(at)
+        entry = saved.entries.get(key)
+        at = key
+        if entry is None and key in declared:
+            at = declared[key]
+            entry = saved.entries.get(at)
         if entry is None:
             found.elements_not_restored += local_tensor(leaf).numel()
             if at in saved.plain:
@@ -322,11 +327,24 @@ def _match_plain(one: Match, saved: SavedCopy, found: _Found, *, keep_own: bool)
             one.plain[key] = value
 
 
-def _new_tensor(requests: list[ReadRequest], component: str, key: str, saved: SavedCopy) -> torch.Tensor:
-    entry = saved.entries[key]
-    tensor = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
-    requests.append(ReadRequest(saved.name_of(key), f"{component}: {key}", whole(entry.shape), tensor))
-    return tensor
+def _new_tensors(
+    requests: list[ReadRequest], component: str, keys: Iterable[str], saved: SavedCopy
+) -> dict[str, torch.Tensor]:
+    """Make the tensors of these keys, and the requests that fill them."""
+    made: dict[str, torch.Tensor] = {}
+    alike: dict[int, torch.Tensor] = {}
+    for key in keys:
+        entry = saved.entries[key]
+        first = alike.get(id(entry))
+        if first is None:
+            tensor = alike[id(entry)] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+        else:  # in half of the time
+            tensor = torch.empty_like(first)
+        made[key] = tensor
+        requests.append(
+            ReadRequest(entry.alias_of or saved.start + key, f"{component}: {key}", whole(entry.shape), tensor)
+        )
+    return made
 
 
 def _joined_misfits(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -76,8 +76,8 @@ class Stored(Protocol):
     has_digests: bool
     held: HeldFiles
 
-    def parts(self, request: ReadRequest) -> Iterator[StoredPart]:
-        """Yield the parts of the wanted box, one for each chunk that it meets, in storage order.
+    def parts(self, request: ReadRequest) -> Iterable[StoredPart]:
+        """Return the parts of the wanted box, one for each chunk that it meets, in storage order.
 
         Raises:
             CorruptCheckpointError: chunks are not where they must be.
@@ -110,7 +110,7 @@ class StoredCheckpoint:
             self._indexes[rank] = read_index(self.root, self.manifest, rank, self.held)
         return self._indexes[rank]
 
-    def parts(self, request: ReadRequest) -> Iterator[StoredPart]:
+    def parts(self, request: ReadRequest) -> Iterable[StoredPart]:
         """See `Stored.parts`.
 
         Raises:
@@ -118,8 +118,8 @@ class StoredCheckpoint:
         """
         entry = self.manifest.arrays[request.name]
         if 0 in request.box.shape:
-            return iter(())
-        return iter(self._packed_parts(request, entry)) if entry.grid is None else self._own_parts(request, entry)
+            return ()
+        return self._packed_parts(request, entry) if entry.grid is None else self._own_parts(request, entry)
 
     def _own_parts(self, request: ReadRequest, entry: ArrayEntry) -> Iterator[StoredPart]:
         """The parts of a box of an array with chunks of its own."""
@@ -244,13 +244,18 @@ def in_flight_bytes(max_in_flight_mib: int) -> int:
 
 def bytes_of(requests: Sequence[ReadRequest]) -> int:
     """The bytes that requests want."""
-    return sum(request.out.numel() * request.out.element_size() for request in requests)
+    return sum([request.out.nbytes for request in requests])
 
 
 def by_chunk(requests: Sequence[ReadRequest], checkpoint: Stored) -> list[list[StoredPart]]:
     """The parts of all requests, grouped by chunk, the chunks in storage order."""
     groups: dict[tuple[str, int], list[StoredPart]] = defaultdict(list)
+    last: ChunkExtent | None = None
+    here: list[StoredPart] = []
     for request in requests:
         for part in checkpoint.parts(request):
-            groups[part.chunk.file, part.chunk.offset].append(part)
+            if part.chunk is not last:
+                last = part.chunk
+                here = groups[last.file, last.offset]
+            here.append(part)
     return [groups[at] for at in sorted(groups)]

@@ -21,7 +21,7 @@ def local_tensor(leaf: torch.Tensor | ShardedTensor) -> torch.Tensor:
     """
     if isinstance(leaf, ShardedTensor):
         return _only_piece(leaf, leaf.key)[1]
-    local = _local_part(leaf) if is_dtensor(leaf) else leaf
+    local = leaf if type(leaf) is torch.Tensor or not is_dtensor(leaf) else _local_part(leaf)
     return local.detach() if local.requires_grad else local
 
 

@@ -92,18 +92,22 @@ def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any,
     root: dict[Any, Any] = {}
     with _refusing("a path in plain.json"):
         for key, value in leaves.items():
-            _put(root, paths[key], value)
-        return {key: _close(child) for key, child in root.items()}
+            path = paths[key]
+            if len(path) == 1 and type(path[0]) is str and type(value) is not dict:  # a fast path, for most tensors
+                root[path[0]] = value
+            else:
+                _put(root, path, value)
+        return {key: _close(child) if isinstance(child, dict) else child for key, child in root.items()}
 
 
 def path_to_json(path: Path) -> list[Any]:
     """Convert a path to JSON: keys as they are, [position or attribute, kind] for an element of a list, tuple or namespace."""
-    return [list(part) if isinstance(part, tuple) else part for part in path]
+    return [list(part) if type(part) is tuple else part for part in path]
 
 
 def path_from_json(parts: list[Any]) -> Path:
     """Undo `path_to_json`."""
-    return tuple(tuple(part) if isinstance(part, list) else part for part in parts)
+    return tuple([tuple(part) if type(part) is list else part for part in parts])
 
 
 def rows_of(leaves: Leaves, label: str, *, paths_of: Collection[str] = ()) -> dict[str, list[Any]]:

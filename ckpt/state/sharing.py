@@ -349,7 +349,8 @@ def find_aliases(tensors: dict[str, TensorLeaf], declared: Mapping[str, str]) ->
     for key, leaf in tensors.items():
         if isinstance(leaf, ShardedTensor):
             continue
-        address = (local_tensor(leaf) if is_dtensor(leaf) else leaf).data_ptr()
+        is_plain = type(leaf) is torch.Tensor or not is_dtensor(leaf)
+        address = (leaf if is_plain else local_tensor(leaf)).data_ptr()
         if not address:  # no elements, or a meta tensor
             continue
         before = alone.setdefault(address, key)

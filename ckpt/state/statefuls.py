@@ -86,11 +86,8 @@ class ModelState:
         """Set the values that were not loaded in place: buffers kept elsewhere, `get_extra_state` values."""
         current = self.module.state_dict()
         given = {name: key for key, name in (self._names(current) or {}).items()}
-        elsewhere = {
-            given.get(name, name): value
-            for name, value in state_dict.items()
-            if not _same_memory(current.get(given.get(name, name)), value)
-        }
+        named = {given.get(name, name): value for name, value in state_dict.items()}
+        elsewhere = {name: value for name, value in named.items() if not _same_memory(current.get(name), value)}
         if elsewhere:
             self.module.load_state_dict(elsewhere, strict=False)
         self.forget_prepared()
@@ -448,10 +445,17 @@ def _as_step(value: Any) -> Any:
 
 
 def _same_memory(current: Any, loaded: Any) -> bool:
-    if not isinstance(current, torch.Tensor) or not isinstance(loaded, torch.Tensor):
-        return False
-    mine, theirs = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in map(local_tensor, (current, loaded)))
-    return mine == theirs
+    mine, theirs = current, loaded
+    if not type(mine) is type(theirs) is torch.Tensor:
+        if not isinstance(mine, torch.Tensor) or not isinstance(theirs, torch.Tensor):
+            return False
+        mine, theirs = local_tensor(mine), local_tensor(theirs)
+    return (
+        mine.data_ptr() == theirs.data_ptr()
+        and mine.dtype == theirs.dtype
+        and mine.shape == theirs.shape
+        and mine.stride() == theirs.stride()
+    )
 
 
 def _equal_options(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

@@ -132,7 +132,7 @@ class ExtentReader:
             return
         if stretches is None:
             stretches = wanted.stretches(self.unit_of(chunk))
-        if not all(is_on_host(part.out) for part in parts):
+        if not all(is_on_host(span.part.out) for span in wanted.spans):
             self._read_for_devices(chunk, wanted, stretches)
             return
         _read_shared_bytes_once(wanted.spans)

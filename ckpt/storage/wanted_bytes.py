@@ -293,7 +293,7 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu"
+    return tensor.is_cpu
 
 
 def memory_of(array: _Array) -> memoryview:

@@ -106,7 +106,7 @@ def keys_of(cfg: DictConfig) -> ConvertKeys:
     if keys.config_from is not None:
         if keys.to != SAFETENSORS:
             raise ConfigurationError(f"config_from={keys.config_from} is for to={SAFETENSORS}; leave it out")
-        if not any(path.name == "config.json" for path in beside_model(Path(keys.config_from))):
+        if "config.json" not in beside_model(Path(keys.config_from)):
             raise ConfigurationError(
                 f"config_from={keys.config_from} has no config.json (links are not followed); give the folder that "
                 "config.save_pretrained wrote"
@@ -321,7 +321,7 @@ def _export(keys: ConvertKeys, source_format: str) -> Converted:
     if keys.config_from is not None:
         beside = beside_model(Path(keys.config_from))
     else:
-        beside = beside_model(src) if source_format == SAFETENSORS and src.is_dir() else []
+        beside = beside_model(src) if source_format == SAFETENSORS and src.is_dir() else {}
     tensor_bytes = sum(tensor.num_bytes for tensor in selection.tensors)
     with _bar(keys, 2 * tensor_bytes) as advance:
         done = export(selection, Path(keys.dst), shard_bytes(keys.max_shard_size), beside=beside, progress=advance)
@@ -340,6 +340,6 @@ def _export(keys: ConvertKeys, source_format: str) -> Converted:
     of = "of everything" if keys.component is None else f"of component={keys.component}"
     lines = [f"  tensors  {len(selection.tensors)}, {decimal(tensor_bytes)}, {of}", *differences(changed, left_out)]
     if beside:
-        held["copied"] = [path.name for path in beside]
+        held["copied"] = list(beside)
         lines.append(f"  copied   {', '.join(held['copied'])}")
     return Converted(keys.src, keys.dst, keys.to, num_files, done.num_bytes, held, lines)

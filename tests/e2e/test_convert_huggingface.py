@@ -115,3 +115,25 @@ def test_a_folder_that_is_cut_anew_keeps_its_config_and_tokenizer(tmp_path: Path
     assert told["num_bytes"] == sum(path.stat().st_size for path in new.iterdir())
     require_same(AutoModelForCausalLM.from_pretrained(new), model, TIED)
     assert PreTrainedTokenizerFast.from_pretrained(new).get_vocab() == {"a": 0, "[UNK]": 1}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_snapshot_of_the_hub_is_converted_with_its_config(tmp_path: Path, size: str) -> None:
+    """In the layout of Hugging Face's cache: every file is a link to a blob."""
+    model, hf = made("llama", 0), tmp_path / "hf"
+    model.save_pretrained(hf, max_shard_size=size)
+    blobs, snapshot = (tmp_path / "models--org--llama" / below for below in ("blobs", "snapshots/5f0b"))
+    for folder in (blobs, snapshot):
+        folder.mkdir(parents=True)
+    for number, file in enumerate(sorted(hf.iterdir())):
+        file.rename(blobs / f"{number:064x}")
+        (snapshot / file.name).symlink_to(f"../../blobs/{number:064x}")
+    told = converted(snapshot, tmp_path / "plain", to="safetensors", max_shard_size="20KB")
+    assert told["held"]["copied"] == ["config.json", "generation_config.json"]
+    assert not any(path.is_symlink() for path in (tmp_path / "plain").iterdir())
+    require_same(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), model, "llama")
+    converted(snapshot, tmp_path / "7")
+    live = made("llama", 1)
+    with Checkpointer(tmp_path / "own", model=live, save_rng=False) as checkpoints:
+        checkpoints.restore(tmp_path / "7")
+    require_same(live, model, "llama")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,11 +27,13 @@ Step = str | int | tuple[Any, Literal["key", "tuple"]]
 
 _ALIGNED_BYTES = 16
 """A multiple of every element's size."""
+_NO_ARRAY = ArraySpec("", "", (), ())
+"""In the place of the array of a part whose bytes are raw: no library decodes it."""
 _CHUNK_BITS = 36
 """A tensor has fewer chunks than 2^36, and a checkpoint fewer tensors than 2^26."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: see ReadRequest
 class FilePiece:
     """A part of a tensor that lies in one file.
 
@@ -43,6 +46,10 @@ class FilePiece:
     box: Box
     file: str
     offset: int
+
+    def __call__(self) -> list[FilePiece]:
+        """See `OtherTensor.pieces`."""
+        return [self]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +67,15 @@ class Encoded:
     read: Callable[[Box, torch.Tensor], None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: see ReadRequest
 class OtherTensor:
     """A tensor of the checkpoint.
 
     Attributes:
         path: steps from the whole state dict to it.
         dtype: a Zarr v3 data type name.
-        pieces: finds its pieces; called once, when they are first read. They tile the tensor, or the checkpoint is damaged.
+        pieces: finds its pieces; called once, when they are first read. They tile the tensor, or the checkpoint is damaged. Of a tensor
+            in one piece it may be the piece itself.
         memory: equal for tensors that are one, as tied weights are; None: it is not known.
     """
 
@@ -127,14 +135,22 @@ class OtherCheckpoint:
         self._maps: dict[str, mmap.mmap] = {}
         self._chunks: dict[tuple[str, int], ChunkExtent] = {}
         self._encoded: dict[tuple[str, int], ChunkExtent] = {}
-        self._numbers = {name: number for number, name in enumerate(self.tensors)}
 
-    def parts(self, request: ReadRequest) -> Iterator[StoredPart]:
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.tensors)}
+
+    def parts(self, request: ReadRequest) -> Iterable[StoredPart]:
         """See `Stored.parts`.
 
         Raises:
             CorruptCheckpointError: the pieces do not tile the box.
         """
+        piece, box, out = self.tensors[request.name].pieces, request.box, request.out
+        if type(piece) is FilePiece and piece.box == box and out.nbytes:  # a fast path, for many small tensors
+            chunk = self._chunk_around(piece.file, piece.offset, out.nbytes)
+            part = WantedBox(piece.offset - chunk.offset, box.shape, whole(box.shape), out, request.label)
+            return (StoredPart(chunk, part, _NO_ARRAY, "raw", box),)
         pieces = self._pieces_of(request.name)
         return self._encoded_parts(request, pieces) if isinstance(pieces, Encoded) else self._raw_parts(request, pieces)
 
@@ -166,7 +182,7 @@ class OtherCheckpoint:
             return [(whole(tensor.shape), values)]
         found = []
         for box, file, offset in ((one.box, one.file, one.offset) for one in pieces if one.box.num_elements):
-            self._chunk_around(FilePiece(box, file, offset), tensor.dtype)
+            self._chunk_around(file, offset, box.num_elements * dtype.itemsize)
             if file not in self._maps:
                 with folder_with(self.root, file) as folder, folder.stream(file) as stream:
                     self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -184,9 +200,9 @@ class OtherCheckpoint:
             num_found += wanted.num_elements
             out = request.out if wanted == request.box else request.out[wanted.relative_to(request.box).slices]
             inside = whole(wanted.shape) if wanted == piece.box else wanted.relative_to(piece.box)
-            chunk = self._chunk_around(piece, tensor.dtype)
+            chunk = self._chunk_around(piece.file, piece.offset, piece.box.num_elements * item_bytes(tensor.dtype))
             part = WantedBox(piece.offset - chunk.offset, piece.box.shape, inside, out, request.label)
-            yield StoredPart(chunk, part, ArraySpec(request.name, tensor.dtype, tensor.shape, ()), "raw", wanted)
+            yield StoredPart(chunk, part, _NO_ARRAY, "raw", wanted)
         if num_found != request.box.num_elements:
             raise CorruptCheckpointError(
                 f"{request.label}: the pieces in {self.root} hold {num_found} of the {request.box.num_elements} elements of {request.box}"
@@ -211,24 +227,25 @@ class OtherCheckpoint:
         assert isinstance(encoded, Encoded), "raw chunks are not decoded"
         encoded.read(box, out)
 
-    def _chunk_around(self, piece: FilePiece, dtype: str) -> ChunkExtent:
+    def _chunk_around(self, file: str, offset: int, num_bytes: int) -> ChunkExtent:
         """Take as a chunk all of the file in which elements are aligned like this piece: neighbours are read at once.
 
         Raises:
             CorruptCheckpointError: the file is missing, or too short.
         """
-        at = piece.file, piece.offset % _ALIGNED_BYTES
-        if at not in self._chunks:
-            with folder_with(self.root, piece.file) as folder:
-                size = folder.stat(piece.file).st_size
-            self._chunks[at] = ChunkExtent(*at, max(0, size - at[1]), ())
-        chunk = self._chunks[at]
-        if piece.offset + piece.box.num_elements * item_bytes(dtype) > chunk.offset + chunk.length:
-            raise CorruptCheckpointError(f"{self.root / piece.file} was cut off", file=piece.file)
+        at = file, offset % _ALIGNED_BYTES
+        chunk = self._chunks.get(at)
+        if chunk is None:
+            with folder_with(self.root, file) as folder:
+                size = folder.stat(file).st_size
+            chunk = self._chunks[at] = ChunkExtent(*at, max(0, size - at[1]), ())
+        if offset + num_bytes > chunk.offset + chunk.length:
+            raise CorruptCheckpointError(f"{self.root / file} was cut off", file=file)
         return chunk
 
     def _pieces_of(self, name: str) -> list[FilePiece] | Encoded:
-        if name not in self._pieces:
+        pieces = self._pieces.get(name)
+        if pieces is None:
             pieces = self.tensors[name].pieces()
             if (
                 isinstance(pieces, list)
@@ -239,4 +256,4 @@ class OtherCheckpoint:
                     f"{self.root}: of {name} two pieces overlap: {meeting[0]} and {meeting[1]}"
                 )
             self._pieces[name] = pieces
-        return self._pieces[name]
+        return pieces

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
@@ -41,6 +43,8 @@ from ckpt.state.sharing import OWN_COPIES, Sharing, SharingPattern, StateCompone
 _log = logging.getLogger("ckpt")
 
 MODEL = "model"
+_Form = tuple[str, tuple[int, ...]]
+"""Data type and shape of a tensor."""
 _OPEN: dict[str, tuple[Callable[[Path], bool], Callable[..., OtherCheckpoint]]] = {
     "megatron": (is_megatron, open_megatron),
     "dcp": (is_dcp, open_dcp),
@@ -76,7 +80,6 @@ class OtherSource:
     metrics: Mapping[str, float | None] = MappingProxyType({})
     metadata: Mapping[str, Any] = MappingProxyType({})
 
-    @gc_paused()
     def __init__(
         self, path: Path, checkpoint: OtherCheckpoint, topology: Topology, strategy: LoadingStrategy, device: Device
     ) -> None:
@@ -88,24 +91,11 @@ class OtherSource:
         self._topology = topology
         self._strategy = strategy
         self._device = device
-        self._tensors: dict[str, dict[tuple[Step, ...], str]] = {}  # component -> path in it -> name of the tensor
-        self._values: dict[str, dict[tuple[Step, ...], Callable[[], Any]]] = {}
-        paths = {tensor.path for tensor in checkpoint.tensors.values()}
-        has_model = any(len(one) > 1 and one[0] == MODEL for one in paths)
-        for name, tensor in checkpoint.tensors.items():
-            steps = tensor.path if len(tensor.path) > 1 or has_model else (MODEL, *tensor.path)
-            self._tensors.setdefault(_name(steps[0]), {})[steps[1:] or steps] = name
-        for steps, value in checkpoint.values.items():
-            self._values.setdefault(_name(steps[0]), {})[steps[1:] or steps] = value
-        self._keys = list(dict.fromkeys((*self._tensors, *self._values)))
-        # `ckpt.load` takes all as one state dict, also where a part of it has that name.
-        self._tensors[STATE] = {tensor.path: name for name, tensor in checkpoint.tensors.items()}
-        self._values[STATE] = dict(checkpoint.values)
         self._found: dict[str, tuple[Leaves, dict[str, str]]] = {}
         self._renamed: dict[str, bool] = {}  # component -> whether `_found` has the names of an object that renames
 
     def holds(self, key: str) -> bool:
-        return key in self._tensors or key in self._values
+        return key == STATE or key in self._keys
 
     def component_keys(self) -> Collection[str]:
         return [STATE] if STATE in self._keys else self._keys
@@ -131,18 +121,23 @@ class OtherSource:
     def entries(self, component: StateComponent, prefix: str) -> Mapping[str, ArrayEntry]:
         _, names = self._leaves(component)
         entries: dict[str, ArrayEntry] = {}
+        alike: dict[tuple[str, tuple[int, ...]], ArrayEntry] = {}
         first: dict[Hashable, str] = {}
+        tensors = self._checkpoint.tensors
         for key, name in names.items():
-            one = self._checkpoint.tensors[name]
-            tied = None if one.memory is None else first.setdefault(one.memory, key)
-            entries[key] = ArrayEntry(
-                one.dtype, one.shape, alias_of=None if tied in (None, key) else f"{component.key}/{tied}"
-            )
+            one = tensors[name]
+            form = one.dtype, one.shape
+            entry = alike.get(form)
+            if entry is None:
+                entry = alike[form] = ArrayEntry(*form)
+            if one.memory is not None and (tied := first.setdefault(one.memory, key)) != key:
+                entry = ArrayEntry(*form, alias_of=f"{component.key}/{tied}")
+            entries[key] = entry
         return entries
 
     def rows(self, component: StateComponent, prefix: str) -> Rows:
         leaves, names = self._leaves(component)
-        return rows_of(leaves, component.key, paths_of=names)
+        return rows_of(leaves, component.key, paths_of=[key for key in names if leaves.paths[key] != (key,)])
 
     def contents(self, component: StateComponent, prefix: str) -> Mapping[str, Any]:
         raise AssertionError("there is one copy of each component, so none are compared")
@@ -160,37 +155,103 @@ class OtherSource:
             ]
         return self._strategy.prepare(named, self._checkpoint, self._topology, self._device, verify=False)
 
+    @cached_property
+    def _keys(self) -> list[str]:
+        return list(dict.fromkeys((*self._tensors, *self._values)))
+
+    @cached_property
+    def _tensors(self) -> dict[str, dict[tuple[Step, ...], str]]:
+        """Component -> path in it -> name of the tensor."""
+        found: dict[str, dict[tuple[Step, ...], str]] = {}
+        tensors = self._checkpoint.tensors
+        if not any(len(one.path) > 1 for one in tensors.values()):
+            return {MODEL: {one.path or (MODEL,): name for name, one in tensors.items()}} if tensors else {}
+        has_model = any(len(one.path) > 1 and one.path[0] == MODEL for one in tensors.values())
+        for name, one in tensors.items():
+            steps = one.path if len(one.path) > 1 or has_model else (MODEL, *one.path)
+            found.setdefault(_name(steps[0]), {})[steps[1:] or steps] = name
+        return found
+
+    @cached_property
+    def _values(self) -> dict[str, dict[tuple[Step, ...], Callable[[], Any]]]:
+        """Component -> path in it -> function that returns the plain value."""
+        found: dict[str, dict[tuple[Step, ...], Callable[[], Any]]] = {}
+        for steps, value in self._checkpoint.values.items():
+            found.setdefault(_name(steps[0]), {})[steps[1:] or steps] = value
+        return found
+
+    def _tensors_of(self, key: str) -> dict[tuple[Step, ...], str]:
+        """Path -> name of a component's tensors. `ckpt.load` takes all as one state dict, also where a part of it has that name."""
+        if key == STATE:
+            return {one.path: name for name, one in self._checkpoint.tensors.items()}
+        return self._tensors.get(key, {})
+
     def _leaves(self, component: StateComponent) -> tuple[Leaves, dict[str, str]]:
-        """The state of a component, whose tensors have no memory, and key -> name of the tensor in the checkpoint."""
-        renames = offers(component.stateful, NamedFromPositions)
-        if component.key not in self._found or self._renamed[component.key] != renames:
-            placeholders: dict[int, str] = {}
-            leaves: dict[tuple[Step, ...], Any] = {}
-            for path, name in self._tensors.get(component.key, {}).items():
-                stored = self._checkpoint.tensors[name]
-                try:
-                    leaves[path] = torch.empty(stored.shape, dtype=torch_dtype(stored.dtype), device="meta")
-                except RuntimeError:  # a side of 0 hides that the others overflow
-                    raise CorruptCheckpointError(
-                        f"{self._checkpoint.root}: no tensor has the shape of {name!r:.80}, {list(stored.shape)!r:.80}"
-                    ) from None
-                placeholders[id(leaves[path])] = name
-            leaves |= self._plain_values(component.key)
-            if leaves.get((component.key,)) == {}:  # the component itself, without any state
-                del leaves[component.key,]
-            state = _nested(leaves, component.key)
-            if offers(component.stateful, NamedFromPositions):
-                state = component.stateful.named_from_positions(state)
-            flat = flatten(state, component.key)
-            names = {}
-            for key, leaf in flat.tensors.items():
-                if id(leaf) not in placeholders:  # it is in a value
-                    assert isinstance(leaf, torch.Tensor), "values hold no shards"
-                    placeholders[id(leaf)] = f"{component.key}: {key}"
-                    self._checkpoint.hold(placeholders[id(leaf)], (component.key, key), leaf)
-                names[key] = placeholders[id(leaf)]
-            self._found[component.key], self._renamed[component.key] = (flat, names), renames
-        return self._found[component.key]
+        """The state of a component, whose tensors have no memory or are left out, and key -> name of the tensor in the checkpoint."""
+        key, renames = component.key, offers(component.stateful, NamedFromPositions)
+        if key not in self._found or self._renamed[key] != renames:
+            tensors, values = self._tensors_of(key), self._plain_values(key)
+            forms = self._forms(tensors.values())
+            joined = None if values or renames else _joined_keys(tensors)
+            if joined is None:
+                self._found[key] = self._flattened(component, tensors, values, forms)
+            else:  # nothing but named tensors, as most models are
+                self._found[key] = (
+                    Leaves({}, {}, dict(zip(joined, tensors, strict=True))),
+                    dict(zip(joined, tensors.values(), strict=True)),
+                )
+            self._renamed[key] = renames
+        return self._found[key]
+
+    def _forms(self, names: Iterable[str]) -> dict[_Form, torch.Tensor]:
+        """A tensor without memory for each data type and shape.
+
+        Raises:
+            CorruptCheckpointError: no tensor has such a shape.
+        """
+        tensors = self._checkpoint.tensors
+        some = {(one.dtype, one.shape): name for name in names for one in [tensors[name]]}
+        made: dict[_Form, torch.Tensor] = {}
+        for (dtype, shape), name in some.items():
+            try:
+                made[dtype, shape] = torch.empty(shape, dtype=torch_dtype(dtype), device="meta")
+            except RuntimeError:  # a side of 0 hides that the others overflow
+                raise CorruptCheckpointError(
+                    f"{self._checkpoint.root}: no tensor has the shape of {name!r:.80}, {list(shape)!r:.80}"
+                ) from None
+        return made
+
+    def _flattened(
+        self,
+        component: StateComponent,
+        tensors: Mapping[tuple[Step, ...], str],
+        values: Mapping[tuple[Step, ...], Any],
+        forms: Mapping[_Form, torch.Tensor],
+    ) -> tuple[Leaves, dict[str, str]]:
+        """`_leaves` of a state with values, lists or tuples, or of an object that renames."""
+        placeholders: dict[int, str] = {}
+        leaves: dict[tuple[Step, ...], Any] = {}
+        for path, name in tensors.items():
+            one = self._checkpoint.tensors[name]
+            leaves[path] = forms[
+                one.dtype, one.shape
+            ].detach()  # an object of its own, in half of the time of a new one
+            placeholders[id(leaves[path])] = name
+        leaves |= values
+        if leaves.get((component.key,)) == {}:  # the component itself, without any state
+            del leaves[component.key,]
+        state = _nested(leaves, component.key)
+        if offers(component.stateful, NamedFromPositions):
+            state = component.stateful.named_from_positions(state)
+        flat = flatten(state, component.key)
+        names = {}
+        for key, leaf in flat.tensors.items():
+            if id(leaf) not in placeholders:  # it is in a value
+                assert isinstance(leaf, torch.Tensor), "values hold no shards"
+                placeholders[id(leaf)] = f"{component.key}: {key}"
+                self._checkpoint.hold(placeholders[id(leaf)], (component.key, key), leaf)
+            names[key] = placeholders[id(leaf)]
+        return flat, names
 
     def _plain_values(self, key: str) -> dict[tuple[Step, ...], Any]:
         """The values of a component. Of the whole checkpoint, read as one state dict, objects of unknown classes are left out.
@@ -198,7 +259,8 @@ class OtherSource:
         Raises:
             ConfigurationError: the component holds such an object.
         """
-        read = {path: value() for path, value in self._values.get(key, {}).items()}
+        values = self._checkpoint.values if key == STATE else self._values.get(key, {})
+        read = {path: value() for path, value in values.items()}
         unknown = {
             ".".join(map(str, (*path, *filter(None, [inside])))): name
             for path, value in read.items()
@@ -215,6 +277,18 @@ class OtherSource:
             _log.warning("%s: objects of classes that are not built are left out: %s", self._checkpoint.root, named)
         known = {path: without_unknown(value) for path, value in read.items()}
         return {path: value for path, value in known.items() if not isinstance(value, UnknownObject)}
+
+
+def _joined_keys(paths: Collection[tuple[Step, ...]]) -> list[str] | None:
+    """The joined keys, as `flatten` makes them, of leaves in dictionaries whose keys are texts.
+
+    None: there is another container, a leaf above another one, or two leaves with one key.
+    """
+    if not {*map(type, chain.from_iterable(paths))} <= {str}:
+        return None
+    keys = [".".join(path) for path in paths]  # type: ignore[arg-type]  # all steps are texts
+    above = {path[:end] for path in paths for end in range(len(path))}
+    return keys if above.isdisjoint(paths) and len(set(keys)) == len(keys) else None
 
 
 def _nested(leaves: Mapping[tuple[Step, ...], Any], component: str) -> dict[Any, Any]:

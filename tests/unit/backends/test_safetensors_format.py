@@ -8,6 +8,7 @@ import os
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -17,7 +18,16 @@ from safetensors.torch import save_file
 
 from ckpt.backends import kimi_engine
 from ckpt.backends.kimi_engine import KimiEngineBackend
-from ckpt.backends.safetensors_format import Header, entries_of, index_bytes, name_of, read_shard
+from ckpt.backends.safetensors_format import (
+    Header,
+    are_sound,
+    entries_of,
+    index_bytes,
+    name_of,
+    parse_any_header,
+    parse_header,
+    read_shard,
+)
 from ckpt.errors import CorruptCheckpointError, StorageError
 from ckpt.format.box import Box, chunk_box, num_chunks, whole
 from ckpt.format.dtypes import item_bytes, torch_dtype, zarr_name
@@ -99,6 +109,65 @@ def test_files_of_others_are_read_by_name(tmp_path: Path) -> None:
     for entry in shard.entries:
         begin = shard.data_start + entry.start
         assert data[begin : begin + entry.num_bytes] == tensors[entry.name].numpy().tobytes()
+
+
+odd = (
+    st.none() | st.booleans() | st.integers(-2, 1 << 64) | st.floats() | keys | st.lists(st.integers(-1, 9), max_size=3)
+)
+a_row = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["F32", "I8"]) | odd,
+        "shape": st.lists(st.integers(0, 9), max_size=3) | odd,
+        "data_offsets": st.lists(st.integers(0, 99), min_size=2, max_size=2) | odd,
+    },
+    optional={"more": odd},
+)
+
+
+@given(
+    st.lists(st.tuples(keys, a_row), max_size=4),
+    st.none() | odd | st.dictionaries(keys, st.text(max_size=3) | odd, max_size=3),
+    st.integers(0, 1 << 16),
+    st.sampled_from([b"", b"{", b'"', b",", b":", b"\\", b"\xff", b'"dtype":"I8",', b"NaN", b" "]),
+)
+@example([("w", {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]})], {"dtype": "a", "shape": "b"}, 0, b"")
+@example([("w", {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]})] * 2, None, 0, b"")
+def test_a_header_is_parsed_in_the_fast_way_as_in_the_strict_one(
+    rows: list[tuple[str, dict[str, object]]], metadata: object, at: int, noise: bytes
+) -> None:
+    """Rows may repeat a name; bytes are put in somewhere."""
+    named = [(name, one) for name, one in rows if name != "__metadata__"] + [("__metadata__", metadata)] * (
+        metadata is not None
+    )
+    text = f"{{{','.join(f'{json.dumps(name)}:{json.dumps(one)}' for name, one in named)}}}".encode()
+    text = text[: at % (len(text) + 1)] + noise + text[at % (len(text) + 1) :]
+
+    def outcome(parsed: object) -> object:
+        try:
+            return parsed(text, "it")  # type: ignore[operator]
+        except CorruptCheckpointError as error:
+            return str(error)
+
+    assert outcome(parse_header) == outcome(parse_any_header)
+
+
+places = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(0, 12)), max_size=5)
+
+
+@given(places, st.integers(0, 14), st.booleans())
+@example([(0, (1 << 63) - 1, (1 << 63) - 1)], 8, False)
+def test_places_are_sound_if_they_have_their_sizes_lie_in_the_file_and_no_two_overlap(
+    ranges: list[tuple[int, int, int]], num_bytes: int, true_sizes: bool
+) -> None:
+    sizes = [end - begin if true_sizes and end >= begin else size for begin, end, size in ranges]
+    used = [byte for begin, end, _ in ranges if num_bytes >= end for byte in range(begin, end)]
+    expected = (
+        all(end - begin == size for (begin, end, _), size in zip(ranges, sizes, strict=True))
+        and all(begin <= end <= num_bytes for begin, end, _ in ranges)
+        and len(used) == len(set(used))
+    )
+    table = np.array([one[:2] for one in ranges], np.int64).reshape(-1, 2)
+    assert are_sound(table, np.array(sizes, np.int64), num_bytes) == expected
 
 
 def row(dtype: str, shape: list[object], begin: int, end: int) -> dict[str, object]:

@@ -1,14 +1,19 @@
-"""JSON into types: what one thread may do, several may do at once."""
+"""JSON into types: what one thread may do, several may do at once; keys are counted without parsing."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import json
 import os
 import sys
 import threading
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from ckpt.format import strict_json
+from ckpt.format.strict_json import num_keys
 
 THREADS, TURNS = 4, 60
 
@@ -48,3 +53,18 @@ def test_threads_may_meet_in_the_first_use_of_a_class() -> None:
         found = [_meet_in_the_first_use_of_a_class(turn) for turn in range(TURNS)]
         os._exit(any(len(one) != THREADS or any(other != one[0] for other in one) for one in found))
     assert os.waitpid(child, 0)[1] == 0
+
+
+trees = st.recursive(
+    st.none() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+)
+
+
+@given(trees, st.booleans())
+def test_keys_are_counted_without_parsing(tree: object, ascii_only: bool) -> None:
+    def count(node: object) -> int:
+        inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+        return (len(node) if isinstance(node, dict) else 0) + sum(map(count, inner))
+
+    assert num_keys(json.dumps(tree, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")) == count(tree)
