@@ -48,6 +48,8 @@ _BACKENDS: dict[str, Callable[[], Backend]] = {
     "tensorstore": TensorStoreBackend,
     "kimi-engine": partial(KimiEngineBackend, pool=False),  # the process ends after it: no save is kept in memory
 }
+DESTINATIONS = (*_BACKENDS, SAFETENSORS, DCP, TORCH)
+"""The values of `to`."""
 _OURS, _MEGATRON, _TORCH_DIST = "ours", "megatron zarr", "megatron"
 _SELECT = {_OURS: select, _MEGATRON: select_of_megatron}
 _OF_SHARDED = ("zarr", "tensorstore")
@@ -95,7 +97,7 @@ def keys_of(cfg: DictConfig) -> ConvertKeys:
         ConfigurationError: src or dst is missing or a URL, or `to` or `max_shard_size` has a wrong value.
     """
     keys = command_keys(cfg, ConvertKeys, {"src": "the old checkpoint", "dst": "a folder for the new one"})
-    if keys.to not in (*_BACKENDS, SAFETENSORS, DCP, TORCH):
+    if keys.to not in DESTINATIONS:
         raise ConfigurationError(
             f"to={keys.to} is not known; choose {', '.join(_BACKENDS)}, {SAFETENSORS}, {DCP} or {TORCH}"
         )
