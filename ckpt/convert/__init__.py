@@ -3,6 +3,7 @@
 Files:
 
     atomic_directory        creates a directory atomically
+    checked_writes          writes pieces of files, and compares what is read back
     opened                  a checkpoint of any format: its values, and its tensors box by box
     rewriting               rewrites a checkpoint in the format of another backend
     importing               writes a checkpoint of another program as one of ours

@@ -27,12 +27,12 @@ def require_free(dst: Path) -> None:
 
 
 @contextmanager
-def shared_directory(dst: Path, topology: Topology) -> Iterator[Path]:
+def shared_directory(dst: Path, topology: Topology, *, is_file: bool = False) -> Iterator[Path]:
     """As `atomic_directory`, for all ranks together: they get one folder, which the lead creates, and renames. Collective."""
     with ExitStack() as stack:
         with topology.phase("create") as phase:
             if topology.is_lead:
-                phase.payload = str(stack.enter_context(atomic_directory(dst)))
+                phase.payload = str(stack.enter_context(atomic_directory(dst, is_file=is_file)))
         yield Path(phase.payloads[0])
         with topology.phase("publish"):
             topology.require_awaited()

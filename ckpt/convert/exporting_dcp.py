@@ -35,6 +35,7 @@ from ckpt.convert.opened import (
     digest_of_piece,
     read_pieces,
     require_known,
+    share_of,
     slabs,
 )
 from ckpt.dist_checkpointing.serialization import load_common_state_dict
@@ -147,7 +148,6 @@ class _Planner(SavePlanner):
         self.tensors: dict[str, OpenedTensor] = {key: one for key, one in flat.items() if isinstance(one, OpenedTensor)}
         self._values = {key: value for key, value in flat.items() if key not in self.tensors}
         require_known(self._values)
-        self.num_bytes = sum(one.entry.num_bytes for one in self.tensors.values())
         self.digests: dict[Piece, str] = {}
         self._topology = topology
         self._coming: Iterator[tuple[Piece, torch.Tensor]] = iter(())
@@ -156,14 +156,10 @@ class _Planner(SavePlanner):
         """See `SavePlanner`: everything is known already."""
 
     def create_local_plan(self) -> SavePlan:
-        """See `SavePlanner`. Ranks write about the same number of bytes each."""
-        rank, world_size = self._topology.rank, self._topology.world_size
-        items, at = [], 0
-        for name, tensor in self.tensors.items():
-            for box in slabs(tensor.entry, PIECE_BYTES):
-                if at * world_size // max(self.num_bytes, 1) == rank:
-                    items.append(_item_of(name, tensor, box))
-                at += box.num_elements * item_bytes(tensor.entry.dtype)
+        """See `SavePlanner`."""
+        boxes = [(name, one, box) for name, one in self.tensors.items() for box in slabs(one.entry, PIECE_BYTES)]
+        sizes = [box.num_elements * item_bytes(one.entry.dtype) for _, one, box in boxes]
+        items = [_item_of(*mine) for mine in share_of(boxes, sizes, self._topology)]
         if self._topology.is_lead:
             items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._values]
         return SavePlan(items, planner_data=self._paths)

@@ -1,21 +1,18 @@
 """Export the tensors of a checkpoint as plain safetensors files in Hugging Face's layout: whole tensors by name.
 
-The place of each tensor in a file is known before it is read, so tensors are copied in pieces, and memory is needed for one piece.
+The place of each tensor in a file is known before it is read: ranks copy tensors in pieces, and need memory for two pieces each.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
-
-import xxhash
+from typing import Any, NamedTuple
 
 from ckpt.backends.safetensors_format import (
     INDEX_NAME,
@@ -26,8 +23,9 @@ from ckpt.backends.safetensors_format import (
     index_bytes,
     name_of,
 )
-from ckpt.convert.atomic_directory import atomic_directory
-from ckpt.convert.opened import Opened, ahead
+from ckpt.convert.atomic_directory import shared_directory
+from ckpt.convert.checked_writes import PlacedBytes, require_read_back, write_pieces
+from ckpt.convert.opened import Opened, ahead, share_of
 from ckpt.dist_checkpointing.megatron.layout import headless
 from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr
 from ckpt.errors import ConfigurationError, MissingStateError, StorageError
@@ -48,12 +46,11 @@ from ckpt.memory.device import device_of
 from ckpt.memory.huge_pages import Scratch
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import OWN_COPIES, SharingPattern
-from ckpt.storage.files import WriteOnce, make_durable, read_once
+from ckpt.storage.files import make_durable, read_once
 
 AT_ONCE_BYTES = 64 << 20
 """Bytes of a tensor in memory at once."""
 
-_READ_BACK_BYTES = 4 << 20
 _BESIDE_MODEL = ("*config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "chat_template.*")  # fmt: skip # noqa: E501
 
 
@@ -95,22 +92,20 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The result of an export, which was read back.
+    """The result of an export, which was read back; equal on all ranks.
 
     Attributes:
         files: names of the safetensors files.
-        num_bytes: of all files together.
         renamed: tensor -> name in the file, where the format does not allow the tensor's name.
         as_pairs: complex128 tensors, stored as float64 with one more dimension.
     """
 
     files: Sequence[str]
-    num_bytes: int
     renamed: Mapping[str, str]
     as_pairs: Collection[str]
 
 
-def select(src: Path, component: str | None) -> Selection:
+def select(src: Path, component: str | None, topology: Topology) -> Selection:
     """Choose the tensors of one component of a checkpoint in our format.
 
     Args:
@@ -139,10 +134,10 @@ def select(src: Path, component: str | None) -> Selection:
         else:
             rows = entry.grid[0] if entry.grid else 1
             tensors.append(ExportedTensor(key.removeprefix(start), first or stored, entry.dtype, entry.shape, rows))
-    return Selection(_reader_of(StoredCheckpoint(src, manifest)), tensors, aliases)
+    return Selection(_reader_of(StoredCheckpoint(src, manifest), topology), tensors, aliases)
 
 
-def select_of_megatron(src: Path, component: str | None) -> Selection:
+def select_of_megatron(src: Path, component: str | None, topology: Topology) -> Selection:
     """Choose the tensors of a checkpoint that Megatron-Core's zarr strategy wrote. Arguments as for `select`.
 
     Raises: those of `MegatronZarr`, and
@@ -158,7 +153,7 @@ def select_of_megatron(src: Path, component: str | None) -> Selection:
         ExportedTensor(key.removeprefix(start), key, array.dtype, array.shape, array.grid[0] if array.grid else 1)
         for key, array in chosen.items()
     ]
-    return Selection(_reader_of(opened), tensors, {})
+    return Selection(_reader_of(opened, topology), tensors, {})
 
 
 def select_of_other(source: CheckpointSource, src: Path, component: str | None) -> Selection:
@@ -175,8 +170,8 @@ def select_of_other(source: CheckpointSource, src: Path, component: str | None) 
     return Selection(source.prepare, tensors, {})
 
 
-def _reader_of(stored: Stored) -> Callable[[Sequence[ReadRequest]], Reading]:
-    strategy, topology, device = DirectLoad(read_at=read_once), Topology.alone(), device_of(())
+def _reader_of(stored: Stored, topology: Topology) -> Callable[[Sequence[ReadRequest]], Reading]:
+    strategy, device = DirectLoad(read_at=read_once), device_of(())
     return lambda requests: strategy.prepare(requests, stored, topology, device, verify=True)
 
 
@@ -230,18 +225,19 @@ def export(
     selection: Selection,
     dst: Path,
     max_shard_bytes: int,
+    topology: Topology,
     *,
     beside: Mapping[str, bytes] = MappingProxyType({}),
-    progress: Callable[[int], None] = lambda _: None,
 ) -> Exported:
     """Write the selected tensors as `model.safetensors`, or, if they take more than `max_shard_bytes`, as several files and an index.
 
-    A larger tensor has a file of its own. All files are read back before `dst` appears.
+    A larger tensor has a file of its own. All files are read back before `dst` appears. Collective; the files do not depend on the
+    number of ranks.
 
     Args:
+        selection: equal on all ranks.
         dst: nothing is there, or an empty folder.
         beside: name -> content of small files to write into it.
-        progress: called with the number of bytes that have moved.
 
     Raises:
         CheckpointExistsError: there is something at `dst`.
@@ -251,30 +247,37 @@ def export(
     """
     shards = list(_cut(selection.tensors, max_shard_bytes))
     files = {_file_name(number, len(shards)): _in_order(few) for number, few in enumerate(shards, 1)}
-    headers = {file: _header(file, tensors) for file, tensors in files.items()}
-    read = partial(_pieces, selection.prepare, (Scratch(), Scratch()))
-    with atomic_directory(dst) as folder:
-        digests = {file: _write(folder / file, headers[file], few, read, progress) for file, few in files.items()}
-        for file, digest in digests.items():
-            _require_read_back(folder / file, dst, digest, progress)
-        sizes = {file: (folder / file).stat().st_size for file in files}
-        if len(files) > 1:
-            index = index_bytes(folder, files, progress)
-            sizes[INDEX_NAME] = (folder / INDEX_NAME).write_bytes(index)
-        for name, content in beside.items():
-            sizes[name] = (folder / name).write_bytes(content)
-            if (folder / name).read_bytes() != content:
-                raise StorageError(f"what was written for {dst} is not what is read back: {name} was changed")
-        make_durable(folder, sizes, [folder], progress)
+    with topology.operation(f"export to {dst}"):
+        with topology.phase("plan"):
+            ranges = [one for file, tensors in files.items() for one in _ranges(file, tensors)]
+            mine = share_of(ranges, [one.num_bytes for one in ranges], topology)
+        with shared_directory(dst, topology) as folder:
+            with topology.phase("write"):
+                runs = write_pieces(_pieces(selection.prepare, folder, mine), topology.progress)
+            with topology.phase("read back"):
+                require_read_back(runs, dst, topology.progress)
+                if topology.is_lead:
+                    _finish(folder, dst, list(files), beside, topology)
     names = {
         tensor.name: name_of(Content(tensor.name, tensor.shape, whole(tensor.shape))) for tensor in selection.tensors
     }
     return Exported(
         files=list(files),
-        num_bytes=sum(sizes.values()),
         renamed={ours: theirs for ours, theirs in names.items() if ours != theirs},
         as_pairs=[tensor.name for tensor in selection.tensors if tensor.dtype == "complex128"],
     )
+
+
+def _finish(folder: Path, dst: Path, files: Sequence[str], beside: Mapping[str, bytes], topology: Topology) -> None:
+    """Write the index of several files, copy the files beside them, and make the folder durable. The lead."""
+    sizes = dict.fromkeys(files, 0)  # on the disk already
+    if len(files) > 1:
+        sizes[INDEX_NAME] = (folder / INDEX_NAME).write_bytes(index_bytes(folder, files, topology.progress))
+    for name, content in beside.items():
+        sizes[name] = (folder / name).write_bytes(content)
+        if (folder / name).read_bytes() != content:
+            raise StorageError(f"what was written for {dst} is not what is read back: {name} was changed")
+    make_durable(folder, sizes, [folder], topology.progress)
 
 
 def _cut(tensors: Sequence[ExportedTensor], most: int) -> Iterator[list[ExportedTensor]]:
@@ -314,33 +317,55 @@ def _header(file: str, tensors: Sequence[ExportedTensor]) -> bytes:
     return header.to_bytes(entries)
 
 
+class _Range(NamedTuple):
+    """Consecutive elements of a tensor, or the header of a file.
+
+    Attributes:
+        start: first byte in the file.
+        first: number of the first element.
+        header: no elements; the header.
+    """
+
+    file: str
+    start: int
+    num_bytes: int
+    tensor: ExportedTensor | None
+    first: int = 0
+    header: bytes = b""
+
+
+def _ranges(file: str, tensors: Sequence[ExportedTensor]) -> Iterator[_Range]:
+    """Yield everything in a file, in order: its header, and its tensors in ranges that are read at once."""
+    header = _header(file, tensors)
+    yield _Range(file, 0, len(header), None, header=header)
+    start = len(header)
+    for tensor in tensors:
+        width, at_once = item_bytes(tensor.dtype), _elements_at_once(tensor)
+        for first in range(0, math.prod(tensor.shape), at_once):
+            num_elements = min(at_once, math.prod(tensor.shape) - first)
+            yield _Range(file, start + first * width, num_elements * width, tensor, first)
+        start += tensor.num_bytes
+
+
 def _pieces(
-    prepare: Callable[[Sequence[ReadRequest]], Reading],
-    memories: tuple[Scratch, Scratch],
-    tensors: Sequence[ExportedTensor],
-) -> Iterator[memoryview]:
-    """Yield the checked bytes of tensors, in order. While a piece is used, the next is read; each is valid until the next."""
-    ranges = (
-        (tensor, first, min(_elements_at_once(tensor), math.prod(tensor.shape) - first))
-        for tensor in tensors
-        for first in range(0, math.prod(tensor.shape), _elements_at_once(tensor))
-    )
-    return ahead(partial(_read, prepare, memories[number % 2], *one) for number, one in enumerate(ranges))
+    prepare: Callable[[Sequence[ReadRequest]], Reading], folder: Path, ranges: Sequence[_Range]
+) -> Iterator[PlacedBytes]:
+    """Yield the checked bytes of ranges, in order. While a piece is used, the next is read; each is valid until the next."""
+    memories = Scratch(), Scratch()
+    jobs = (partial(_read, prepare, memories[number % 2], one) for number, one in enumerate(ranges))
+    return (PlacedBytes(folder / one.file, one.start, data) for one, data in zip(ranges, ahead(jobs), strict=True))
 
 
-def _read(
-    prepare: Callable[[Sequence[ReadRequest]], Reading],
-    memory: Scratch,
-    tensor: ExportedTensor,
-    first: int,
-    num_elements: int,
-) -> memoryview:
+def _read(prepare: Callable[[Sequence[ReadRequest]], Reading], memory: Scratch, one: _Range) -> memoryview:
     """Read consecutive elements of a tensor into memory."""
-    flat = memory.empty((num_elements,), torch_dtype(tensor.dtype))
+    if one.tensor is None:
+        return memoryview(one.header)
+    tensor, dtype = one.tensor, torch_dtype(one.tensor.dtype)
+    flat = memory.empty((one.num_bytes // dtype.itemsize,), dtype)
     label = tensor.stored.replace("/", ": ", 1)
     requests = [
         ReadRequest(tensor.stored, label, box, flat[at : at + box.num_elements].view(box.shape))
-        for box, at in flat_boxes(tensor.shape, first, first + num_elements)
+        for box, at in flat_boxes(tensor.shape, one.first, one.first + len(flat))
     ]
     prepare(requests).run()
     bits: Any = raw_bytes(flat).numpy()
@@ -355,35 +380,3 @@ def _elements_at_once(tensor: ExportedTensor) -> int:
         if unit <= most:
             return most // unit * unit
     return most
-
-
-def _write(
-    file: Path,
-    header: bytes,
-    tensors: Sequence[ExportedTensor],
-    read: Callable[[Sequence[ExportedTensor]], Iterator[memoryview]],
-    progress: Callable[[int], None],
-) -> str:
-    """Write one file; return the digest of its intended content."""
-    digest = xxhash.xxh3_128(header)
-    with file.open("wb", buffering=0) as stream:
-        out = WriteOnce(stream.fileno())
-        out.write(memoryview(header))
-        for piece in read(tensors):
-            digest.update(piece)
-            out.write(piece)
-            progress(len(piece))
-        out.close()
-    return digest.hexdigest()
-
-
-def _require_read_back(file: Path, dst: Path, digest: str, progress: Callable[[int], None]) -> None:
-    found = xxhash.xxh3_128()
-    at, memory = 0, memoryview(bytearray(_READ_BACK_BYTES))
-    with file.open("rb") as stream:
-        while num_bytes := read_once(stream.fileno(), [memory], at):
-            found.update(memory[:num_bytes])
-            at += num_bytes
-            progress(num_bytes)
-    if found.hexdigest() != digest:
-        raise StorageError(f"what was written for {dst} is not what is read back: {os.path.basename(file)} was changed")

@@ -1,12 +1,12 @@
 """Export a checkpoint as one file of `torch.save`, which `torch.load` reads with `weights_only=True`.
 
-torch lays the file out without the tensors' bytes, which are then written to their places piece by piece: memory for a few is needed.
+torch lays the file out without the tensors' bytes, which the ranks then write to their places piece by piece: memory for a few is needed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +14,34 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
-from ckpt.convert.atomic_directory import atomic_directory
+from ckpt.convert.atomic_directory import shared_directory
+from ckpt.convert.checked_writes import PlacedBytes, require_read_back, write_pieces
 from ckpt.convert.opened import (
     PIECE_BYTES,
     Opened,
     OpenedTensor,
     Piece,
-    digest_of_piece,
     read_pieces,
     require_known,
+    share_of,
     slabs,
 )
-from ckpt.errors import StorageError
 from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
 from ckpt.loading.other_formats.other_checkpoint import Step
 from ckpt.loading.other_formats.torch_files import open_torch_file, steps_into
 from ckpt.loading.sources import CheckpointSource
-from ckpt.storage.files import WriteOnce, read_once
+from ckpt.ranks.topology import Topology
+from ckpt.storage.files import make_durable
 
 
-def export_torch(
-    source: CheckpointSource, dst: Path, *, progress: Callable[[int], object] = lambda num_bytes: None
-) -> None:
-    """Write a checkpoint of any format as one file of `torch.save`, read it back, and then rename it to `dst`.
+def export_torch(source: CheckpointSource, dst: Path, topology: Topology) -> None:
+    """Write a checkpoint of any format as one file of `torch.save`, read it back, and then rename it to `dst`. Collective.
 
     It holds the nested state dict that `ckpt.load` returns; an optimizer has the form of DCP's `get_optimizer_state_dict`.
 
     Args:
-        source: opened by `ckpt.loading.loader.source_at`.
+        source: opened by `ckpt.loading.loader.source_at`, on every rank.
         dst: nothing is there.
-        progress: called with the number of bytes that have moved.
 
     Raises:
         CheckpointExistsError: there is something at `dst`.
@@ -51,38 +49,48 @@ def export_torch(
         ConfigurationError: a plain value is an object that this process does not know.
         StorageError: what was written is not what is read back.
     """
-    state = Opened(source).state(optimizers_in_groups=True)
-    with atomic_directory(dst, is_file=True) as file:
-        tensors = _lay_out(state, file)
-        pieces = [
-            Piece(name, box, one.entry.dtype) for name, one in tensors.items() for box in slabs(one.entry, PIECE_BYTES)
-        ]
-        places = _places(file, tensors)
-        digests = {}
-        with file.open("r+b", buffering=0) as stream:
-            fd = stream.fileno()
-            out = WriteOnce(fd)
-            for piece, tensor in read_pieces(source, pieces, tensors):
-                digests[piece] = digest_of_piece(tensor)
-                out.write(_bytes(tensor), places[piece.name] + _offset(piece, tensors[piece.name]))
-                progress(tensor.nbytes)
-            out.close()
-            for piece, digest in digests.items():
-                found = piece.empty()
-                read_once(fd, [_bytes(found)], places[piece.name] + _offset(piece, tensors[piece.name]))
-                if digest_of_piece(found) != digest:
-                    raise StorageError(f"what was written for {dst} is not what is read back: {piece.name} was changed")
-                progress(found.nbytes)
+    with topology.operation(f"export to {dst}"):
+        with topology.phase("state"):
+            state = Opened(source).state(optimizers_in_groups=True)
+            tensors = _by_name(state)
+        with shared_directory(dst, topology, is_file=True) as file:
+            with topology.phase("lay out"):
+                if topology.is_lead:
+                    _lay_out(state, file)
+                    make_durable(file.parent, {file.name: 0}, [], topology.progress)
+            with topology.phase("write"):
+                runs = write_pieces(_pieces(source, file, tensors, topology), topology.progress)
+            with topology.phase("read back"):
+                require_read_back(runs, dst, topology.progress)
 
 
-def _lay_out(state: dict[str, Any], file: Path) -> dict[str, OpenedTensor]:
-    """Write the file without the bytes of its tensors; return these by their names in it, tied ones once."""
+def _pieces(
+    source: CheckpointSource, file: Path, tensors: Mapping[str, OpenedTensor], topology: Topology
+) -> Iterator[PlacedBytes]:
+    """Yield the pieces of this rank's share, and their places."""
+    starts = _starts(file, tensors)
+    pieces = [
+        Piece(name, box, tensors[name].entry.dtype)
+        for name in sorted(tensors, key=starts.__getitem__)
+        for box in slabs(tensors[name].entry, PIECE_BYTES)
+    ]
+    mine = share_of(pieces, [piece.num_bytes for piece in pieces], topology)
+    for piece, tensor in read_pieces(source, mine, tensors):
+        yield PlacedBytes(file, starts[piece.name] + _offset(piece, tensors[piece.name]), _bytes(tensor))
+
+
+def _lay_out(state: dict[str, Any], file: Path) -> None:
+    """Write the file without the bytes of its tensors."""
     fakes: dict[int, torch.Tensor] = {}
     with FakeTensorMode():
         described = _with_fakes(state, fakes)
     require_known(described)
     with skip_data(materialize_fake_tensors=True):
         torch.save(described, file)
+
+
+def _by_name(state: dict[str, Any]) -> dict[str, OpenedTensor]:
+    """Return the tensors by their names in the file, tied ones once."""
     named = {one.name: (repr(path), one) for path, one in reversed(list(_leaves(state, ())))}
     return dict(named.values())
 
@@ -108,15 +116,15 @@ def _leaves(node: Any, path: tuple[Step, ...]) -> Iterator[tuple[tuple[Step, ...
         yield from _leaves(inner, (*path, step))
 
 
-def _places(file: Path, tensors: Mapping[str, OpenedTensor]) -> dict[str, int]:
+def _starts(file: Path, tensors: Mapping[str, OpenedTensor]) -> dict[str, int]:
     """Name of a tensor -> its first byte in the file."""
     stored = open_torch_file(file, allow_pickle=True).tensors
-    places = {}
+    starts = {}
     for name in tensors:
         pieces = stored[name].pieces()
         assert isinstance(pieces, list), "they are row-major"
-        places[name] = pieces[0].offset if pieces else 0
-    return places
+        starts[name] = pieces[0].offset if pieces else 0
+    return starts
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

@@ -21,6 +21,7 @@ from ckpt.format.unpickling import unknown_in
 from ckpt.loading.sources import CheckpointSource
 from ckpt.loading.strategy import ReadRequest
 from ckpt.memory.huge_pages import Scratch
+from ckpt.ranks.topology import Topology
 from ckpt.state.flatten import Path, path_from_json, plain_and_paths, unflatten
 from ckpt.state.sharing import Sharing, SharingPattern, StateComponent
 from ckpt.state.statefuls import Given, optimizer_in_groups
@@ -229,6 +230,18 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         num_bytes += piece.num_bytes
     if batch:
         yield batch
+
+
+def share_of(pieces: Sequence[Result], sizes: Sequence[int], topology: Topology) -> list[Result]:
+    """Return the pieces of this rank: a run of consecutive ones, of about as many bytes on every rank.
+
+    Args:
+        sizes: bytes of each piece.
+    """
+    starts = accumulate(sizes, initial=0)
+    num_bytes, last = max(sum(sizes), 1), topology.world_size - 1
+    ranks = (min(start * topology.world_size // num_bytes, last) for start in starts)
+    return [piece for piece, rank in zip(pieces, ranks, strict=False) if rank == topology.rank]
 
 
 def digest_of_piece(piece: torch.Tensor) -> str:

@@ -1,7 +1,8 @@
 """Rewrite a committed checkpoint in the format of another backend: the same arrays, chunks, packs and writers in other files.
 
-One process does it, rank by rank and chunk by chunk, with memory for one chunk and a writer's buffers. Everything but the bytes of
-arrays (holders, plain values, the config, the time of the commit) is copied unchanged.
+The ranks of the job share the work of those that saved it. Each goes saved rank by saved rank and chunk by chunk, with memory for one
+chunk and a writer's buffers. Everything but the bytes of arrays (holders, plain values, the config, the time of the commit) is copied
+unchanged. So the new checkpoint does not depend on the number of ranks that convert.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +19,7 @@ import torch
 
 from ckpt.backends.base import Backend
 from ckpt.catalog.verify import TensorNames, examine
-from ckpt.convert.atomic_directory import atomic_directory
+from ckpt.convert.atomic_directory import shared_directory
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
 from ckpt.format.box import chunk_box, whole
 from ckpt.format.checkpoint_files import CheckpointFolder
@@ -44,7 +45,7 @@ from ckpt.loading.strategy import StoredCheckpoint
 from ckpt.memory.huge_pages import Scratch
 from ckpt.planning.plan import ChunkTask, PackTask, PlannedArray, RankPlan, SavePlan
 from ckpt.ranks.topology import Topology
-from ckpt.saving.manifest_writer import join_arrays, listed_files
+from ckpt.saving.manifest_writer import await_indexes, join_arrays, listed_files
 from ckpt.saving.writing import Item, Pack, RankWritePlan, Staged, WriteJob, WriteResult, folders_of, joined_checksum
 from ckpt.state.sharing import StateComponent
 from ckpt.state.statefuls import Given
@@ -57,29 +58,14 @@ _SHARDED_BACKENDS = {"zarr": "zarr", "ocdbt": "tensorstore"}
 """Store -> its name in `metadata.json` of a sharded state dict."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rewritten:
-    """The result of a rewrite, which was read back.
-
-    Attributes:
-        manifest: the new one.
-        num_files, num_bytes: of the new checkpoint.
-    """
-
-    manifest: CheckpointManifest
-    num_files: int
-    num_bytes: int
-
-
-def rewrite(src: Path, dst: Path, backend: Backend, *, progress: Callable[[int], None] = lambda _: None) -> Rewritten:
-    """Write the checkpoint at `src` with `backend`, read it back, and then rename it to `dst`.
+def rewrite(src: Path, dst: Path, backend: Backend, topology: Topology) -> None:
+    """Write the checkpoint at `src` with `backend`, read it back, and then rename it to `dst`. Collective.
 
     Checks every digest of `src`. Where both formats store a chunk alike, the new one has the same digests. Small tensors stay packed as
     they are, without the gaps that a removal has left. Nothing is linked.
 
     Args:
         dst: nothing is there, or an empty folder.
-        progress: called with the number of bytes that have moved.
 
     Raises:
         CheckpointNotFoundError: `src` is no checkpoint.
@@ -88,16 +74,27 @@ def rewrite(src: Path, dst: Path, backend: Backend, *, progress: Callable[[int],
         ConfigurationError: `src` is of a sharded state dict, which loads do not read in this format.
         StorageError: the new checkpoint, read back, has problems.
     """
-    manifest = read_manifest(src)
-    config = _config_of(src, manifest, backend)
-    with atomic_directory(dst) as folder:
-        written = _Rewriting(src, folder, manifest, backend, progress).run()
-        if config is not None:
-            save_config(config, folder)
-        examined = examine(folder, progress=progress)
-        if examined.problems:
-            raise StorageError(f"what was written for {dst} is not what is read back: {examined.problems[0]}")
-    return Rewritten(written, examined.num_files, examined.num_bytes)
+    with topology.operation(f"rewrite into {dst}"):
+        with topology.phase("plan"):
+            manifest = read_manifest(src)
+            config = _config_of(src, manifest, backend)
+            saved_ranks = sorted({0, *manifest.index_paths()})[topology.rank :: topology.world_size]
+        with shared_directory(dst, topology) as folder:
+            with topology.phase("write") as phase:
+                rewriting = _Rewriting(src, folder, manifest, backend, topology.progress)
+                phase.payload = {rank: rewriting.write_rank(rank).to_json() for rank in saved_ranks}
+            with topology.phase("commit"):
+                if topology.is_lead:
+                    written = {int(rank): tree for mine in phase.payloads for rank, tree in mine.items()}
+                    results = [WriteResult(**written.get(rank, {})) for rank in range(manifest.world_size)]
+                    await_indexes(folder, results, topology)
+                    rewriting.commit(results)
+                    if config is not None:
+                        save_config(config, folder)
+            with topology.phase("read back"):
+                examined = examine(folder, writers=saved_ranks, progress=topology.progress)
+                if examined.problems:
+                    raise StorageError(f"what was written for {dst} is not what is read back: {examined.problems[0]}")
 
 
 def _config_of(src: Path, manifest: CheckpointManifest, backend: Backend) -> CheckpointingConfig | None:
@@ -161,11 +158,8 @@ class _Rewriting:
                 self._first_written_by[planned.writers[0]].append(name)
         self._memory = Scratch()
 
-    def run(self) -> CheckpointManifest:
-        """Write every rank's files and the manifest, durably."""
-        results = [WriteResult() for _ in range(self._manifest.world_size)]
-        for rank in sorted({0, *self._manifest.index_paths()}):  # the lead describes the groups
-            results[rank] = self._write_rank(rank)
+    def commit(self, results: Sequence[WriteResult]) -> None:
+        """Write the remaining files and the manifest, durably. The lead, after all saved ranks are written."""
         files = self._lead_files(results)
         manifest = replace(
             self._manifest,
@@ -175,9 +169,9 @@ class _Rewriting:
             ckpt_version=__version__,
         )
         replace_durably(self._folder / MANIFEST_NAME, manifest.to_bytes())
-        return manifest
 
-    def _write_rank(self, rank: int) -> WriteResult:
+    def write_rank(self, rank: int) -> WriteResult:
+        """Write the files of one saved rank, durably. The lead of those describes the groups."""
         index = Index(rank)
         if rank in self._manifest.index_paths():
             index = read_index(self._src, self._manifest, rank)

@@ -69,7 +69,7 @@ class ManifestWriter:
             StorageError: the file of some rank is not visible here.
         """
         folder, beside = self.save.destination.folder, self.beside
-        _await_indexes(folder, self.results, self.topology)
+        await_indexes(folder, self.results, self.topology)
         if self.config_text is not None:
             write_durably(folder / CONFIG_NAME, self.config_text.encode())
             beside = [CONFIG_NAME, *beside]
@@ -178,7 +178,7 @@ def entries_of(plan: SavePlan, components: Mapping[str, StateComponent], store: 
     return arrays
 
 
-def _await_indexes(folder: Path, results: Sequence[WriteResult], topology: Topology) -> None:
+def await_indexes(folder: Path, results: Sequence[WriteResult], topology: Topology) -> None:
     """Wait until the lead sees every index in full length: network file systems show files late."""
     deadline = time.monotonic() + topology.timeout_s
     for rank, result in enumerate(results):

@@ -5,6 +5,7 @@
     background   saves beside training steps                  background_saves      background_contenders
     sync         weight updates, trainers to rollouts         weight_updates        update_contenders, parameter_server
     megatron     our strategies and megatron-core's           megatron_strategies   megatron_peer (another process)
+    convert      conversions between formats              conversions
     device       copies between device and host               device_copies
     validation   validation levels and the doctor             validation_costs
     plan         the plan of a save of 10^12 parameters       plan_costs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from ckpt.dist_checkpointing.megatron.zarr import is_megatron_zarr
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError
 from ckpt.format.manifest import MANIFEST_NAME, SHARDED
 from ckpt.format.metadata import maybe_load_config, other_format
-from ckpt.format.stored import checkpoints_below, noticing_removal, read_manifest
+from ckpt.format.stored import checkpoints_below, noticing_removal
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import source_at
 from ckpt.loading.other_formats.other_source import format_at
@@ -48,6 +48,8 @@ _BACKENDS: dict[str, Callable[[], Backend]] = {
     "tensorstore": TensorStoreBackend,
     "kimi-engine": partial(KimiEngineBackend, pool=False),  # the process ends after it: no save is kept in memory
 }
+DESTINATIONS = (*_BACKENDS, SAFETENSORS, DCP, TORCH)
+"""The values of `to`."""
 _OURS, _MEGATRON, _TORCH_DIST = "ours", "megatron zarr", "megatron"
 _SELECT = {_OURS: select, _MEGATRON: select_of_megatron}
 _OF_SHARDED = ("zarr", "tensorstore")
@@ -96,7 +98,7 @@ def keys_of(cfg: DictConfig) -> ConvertKeys:
         ConfigurationError: src or dst is missing or a URL, or `to`, `max_shard_size` or `config_from` has a wrong value.
     """
     keys = command_keys(cfg, ConvertKeys, {"src": "the old checkpoint", "dst": "a folder for the new one"})
-    if keys.to not in (*_BACKENDS, SAFETENSORS, DCP, TORCH):
+    if keys.to not in DESTINATIONS:
         raise ConfigurationError(
             f"to={keys.to} is not known; choose {', '.join(_BACKENDS)}, {SAFETENSORS}, {DCP} or {TORCH}"
         )
@@ -154,8 +156,7 @@ def convert_on_ranks(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
         the fields of `Converted`.
 
     Raises:
-        ConfigurationError: `src` cannot be converted to that format, or not on several ranks, or holds pickles that are not allowed or
-            not convertible.
+        ConfigurationError: `src` cannot be converted to that format, or holds pickles that are not allowed or not convertible.
         CheckpointGoneError: the old checkpoint was removed while it was read.
         CorruptCheckpointError: the old checkpoint is damaged or incomplete.
         StorageError: the bytes read back differ from those written.
@@ -168,30 +169,21 @@ def convert_on_ranks(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
 
 def _work(keys: ConvertKeys, source_format: str, topology: Topology) -> Callable[[], Converted]:
     """Choose how to convert."""
-    src, allow_pickle = Path(keys.src), keys.load.allow_pickle
-    is_ours, is_megatron = source_format == _OURS, source_format == _MEGATRON
-    if keys.to == DCP and not is_megatron:
-        return partial(_to_dcp, keys, topology)
-    if source_format not in (_OURS, _MEGATRON, _TORCH_DIST) and keys.to in _BACKENDS:
-        return partial(_import, keys, topology)
-    if topology.world_size > 1:
-        raise ConfigurationError(
-            f"{src} becomes to={keys.to} in one process; several ranks write checkpoints of other programs as zarr, tensorstore or "
-            f"kimi-engine, but for Megatron-Core's, and any but Megatron-Core's zarr as {DCP}"
-        )
+    src, is_megatron = Path(keys.src), source_format == _MEGATRON
     if keys.to == SAFETENSORS:
-        return partial(_export, keys, source_format)
-    if keys.to == TORCH and not is_megatron:
-        return partial(_to_torch, keys, topology)
-    if is_ours:
-        return partial(_cross, keys)
+        return partial(_export, keys, source_format, topology)
+    if keys.to in (DCP, TORCH) and not is_megatron:
+        return partial(_to_dcp if keys.to == DCP else _to_torch, keys, topology)
+    if source_format not in (_MEGATRON, _TORCH_DIST) and keys.to in _BACKENDS:
+        return partial(_rewrite if source_format == _OURS else _import, keys, topology)
     if keys.to not in _OF_SHARDED:
         raise ConfigurationError(
             f"{src} is a sharded state dict of Megatron-Core's, which to={keys.to} cannot hold: choose to={' or to='.join(_OF_SHARDED)}, "
             f"or to={SAFETENSORS} for the tensors alone"
         )
-    options = {"allow_pickle": allow_pickle, "leave_out_unknown": keys.leave_out_unknown}
-    return partial(convert_megatron, src, Path(keys.dst), keys.to, **options, bar=partial(_bar, keys))
+    options = {"allow_pickle": keys.load.allow_pickle, "leave_out_unknown": keys.leave_out_unknown}
+    shown = partial(_shown, keys, topology, moves=2)  # mapped files are read without notice
+    return partial(convert_megatron, src, Path(keys.dst), keys.to, topology, shown, **options)
 
 
 def show(found: Converted, keys: ConvertKeys) -> None:
@@ -234,18 +226,17 @@ def _is_checkpoint(path: Path) -> bool:
     return path.is_dir() and ((path / MANIFEST_NAME).is_file() or is_megatron_zarr(path))
 
 
-def _bar(keys: ConvertKeys, num_bytes: int) -> AbstractContextManager[Callable[[int], None]]:
-    """Return a bar of the bytes that move: what is read, written and read back."""
-    return progress_bar(f"{keys.to}: {printable(keys.dst)}", num_bytes)
-
-
 @contextmanager
-def _shown(keys: ConvertKeys, topology: Topology, num_bytes: int) -> Iterator[None]:
-    """Show the progress of the lead, which does a share like every rank."""
+def _shown(keys: ConvertKeys, topology: Topology, num_bytes: int, *, moves: int = 3) -> Iterator[None]:
+    """Show the progress of the lead, which does a share like every rank.
+
+    Args:
+        moves: how often each byte moves: it is read, written, and read back.
+    """
     if not topology.is_lead:
         yield
         return
-    with _bar(keys, 3 * num_bytes // topology.world_size) as advance:
+    with progress_bar(f"{keys.to}: {printable(keys.dst)}", moves * num_bytes // topology.world_size) as advance:
         topology.on_progress = advance
         try:
             yield
@@ -276,7 +267,7 @@ def _to_torch(keys: ConvertKeys, topology: Topology) -> Converted:
     from ckpt.convert.exporting_torch import export_torch
 
     source = _opened(keys, topology)
-    return _on_ranks(keys, source, topology, lambda dst: export_torch(source, dst, progress=topology.progress))
+    return _on_ranks(keys, source, topology, lambda dst: export_torch(source, dst, topology))
 
 
 def _on_ranks(
@@ -288,44 +279,41 @@ def _on_ranks(
     array_bytes = sum(one.entry.num_bytes for one in tensors)
     with _shown(keys, topology, array_bytes):
         work(dst)
+    held = {"components": opened.keys, "arrays": len(tensors), "array_bytes": array_bytes}
+    lines = [f"  components {', '.join(opened.keys)}", f"  arrays     {len(tensors)}, {decimal(array_bytes)}"]
+    return _described(keys, topology, held, lines)
+
+
+def _described(keys: ConvertKeys, topology: Topology, held: dict[str, Any], lines: list[str]) -> Converted:
+    """Return the result, with the files as the lead finds them."""
+    dst = Path(keys.dst)
     files = [dst] if dst.is_file() else dst.rglob("*")
     sizes = [file.stat().st_size for file in files if file.is_file()] if topology.is_lead else []
-    return _of_components(keys, opened.keys, len(tensors), array_bytes, len(sizes), sum(sizes))
+    return Converted(keys.src, keys.dst, keys.to, len(sizes), sum(sizes), held, lines)
 
 
-def _cross(keys: ConvertKeys) -> Converted:
-    src = Path(keys.src)
-    arrays = [entry for entry in read_manifest(src).arrays.values() if entry.alias_of is None]
-    array_bytes = sum(entry.num_bytes for entry in arrays)
-    with _bar(keys, 3 * array_bytes) as advance:
-        done = rewrite(src, Path(keys.dst), _BACKENDS[keys.to](), progress=advance)
-    return _of_components(
-        keys, list(done.manifest.components), len(arrays), array_bytes, done.num_files, done.num_bytes
-    )
+def _rewrite(keys: ConvertKeys, topology: Topology) -> Converted:
+    source = _opened(keys, topology)
+    src, backend = Path(keys.src), _BACKENDS[keys.to]()
+    return _on_ranks(keys, source, topology, lambda dst: rewrite(src, dst, backend, topology))
 
 
-def _of_components(
-    keys: ConvertKeys, components: list[str], num_arrays: int, array_bytes: int, num_files: int, num_bytes: int
-) -> Converted:
-    held: dict[str, Any] = {"components": components, "arrays": num_arrays, "array_bytes": array_bytes}
-    lines = [f"  components {', '.join(components)}", f"  arrays     {num_arrays}, {decimal(array_bytes)}"]
-    return Converted(keys.src, keys.dst, keys.to, num_files, num_bytes, held, lines)
-
-
-def _export(keys: ConvertKeys, source_format: str) -> Converted:
-    src = Path(keys.src)
-    if source_format in _SELECT:
-        selection = _SELECT[source_format](src, keys.component)
-    else:
-        selection = select_of_other(_opened(keys, Topology.alone()), src, keys.component)
+def _export(keys: ConvertKeys, source_format: str, topology: Topology) -> Converted:
+    src, dst = Path(keys.src), Path(keys.dst)
+    other = None if source_format in _SELECT else _opened(keys, topology)
+    with topology.phase("select"):
+        selection = (
+            select_of_other(other, src, keys.component)
+            if other is not None
+            else _SELECT[source_format](src, keys.component, topology)
+        )
     if keys.config_from is not None:
         beside = beside_model(Path(keys.config_from))
     else:
         beside = beside_model(src) if source_format == SAFETENSORS and src.is_dir() else {}
     tensor_bytes = sum(tensor.num_bytes for tensor in selection.tensors)
-    with _bar(keys, 2 * tensor_bytes) as advance:
-        done = export(selection, Path(keys.dst), shard_bytes(keys.max_shard_size), beside=beside, progress=advance)
-    num_files = len(done.files) + (1 if len(done.files) > 1 else 0) + len(beside)
+    with _shown(keys, topology, tensor_bytes):
+        done = export(selection, dst, shard_bytes(keys.max_shard_size), topology, beside=beside)
     left_out = [f"{alias} (tied: it is {first})" for alias, first in selection.aliases.items()]
     changed = [
         *(f"{name}: called {theirs}, for the format cannot call it so" for name, theirs in done.renamed.items()),
@@ -342,4 +330,4 @@ def _export(keys: ConvertKeys, source_format: str) -> Converted:
     if beside:
         held["copied"] = list(beside)
         lines.append(f"  copied   {', '.join(held['copied'])}")
-    return Converted(keys.src, keys.dst, keys.to, num_files, done.num_bytes, held, lines)
+    return _described(keys, topology, held, lines)

@@ -18,7 +18,8 @@ import torch
 from rich.filesize import decimal
 
 from ckpt.catalog.verify import examine
-from ckpt.convert.atomic_directory import atomic_directory, require_free
+from ckpt.convert.atomic_directory import shared_directory
+from ckpt.convert.opened import share_of
 from ckpt.dist_checkpointing.mapping import ShardedObject
 from ckpt.dist_checkpointing.megatron import zarr as megatron_zarr
 from ckpt.dist_checkpointing.megatron.layout import headless
@@ -64,16 +65,20 @@ def convert_megatron(
     src: Path,
     dst: Path,
     to: str,
+    topology: Topology,
+    shown: Callable[[int], AbstractContextManager[None]],
     *,
     allow_pickle: bool,
     leave_out_unknown: bool,
-    bar: Callable[[int], AbstractContextManager[Callable[[int], None]]],
 ) -> Converted:
-    """Write the checkpoint at `src` in this library's format, verify it, and then rename it to `dst`.
+    """Write the checkpoint at `src` in this library's format, verify it, and then rename it to `dst`. Collective.
 
     Args:
         to: the name of a strategy of version 1: "zarr" or "tensorstore".
-        bar: shows the progress of a number of bytes, by the function that it yields.
+        shown: shows the progress of a block, given the bytes of all tensors.
+
+    Returns:
+        its files are counted on the lead.
 
     Raises:
         CheckpointExistsError: `dst` exists and is not empty.
@@ -81,23 +86,27 @@ def convert_megatron(
         CorruptCheckpointError: the old checkpoint is damaged or incomplete.
         StorageError: the bytes read back differ from those written.
     """
-    require_free(dst)
-    old = (_of_torch_dist if is_megatron(src) else _of_zarr)(src, allow_pickle)
-    plain = _PlainValues()
-    common = plain.entries(old.common, "")
-    objects = _objects(old, plain)
-    if plain.left_out and not leave_out_unknown:
-        raise ConfigurationError(
-            f"{src} holds values of classes that are not built here: {_listed(plain.left_out)}. Leave them out with leave_out_unknown=true"
-        )
-    state = _state(common, objects, old.tensors)
-    array_bytes = sum(one.data.nbytes for pieces in old.tensors.values() for one in pieces if one.data is not None)
-    with bar(2 * array_bytes) as advance, atomic_directory(dst) as folder:
-        with use_topology(Topology.alone(advance)):
+    with topology.phase("open"):
+        old = (_of_torch_dist if is_megatron(src) else _of_zarr)(src, allow_pickle)
+        plain = _PlainValues()
+        common = plain.entries(old.common, "")
+        objects = _objects(old, plain)
+        if plain.left_out and not leave_out_unknown:
+            raise ConfigurationError(
+                f"{src} holds values of classes that are not built here: {_listed(plain.left_out)}. Leave them out with "
+                "leave_out_unknown=true"
+            )
+    pieces = [one for of_key in old.tensors.values() for one in of_key]
+    sizes = [one.data.nbytes for one in pieces if one.data is not None]
+    state = _state(common, objects if topology.is_lead else [], share_of(pieces, sizes, topology))
+    array_bytes = sum(sizes)
+    with topology.operation(f"convert to {dst}"), shown(array_bytes), shared_directory(dst, topology) as folder:
+        with use_topology(topology):
             save(state, folder, (to, 1))
-        examined = examine(folder, progress=advance)
-        if examined.problems:
-            raise StorageError(f"what was written for {dst} is not what is read back: {examined.problems[0]}")
+        with topology.phase("read back"):
+            examined = examine(folder, writers=[topology.rank], progress=topology.progress)
+            if examined.problems:
+                raise StorageError(f"what was written for {dst} is not what is read back: {examined.problems[0]}")
     names = [str(key) for key in common]
     left_out = [*(f"{path} (of no known meaning)" for path in old.others), *plain.left_out]
     held: dict[str, Any] = {"arrays": len(old.tensors), "array_bytes": array_bytes, "objects": len(objects)}
@@ -173,14 +182,12 @@ def _pieces(stored: megatron_zarr.MegatronZarr, key: str) -> list[tuple[Box, tor
     return [(whole(array.shape), values)]
 
 
-def _state(
-    common: dict[Any, Any], objects: list[ShardedObject], tensors: Mapping[str, list[ShardedTensor]]
-) -> dict[Any, Any]:
+def _state(common: dict[Any, Any], objects: list[ShardedObject], tensors: Sequence[ShardedTensor]) -> dict[Any, Any]:
     """The sharded state dict to save. Tensors and objects have keys of their own, so their place in it does not matter."""
     name = "sharded"
     while name in common:
         name += "_"
-    sharded = {key: part for key, part in (("tensors", dict(tensors)), ("objects", objects)) if part}
+    sharded = {key: part for key, part in (("tensors", list(tensors)), ("objects", objects)) if part}
     return common | ({name: sharded} if sharded else {})  # an empty dictionary would be saved as a common value
 
 

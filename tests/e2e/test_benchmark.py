@@ -10,7 +10,7 @@ import pytest
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.ranks.topology import Topology
-from recipes.benchmark import contenders
+from recipes.benchmark import contenders, conversions
 from recipes.benchmark.limits import Raw
 from recipes.benchmark.saves_and_loads import SECONDS, benchmark, show
 from tests.conf.configs import benchmark_config
@@ -161,6 +161,30 @@ def test_a_layout_that_needs_all_ranks_cannot_be_loaded_on_some(tmp_path: Path) 
         ]
         * 2
     )
+
+
+def test_conversions_take_turns_with_a_copy(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    keys = [
+        "benchmark.repeats=1",
+        "benchmark.mib=4",
+        "benchmark.tensor_mib=1",
+        "benchmark.to=[kimi-engine,safetensors,dcp]",
+    ]
+    cfg = benchmark_config(tmp_path, *keys, root="benchmark_convert", home="conversions")
+    result = run_ranks(2, _convert, cfg, process_group=True)[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["benchmark_convert.json"]
+    assert json.loads((tmp_path / "benchmark_convert.json").read_text()) == result
+    names = [f"{to}, {ranks}" for to in ("kimi-engine", "safetensors", "dcp") for ranks in ("1 rank", "2 ranks")]
+    assert list(result["ratios"]) == ["cp -r", *names] and result["ratios"]["cp -r"] == 1
+    assert all(row["s"] > 0 for row in result["medians"].values()) and result["bytes"] > 4 << 20
+    conversions.show(result)
+    assert "of cp's speed" in capfd.readouterr().out
+    with pytest.raises(ConfigurationError, match="benchmark.to=npz: expected one of zarr, tensorstore, "):
+        conversions.check_benchmark(cfg["benchmark"] | {"to": ["npz"]})
+
+
+def _convert(topology: Topology, cfg: dict[str, Any]) -> dict[str, Any]:
+    return conversions.benchmark(cfg, topology)
 
 
 def _benchmark(topology: Topology, cfg: dict[str, Any]) -> dict[str, Any]:

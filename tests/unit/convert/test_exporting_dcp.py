@@ -89,6 +89,13 @@ def test_another_programs_checkpoint_comes_over_under_its_own_names(tmp_path: Pa
     assert same_values(read_by_torch(tmp_path / "dcp", tmp_path / "all.pt"), state)
 
 
+def test_tensors_without_elements_come_over_wherever_they_stand(tmp_path: Path) -> None:
+    state = {"a": torch.zeros(0, 3), "b": torch.ones(5), "c": torch.zeros(2, 0)}
+    ckpt.save(state, tmp_path / "ours")
+    exported(tmp_path / "ours", tmp_path / "dcp")
+    assert same_values(read_by_torch(tmp_path / "dcp", tmp_path / "all.pt"), state)
+
+
 def _export_on_ranks(topology: Topology, folder: Path) -> None:
     exported(folder / "ours", folder / "dcp", topology)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from safetensors.torch import load_file
 from ckpt import StateComponent, dist_checkpointing
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.convert import exporting_safetensors
+from ckpt.convert.checked_writes import WrittenRun
 from ckpt.convert.exporting_safetensors import Exported, ExportedTensor, export, select, select_of_megatron
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import (
@@ -30,7 +30,6 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.format.dtypes import raw_bytes, zarr_name
-from ckpt.memory.huge_pages import Scratch
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
 from tests.anonymous_memory import most_anonymous_bytes
@@ -49,7 +48,8 @@ def saved(root: Path, state: dict[str, Any], backend: Any = "zarr", key: str = "
 
 
 def exported(src: Path, dst: Path, most: int = LARGE, component: str | None = "model") -> Exported:
-    return export(select(src, component), dst, most)
+    alone = Topology.alone()
+    return export(select(src, component, alone), dst, most, alone)
 
 
 def as_stored(value: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,6 @@ def test_every_type_and_shape_is_read_by_name_bit_for_bit(tmp_path: Path, backen
     assert found.keys() == state.keys()
     assert all(same_bits(found[name], as_stored(value)) for name, value in state.items())
     assert sorted(done.as_pairs) == sorted(name for name in state if name.startswith("complex128"))
-    assert done.num_bytes == (tmp_path / "plain" / "model.safetensors").stat().st_size
     with safe_open(tmp_path / "plain" / "model.safetensors", "pt") as file:
         assert file.metadata()["format"] == "pt"
 
@@ -87,15 +86,14 @@ def test_what_takes_more_becomes_several_files_and_an_index_as_hugging_face_has_
     for name, value in state.items():
         assert same_bits(load_file(tmp_path / "plain" / index["weight_map"][name])[name], value)
     assert sorted(path.name for path in (tmp_path / "plain").iterdir()) == [*names, "model.safetensors.index.json"]
-    assert done.num_bytes == sum(path.stat().st_size for path in (tmp_path / "plain").iterdir())
 
 
 def test_of_tied_tensors_the_first_is_written_and_the_others_are_told(tmp_path: Path) -> None:
     wte = random_bits((300, 100), torch.bfloat16, 0)
     src = saved(tmp_path, {"wte": {"weight": wte}, "lm_head": {"weight": wte}, "bias": torch.arange(5)})
-    selection = select(src, "model")
+    selection = select(src, "model", Topology.alone())
     assert selection.aliases == {"lm_head.weight": "wte.weight"}
-    export(selection, tmp_path / "plain", LARGE)
+    export(selection, tmp_path / "plain", LARGE, Topology.alone())
     assert load_file(tmp_path / "plain" / "model.safetensors").keys() == {"wte.weight", "bias"}
 
 
@@ -128,7 +126,7 @@ def test_what_four_ranks_hold_together_is_whole_tensors(tmp_path: Path) -> None:
         ConfigurationError,
         match=f"rng is per_rank and holds {copies}; choose one copy, such as component=rng/rank-00000$",
     ):
-        select(src, "rng")
+        select(src, "rng", Topology.alone())
     exported(src, tmp_path / "rng", component="rng/rank-00002")
     assert same_bits(load_file(tmp_path / "rng" / "model.safetensors")["state"], random_bits((80,), torch.uint8, 2))
     exported(src, tmp_path / "all", component=None)
@@ -141,7 +139,7 @@ def test_tensors_that_megatron_core_wrote_are_exported_without_its_pickles(tmp_p
     src = shutil.copytree(truth(name).path, tmp_path / "src")
     for pickled in src.rglob("*.pt"):
         pickled.write_bytes(b"?")
-    export(select_of_megatron(src, None), tmp_path / "plain", LARGE)
+    export(select_of_megatron(src, None, Topology.alone()), tmp_path / "plain", LARGE, Topology.alone())
     found = load_file(tmp_path / "plain" / "model.safetensors")
     assert found.keys() == truth(name).tensors.keys()
     assert all(same_bits(found[key], as_stored(tensor)) for key, tensor in truth(name).tensors.items())
@@ -166,7 +164,7 @@ def test_of_a_sharded_state_dict_a_component_is_how_keys_begin(tmp_path: Path) -
         MissingStateError,
         match="holds no tensor of component=mode; it has model, optimizer. Choose another, or component=null",
     ):
-        select(tmp_path / "src", "mode")
+        select(tmp_path / "src", "mode", Topology.alone())
 
 
 def test_a_name_that_the_format_keeps_for_itself_is_told(tmp_path: Path) -> None:
@@ -188,9 +186,10 @@ def test_any_tensor_goes_over_in_pieces_of_any_size(
     src = saved(root, {"w": value})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exporting_safetensors, "AT_ONCE_BYTES", most)
-        read = partial(exporting_safetensors._pieces, select(src, "model").prepare, (Scratch(), Scratch()))
-        rows = data.draw(st.integers(1, 4))
-        pieces = [bytes(piece) for piece in read([ExportedTensor("w", "model/w", zarr_name(value.dtype), shape, rows)])]
+        tensor = ExportedTensor("w", "model/w", zarr_name(value.dtype), shape, data.draw(st.integers(1, 4)))
+        _, *ranges = exporting_safetensors._ranges("file", [tensor])
+        prepare = select(src, "model", Topology.alone()).prepare
+        pieces = [bytes(piece.data) for piece in exporting_safetensors._pieces(prepare, root, ranges)]
     assert b"".join(pieces) == raw_bytes(value).numpy().tobytes()
     assert all(len(piece) <= most for piece in pieces)
     shutil.rmtree(root)
@@ -207,17 +206,17 @@ def test_damage_is_found_and_nothing_appears(tmp_path: Path) -> None:
 
 def test_what_is_not_read_back_does_not_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     src = saved(tmp_path / "root", {"w": torch.ones(300, 100)})
-    write = exporting_safetensors._write
+    write = exporting_safetensors.write_pieces
 
-    def forgetful(file: Path, *args: Any) -> str:
-        digest = write(file, *args)
-        with file.open("r+b") as stream:
+    def forgetful(*args: Any) -> list[WrittenRun]:
+        runs = write(*args)
+        with runs[0].path.open("r+b") as stream:
             stream.seek(-1, os.SEEK_END)
             stream.write(b"\xff")
-        return digest
+        return runs
 
-    monkeypatch.setattr(exporting_safetensors, "_write", forgetful)
-    with pytest.raises(StorageError, match="is not what is read back: model.safetensors was changed"):
+    monkeypatch.setattr(exporting_safetensors, "write_pieces", forgetful)
+    with pytest.raises(StorageError, match="is not what is read back: bytes 0 to .* of model.safetensors were changed"):
         exported(src, tmp_path / "plain")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["root"]
 
@@ -228,9 +227,9 @@ def test_mistakes_are_one_sentence_before_a_byte_moves(tmp_path: Path, monkeypat
     with pytest.raises(CheckpointExistsError, match="taken exists and is not empty"):
         exported(src, tmp_path / "taken")
     with pytest.raises(MissingStateError, match="holds no tensor of component=other; it has model. Choose another"):
-        select(src, "other")
+        select(src, "other", Topology.alone())
     with pytest.raises(CheckpointNotFoundError, match="is not a checkpoint"):
-        select(tmp_path, "model")
+        select(tmp_path, "model", Topology.alone())
     monkeypatch.setattr(exporting_safetensors, "MOST_HEADER_BYTES", 100)
     with pytest.raises(
         ConfigurationError, match="model.safetensors would hold 1 tensors, .* set a smaller max_shard_size"
@@ -244,8 +243,8 @@ def test_memory_is_needed_for_a_piece_of_a_tensor(tmp_path: Path) -> None:
     """One tensor of 512 MiB: 64 MiB are written while the next 64 MiB are read."""
     src = saved(tmp_path / "root", {"w": random_bits((1 << 22, 32), torch.float32, 0)})
     taken = most_anonymous_bytes(
-        "from ckpt.convert.exporting_safetensors import export, select",
-        'export(select(Path(sys.argv[1]), "model"), Path(sys.argv[2]), 300 << 20)',
+        "from ckpt.convert.exporting_safetensors import export, select\nfrom ckpt.ranks.topology import Topology",
+        'one = Topology.alone(); export(select(Path(sys.argv[1]), "model", one), Path(sys.argv[2]), 300 << 20, one)',
         src,
         tmp_path / "plain",
     )

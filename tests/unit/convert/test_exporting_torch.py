@@ -11,6 +11,7 @@ import torch
 import ckpt
 from ckpt import Checkpointer
 from ckpt.convert import exporting_torch
+from ckpt.convert.checked_writes import WrittenRun
 from ckpt.convert.exporting_torch import export_torch
 from ckpt.errors import CheckpointExistsError, CorruptCheckpointError, StorageError
 from ckpt.loading.direct import DirectLoad
@@ -21,8 +22,9 @@ from tests.states import same_bits
 from tests.values import same_values
 
 
-def exported(src: Path, dst: Path) -> None:
-    export_torch(source_at(src, Topology.alone(), DirectLoad(), allow_pickle=True), dst)
+def exported(src: Path, dst: Path, topology: Topology | None = None) -> None:
+    topology = topology or Topology.alone()
+    export_torch(source_at(src, topology, DirectLoad(), allow_pickle=True), dst, topology)
 
 
 def test_torch_loads_every_tensor_and_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,14 +84,17 @@ def test_a_damaged_source_is_not_exported(tmp_path: Path) -> None:
 
 def test_what_was_written_wrong_is_found_and_nothing_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ckpt.save({"w": torch.ones(1 << 16)}, tmp_path / "ours")
-    digest = exporting_torch.digest_of_piece
-    told = iter(["wrong"])
+    write = exporting_torch.write_pieces
 
-    def once_wrong(piece: Any) -> str:
-        return next(told, None) or digest(piece)
+    def forgetful(*args: Any) -> list[WrittenRun]:
+        runs = write(*args)
+        with runs[0].path.open("r+b") as stream:
+            stream.seek(runs[0].start)
+            stream.write(b"\xff")
+        return runs
 
-    monkeypatch.setattr(exporting_torch, "digest_of_piece", once_wrong)
-    with pytest.raises(StorageError, match=r"all\.pt is not what is read back: .*w.* was changed"):
+    monkeypatch.setattr(exporting_torch, "write_pieces", forgetful)
+    with pytest.raises(StorageError, match=r"all\.pt is not what is read back: bytes .* of all\.pt were changed"):
         exported(tmp_path / "ours", tmp_path / "all.pt")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours"]
 

@@ -324,11 +324,11 @@ def convert_to(name: str) -> Callable[[Path, Path], None]:
         "ocdbt": TensorStoreBackend,
         "kimi": lambda: KimiEngineBackend(pool=False),
     }
-    return lambda folder, dst: rewrite(folder, dst, backends[name]()) and None
+    return lambda folder, dst: rewrite(folder, dst, backends[name](), Topology.alone()) and None
 
 
 def to_safetensors(folder: Path, dst: Path) -> None:
-    export(select(folder, "model"), dst, 1 << 40)
+    export(select(folder, "model", Topology.alone()), dst, 1 << 40, Topology.alone())
 
 
 def resume(folder: Path, dst: Path) -> None:
@@ -440,7 +440,7 @@ def test_checkpoints_inside_of_a_checkpoint_are_inside_of_it(
         edit_manifest(folder / part, lambda tree: tree["files"].update({"../../outside/x": [6, "0" * 32]}))
     else:
         (folder / part / "xxhash.py").write_text("planted = 1")
-        rewrite(folder, tmp_path / "dst", ZarrBackend())
+        rewrite(folder, tmp_path / "dst", ZarrBackend(), Topology.alone())
         assert not (tmp_path / "dst" / part / "xxhash.py").exists()
         return
 
@@ -516,7 +516,7 @@ def test_a_folder_that_is_a_link_itself_is_a_checkpoint_as_ever(
     assert isinstance(into[0].stateful, Held) and into[0].stateful.loaded is not None
     assert torch.equal(into[0].stateful.loaded["w"], global_index((130, 130)))
     assert verify_checkpoint(folder) == []
-    rewrite(folder, tmp_path / "dst", ZarrBackend())
+    rewrite(folder, tmp_path / "dst", ZarrBackend(), Topology.alone())
 
 
 def test_hard_links_are_ordinary_files(tmp_path: Path, door: str) -> None:

@@ -563,9 +563,9 @@ def test_commands_say_one_sentence(copied: Path, capsys: pytest.CaptureFixture[s
         assert verify(ReadingKeys(str(checkpoint))) == 1
         assert len(capsys.readouterr().out.splitlines()) == 2
         return
-    with pytest.raises(CorruptCheckpointError, match=f"^{checkpoint}/{MANIFEST}: .* chunks, and writers of 1"):
+    with pytest.raises(CorruptCheckpointError, match=f"{checkpoint}/{MANIFEST}: .* chunks, and writers of 1"):
         if command == "inspect":
             show(InspectKeys(str(checkpoint)))
         else:
-            rewrite(checkpoint, copied / "new", ZarrBackend())
+            rewrite(checkpoint, copied / "new", ZarrBackend(), Topology.alone())
     assert not (copied / "new").exists()

@@ -1,0 +1,113 @@
+"""`python -m recipes.benchmark.convert`: conversions between formats on one rank and on all, beside a copy of the files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+
+import ckpt
+from ckpt.ranks.topology import Topology
+from recipes.benchmark import harness
+from recipes.benchmark.harness import Figures
+from recipes.benchmark.measuring import PeakMemory, forget_cache, gathered, make_durable, timed
+from recipes.benchmark.tables import print_table, rounds_text, summarized, with_range
+from recipes.commands.converting import DESTINATIONS, ConvertKeys, convert_on_ranks, run_of
+
+COPY = "cp -r"
+MIB = 1 << 20
+
+
+@dataclass
+class ConvertBenchmarkKeys:
+    repeats: int
+    mib: int
+    tensor_mib: int
+    to: list[str]
+
+
+def check_benchmark(wanted: Any) -> dict[str, Any]:
+    """Return the keys under `benchmark` with their right types.
+
+    Raises:
+        ConfigurationError: there is no such key or format, it has another type, or is too small.
+    """
+    keys = harness.checked_keys(ConvertBenchmarkKeys, wanted)
+    for to in keys["to"]:
+        harness.require_choice("benchmark.to", to, DESTINATIONS)
+    return keys
+
+
+def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
+    """Run all rounds and return the figures; the lead leaves benchmark_convert.json. Every rank calls it."""
+    keys = cfg["benchmark"]
+    with harness.scratch_folder(cfg, topology) as scratch:
+        source = scratch / "source"
+        backend = instantiate(cfg["ckpt"])
+        report = ckpt.save(_tensors(keys, topology), source, format=backend, topology=topology)
+        work: dict[str, Callable[[Path], object]] = {COPY: partial(_copy, source, topology)}
+        for to in keys["to"]:
+            for ranks in dict.fromkeys((1, topology.world_size)):
+                name = f"{to}, {ranks} rank{'s' if ranks > 1 else ''}"
+                work[name] = partial(_convert, source, to, topology, ranks)
+
+        def take_turn(name: str, number: int) -> Figures:
+            forget_cache(source, topology)
+            with harness.turn_folder(scratch, name, number, topology) as folder:
+                memory = PeakMemory()
+                seconds = timed(partial(work[name], folder), topology)
+                return {"s": seconds, "mib": max(gathered(memory.mib(), topology))}
+
+        rounds = harness.interleaved(work, keys["repeats"], take_turn, topology)
+    figures = summarized(rounds)
+    result = {
+        "from": str(backend.store),
+        "bytes": report.bytes,
+        "ranks": topology.world_size,
+        "cores": os.cpu_count(),
+        "repeats": keys["repeats"],
+        "rounds": rounds,
+        **figures,
+        "ratios": {name: figures["medians"][COPY]["s"] / row["s"] for name, row in figures["medians"].items()},
+    }
+    return harness.write_result(result, cfg, "benchmark_convert", topology)
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Print seconds, shares of the copy's speed, and memory, as a table."""
+    rows = [
+        (name, with_range(name, "s", result), f"{ratio:.2f}", f"{result['medians'][name]['mib']:.0f}")
+        for name, ratio in result["ratios"].items()
+    ]
+    print_table(
+        f"{result['bytes'] / 1e9:.2f} GB of {result['from']}, saved by {result['ranks']} ranks, {result['cores']} cores, "
+        f"{rounds_text(result['repeats'])}",
+        ["to", "s", "of cp's speed", "MiB of a rank"],
+        rows,
+    )
+
+
+def _tensors(keys: Mapping[str, Any], topology: Topology) -> dict[str, torch.Tensor]:
+    """Return this rank's part of the tensors."""
+    count = max(keys["mib"] // keys["tensor_mib"], topology.world_size)
+    shape = (256, keys["tensor_mib"] * MIB // 1024)
+    return {f"w{at}": torch.rand(shape) for at in range(topology.rank, count, topology.world_size)}
+
+
+def _copy(source: Path, topology: Topology, folder: Path) -> None:
+    if topology.is_lead:
+        subprocess.run(["cp", "-r", source, folder / "copy"], check=True)
+        make_durable(folder)
+
+
+def _convert(source: Path, to: str, topology: Topology, ranks: int, folder: Path) -> None:
+    if topology.rank < ranks:
+        run = run_of(ConvertKeys(src=str(source), dst=str(folder / "dst"), to=to, component=None))
+        convert_on_ranks(run, topology if ranks > 1 else Topology.alone(topology.progress))
