@@ -278,7 +278,7 @@ def _title(result: Mapping[str, Any]) -> str:
     cap = " and ".join(f"{value} {unit}" for unit, value in caps.items() if value is not None)
     rounds = rounds_text(len(next(iter(result["rounds"].values()))))
     capped = f"; capped: {cap} for each rank" if cap else ""
-    return f"{described(result)}, {result['cores']} cores, {rounds}{capped}"
+    return f"{described(result)}, {result['machine']['cores']} cores, {rounds}{capped}"
 
 
 def _draw(result: Figures, path: Path) -> None:
