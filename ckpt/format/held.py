@@ -35,6 +35,29 @@ class MemoryFile(NamedTuple):
     name: str
 
 
+def open_memory(place: MemoryFile, access: int) -> int | None:
+    """Open a file in the memory of a process of this host; None: there is another file at its place by now.
+
+    Args:
+        access: os.O_RDONLY or os.O_RDWR.
+
+    Raises:
+        OSError: the process has gone, or belongs to another user.
+    """
+    # O_NONBLOCK: the descriptor's number may belong to a pipe by now.
+    fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", access | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        found = os.fstat(fd)
+        name = os.readlink(f"/proc/self/fd/{fd}")
+        if (found.st_ino, found.st_size) == (place.inode, place.size) and place.name in name:
+            return fd
+    except BaseException:
+        os.close(fd)
+        raise
+    os.close(fd)
+    return None
+
+
 class HeldFiles:
     """The files of one checkpoint that can be read from memory. Used by one thread at a time.
 
@@ -60,17 +83,8 @@ class HeldFiles:
         if place is None:
             return None
         with suppress(OSError):
-            # O_NONBLOCK: the descriptor's number may belong to a pipe by now.
-            fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            try:
-                found = os.fstat(fd)
-                name = os.readlink(f"/proc/self/fd/{fd}")
-                if (found.st_ino, found.st_size) == (place.inode, place.size) and place.name in name:
-                    return fd
-            except BaseException:
-                os.close(fd)
-                raise
-            os.close(fd)
+            if (fd := open_memory(place, os.O_RDONLY)) is not None:
+                return fd
         _log.info("%s is in memory no more; reading the file", file)
         del self._places[file]
         return None

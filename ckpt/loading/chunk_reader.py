@@ -51,6 +51,7 @@ class ChunkReader:
             slab_bytes=slab_bytes,
             landing=self.filling,
             held=checkpoint.held,
+            checked=checkpoint.checked,
         )
         self._decoded: tuple[ChunkExtent, torch.Tensor] | None = None
         self._bytes_unchecked = 0  # read by a format's library alone

@@ -28,7 +28,7 @@ from ckpt.errors import (
     describe,
     rebuild,
 )
-from ckpt.format.held import NOTHING_HELD, HeldFiles
+from ckpt.format.held import NOTHING_HELD, HeldFiles, MemoryFile
 from ckpt.format.manifest import CONFIG_NAME, MANIFEST_NAME, STATE, CheckpointManifest
 from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.format.stored import gone, identity_of, read_listed_file, read_manifest_bytes
@@ -50,6 +50,7 @@ from ckpt.memory.device import Device, device_of, wait_for_all
 from ckpt.ranks.topology import Phase, Topology, slowest_rank
 from ckpt.state.abilities import RestoredLast, offers
 from ckpt.state.sharing import Sharing, SharingPattern, StateComponent
+from ckpt.storage.checked_blocks import CheckedBlocks
 
 __all__ = ["LoadReport", "Loader", "committed_newest_first"]
 
@@ -187,29 +188,35 @@ class Loader:
         """Open the checkpoint: the lead reads and checks the manifest once, and all ranks parse the same bytes; or it finds old files."""
         where = str(path / MANIFEST_NAME)
         manifest: CheckpointManifest | None = None
+        ranks_here = self.topology.nodes[self.topology.node_rank]
+        checked = CheckedBlocks.make() if self.verify and self.topology.rank == ranks_here[0] < ranks_here[-1] else None
         with self.topology.phase("open") as phase:
+            phase.payload = {"checked": checked and checked.place}
             if self.topology.is_lead:
                 files = old_files(path, allow_pickle=self.allow_pickle) if may_be_old else []
                 other = format_at(path) if may_be_old else None
                 if files or other:
-                    phase.payload = files or other
+                    phase.payload["other"] = files or other
                 else:
                     data = read_manifest_bytes(path)
                     manifest = parse_manifest(data, where)
-                    phase.payload = {"manifest": data.decode(), "config": ""}
+                    phase.payload |= {"manifest": data.decode(), "config": ""}
                     if CONFIG_NAME in manifest.files:
                         with refusing(CONFIG_NAME):
                             config = read_listed_file(path, manifest, CONFIG_NAME, self._held(data))
                             phase.payload["config"] = config.decode()
         found = phase.payloads[0]
-        if isinstance(found, list):
-            return OldSource(path, found, self.topology)
-        if isinstance(found, str):
+        other = found.get("other")
+        if isinstance(other, list):
+            return OldSource(path, other, self.topology)
+        if isinstance(other, str):
             with self.topology.phase("open"):
-                checkpoint = open_other(path, found, allow_pickle=self.allow_pickle)
+                checkpoint = open_other(path, other, allow_pickle=self.allow_pickle)
             return OtherSource(path, checkpoint, self.topology, self.strategy, self.device)
+        if checked is None and (place := phase.payloads[ranks_here[0]]["checked"]) is not None:
+            checked = CheckedBlocks.join(MemoryFile(*place))
         data = found["manifest"].encode()
-        stored = StoredCheckpoint(path, manifest or parse_manifest(data, where), self._held(data))
+        stored = StoredCheckpoint(path, manifest or parse_manifest(data, where), self._held(data), checked)
         return CommittedSource(stored, found["config"], self.topology, self.strategy, self.device, verify=self.verify)
 
     def _held(self, manifest: bytes) -> HeldFiles:

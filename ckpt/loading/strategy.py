@@ -25,6 +25,7 @@ from ckpt.format.strict_json import refusing
 from ckpt.memory.device import Device
 from ckpt.planning.plan import needed_chunks
 from ckpt.ranks.topology import Topology
+from ckpt.storage.checked_blocks import CheckedBlocks
 from ckpt.storage.runs import WantedBox
 
 
@@ -70,11 +71,13 @@ class Stored(Protocol):
         root: its folder, to which all paths are relative.
         has_digests: its chunks can be checked.
         held: the files that are in memory of this host, too.
+        checked: the blocks that ranks of this host have checked in this load; None: each rank checks what it reads.
     """
 
     root: Path
     has_digests: bool
     held: HeldFiles
+    checked: CheckedBlocks | None
 
     def parts(self, request: ReadRequest) -> Iterable[StoredPart]:
         """Return the parts of the wanted box, one for each chunk that it meets, in storage order.
@@ -92,9 +95,16 @@ class StoredCheckpoint:
 
     has_digests = True
 
-    def __init__(self, root: Path, manifest: CheckpointManifest, held: HeldFiles = NOTHING_HELD) -> None:
+    def __init__(
+        self,
+        root: Path,
+        manifest: CheckpointManifest,
+        held: HeldFiles = NOTHING_HELD,
+        checked: CheckedBlocks | None = None,
+    ) -> None:
         self.root = root
         self.held = held
+        self.checked = checked
         self.manifest = manifest
         self._indexes: dict[int, Index] = {}
         self._packed: dict[str, tuple[ArraySpec, ChunkExtent, int]] = {}

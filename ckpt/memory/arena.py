@@ -7,7 +7,10 @@ from collections.abc import Callable
 
 import torch
 
+from ckpt.storage.host_memory import populate
+
 _ALIGNED = 4096
+_AT_ONCE_BYTES = 32 << 20
 
 
 class Arena:
@@ -41,6 +44,14 @@ class Arena:
             self._free, self._memory = [], torch.empty(0, dtype=torch.uint8)  # before the new memory is there
             self._memory = self._make(room_for(num_bytes))
             self._free = [(0, len(self._memory))]
+
+    def touch(self) -> None:
+        """Give the block its pages now, so that the first copies into it are as fast as later ones. Any thread, beside all others."""
+        memory = self._memory
+        for start in range(0, len(memory), _AT_ONCE_BYTES):
+            if memory is not self._memory:
+                return  # another block, or none, has taken its place
+            populate(memory.data_ptr() + start, min(_AT_ONCE_BYTES, len(memory) - start))
 
     def let_go(self) -> None:
         """Free the block, of which no range is taken. The next `grow` allocates a new one."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from ckpt.format.dtypes import is_dtensor
 from ckpt.state.abilities import HasOptimizer, offers
 from ckpt.state.address import local_tensor
 from ckpt.state.sharing import StateComponent
+
+_STATES_OF_ADAM = 2
 
 
 class Optimizers:
@@ -24,6 +28,18 @@ class Optimizers:
         """Call `wait` before each optimizer step, in the thread that makes the step."""
         for optimizer in self._optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(_calling(wait)))
+
+    @torch.no_grad()
+    def foreseen_bytes(self, world_size: int) -> int:
+        """Estimate this rank's share of a save: the parameters and states of the optimizers, two tensors a parameter that has none yet."""
+        found = 0.0
+        for optimizer in self._optimizers:
+            for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+                states = [one for one in _tensors_in(optimizer.state.get(parameter, {})) if one.numel() > 1]
+                num_bytes = local_tensor(parameter).nbytes
+                state_bytes = sum(local_tensor(one).nbytes for one in states) if states else _STATES_OF_ADAM * num_bytes
+                found += (num_bytes + state_bytes) / _num_copies(parameter, world_size)
+        return int(found)
 
     @torch.no_grad()
     def watch(self) -> Watched:
@@ -64,6 +80,13 @@ class Watched:
     def changed(self) -> list[str]:
         """Return the names of tensors that have been written to since `note`."""
         return [name for (name, _), seen in self._versions.items() if any(_version(one) != then for one, then in seen)]
+
+
+def _num_copies(parameter: Any, world_size: int) -> int:
+    """The ranks that hold equal copies of a parameter's local part: all of them if it is an ordinary tensor."""
+    if not is_dtensor(parameter):
+        return world_size
+    return math.prod(parameter.device_mesh.size(dim) for dim, one in enumerate(parameter.placements) if one.is_replicate())
 
 
 def _calling(wait: Callable[[], object]) -> Callable[..., None]:

@@ -25,6 +25,7 @@ from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.digests import BlockDigests
 from ckpt.format.held import NOTHING_HELD, HeldFiles
 from ckpt.format.records import ChunkExtent
+from ckpt.storage.checked_blocks import CheckedBlocks
 from ckpt.storage.runs import TensorRun, WantedBox
 from ckpt.storage.wanted_bytes import ALIGNMENT, Span, WantedBytes, first_name, is_on_host, memory_of, scatter
 
@@ -67,6 +68,7 @@ class ExtentReader:
         slab_bytes: bytes per read; None: `SLAB_BYTES`.
         landing: copies bytes to tensors on devices; None: all tensors are on the host.
         held: files in memory, which are not read from the folder.
+        checked: blocks that other ranks of this host have checked, which are not hashed again; None: all are hashed here.
 
     Attributes:
         bytes_read: bytes read from the file system so far, without those from memory.
@@ -82,8 +84,10 @@ class ExtentReader:
         slab_bytes: int | None = None,
         landing: Landing | None = None,
         held: HeldFiles = NOTHING_HELD,
+        checked: CheckedBlocks | None = None,
     ) -> None:
         self._held = held
+        self._checked = checked
         self._slab_bytes = slab_bytes or SLAB_BYTES
         self._landing = landing
         self.bytes_read = 0
@@ -177,7 +181,7 @@ class ExtentReader:
             piece = memory[at : at + step]
             self._fill(fd, chunk, start + at, [piece], name)
             if self._verify:
-                self._check_blocks(chunk, start + at, [piece], name_of)
+                self._check_blocks(fd, chunk, start + at, [piece], name_of)
             self._progress(len(piece))
 
     def _read_for_devices(self, chunk: ChunkExtent, wanted: WantedBytes, stretches: Sequence[tuple[int, int]]) -> None:
@@ -206,7 +210,7 @@ class ExtentReader:
             pieces = self._pieces(start, stop, ())
             self._fill(fd, chunk, start, pieces, name)
             if self._verify:
-                self._check_blocks(chunk, start, pieces, lambda begin, end: name)
+                self._check_blocks(fd, chunk, start, pieces, lambda begin, end: name)
             self._progress(stop - start)
 
     def _sweep(
@@ -224,7 +228,7 @@ class ExtentReader:
             pieces = self._pieces(start, stop, active)
             self._fill(fd, chunk, start, pieces, (active or spans)[0].part.name)
             if self._verify:
-                self._check_blocks(chunk, start, pieces, partial(first_name, active or spans))
+                self._check_blocks(fd, chunk, start, pieces, partial(first_name, active or spans))
             for span in active:
                 if isinstance(span, TensorRun):
                     span.place(start, stop, torch.from_numpy(self._scratch[: stop - start]))
@@ -278,9 +282,22 @@ class ExtentReader:
             missing = _after(missing, got)
 
     def _check_blocks(
+        self, fd: int, chunk: ChunkExtent, start: int, pieces: Sequence[memoryview], name_of: Callable[[int, int], str]
+    ) -> None:
+        """Compare the digests of the blocks in `pieces`, which begin at byte `start` of the chunk, unless another rank has."""
+        marks: Sequence[int] = ()
+        if self._checked is not None and chunk.file not in self._held:
+            first, num_bytes = start // chunk.block_bytes, sum(map(len, pieces))
+            marks = self._checked.of(fd, chunk, range(first, first - (-num_bytes // chunk.block_bytes)))
+            if self._checked.has(marks):
+                return
+        self._hash_blocks(chunk, start, pieces, name_of)
+        if self._checked is not None:
+            self._checked.add(marks)
+
+    def _hash_blocks(
         self, chunk: ChunkExtent, start: int, pieces: Sequence[memoryview], name_of: Callable[[int, int], str]
     ) -> None:
-        """Compare the digests of the blocks in `pieces`, which begin at byte `start` of the chunk."""
         stream = BlockDigests(chunk.block_bytes)
         for piece in pieces:
             stream.update(piece)

@@ -5,12 +5,14 @@ Faults of 4 KiB pages take longer than filling them (measured: 2.5 GB/s against 
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import sys
 from contextlib import suppress
 
 HUGE_PAGE = 2 << 20
+_MADV_POPULATE_WRITE = 23
 
 
 def can_be_shared() -> bool:
@@ -44,6 +46,18 @@ def shared(name: str, num_bytes: int) -> int:
 def mapped(fd: int, num_bytes: int) -> mmap.mmap:
     """Map shared memory. The descriptor may be closed afterwards."""
     return _on_huge_pages(mmap.mmap(fd, num_bytes))
+
+
+def populate(address: int, num_bytes: int) -> None:
+    """Give a mapped range its pages now. Its bytes stay, and other threads may use it meanwhile; the interpreter's lock is not held.
+
+    Without effect before Linux 5.14, and on other systems: pages then come as they are touched.
+
+    Args:
+        address: of a page.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE)
 
 
 def whole_huge_pages(num_bytes: int) -> int:

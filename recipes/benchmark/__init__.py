@@ -9,6 +9,7 @@
     device       copies between device and host               device_copies
     validation   validation levels and the doctor             validation_costs
     plan         the plan of a save of 10^12 parameters       plan_costs
+    compare      nothing: ratios of two runs                  comparison
 
 `harness` runs them all: it checks keys, lets contenders take turns, and writes the result. `measuring` takes time and memory;
 `tables` makes medians, ratios, tables and the plot. States: `workloads` (a training state, with the `places` of its bytes),

@@ -78,10 +78,11 @@ class Saving:
     """
 
     def __init__(self, steps: int) -> None:
-        self._steps_left = steps
+        self._steps = self._steps_left = steps
 
     def save(self, folder: Path) -> None:
         """Begin to save to a folder that does not exist yet; training continues when it returns."""
+        self._steps_left = self._steps
 
     def is_done(self) -> bool:
         """Whether the save is durable, as far as this rank can tell without waiting. Called once in each step."""

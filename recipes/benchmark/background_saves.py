@@ -25,7 +25,13 @@ from recipes.benchmark.workloads import Workload, described, facts_of, prepared
 
 WORKLOADS = ("gpt2_fsdp", "gpt2_ddp", "gpt2_tp_fsdp")
 
-COLUMNS = {"stall_s": "stall s", "slow_down": "steps, times", "durable_s": "durable s", "lost_s": "lost s"}
+COLUMNS = {
+    "first_stall_s": "first stall s",
+    "stall_s": "stall s",
+    "slow_down": "steps, times",
+    "durable_s": "durable s",
+    "lost_s": "lost s",
+}
 """Figures that are compared, and their headings."""
 
 PATIENCE_S = 300.0
@@ -35,8 +41,8 @@ WARM, COUNTED = "warm", "dcp"
 """Folders of the two saves of a turn."""
 
 RankTimes = dict[str, Any]
-"""One rank's times of one save: `call_s`, `finish_s`, `durable_s`, `peak_mib`; `before_s` of the steps before it; and `beside`, for each
-step beside it, its begin and end in seconds after the call, and its `wait_s`."""
+"""One rank's times of its later save: `call_s`, `finish_s`, `durable_s`, `peak_mib`; `before_s` of the steps before it; and `beside`, for
+each step beside it, its begin and end in seconds after the call, and its `wait_s`. With `first_stall_s` of the first save."""
 
 
 @dataclass
@@ -103,21 +109,21 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
 def _measured(
     name: str, saving: Saving, num_steps: int, workload: Workload, step: TrainingStep, folder: Path, *, compares: bool
 ) -> RankTimes:
-    """Take one turn: a save that is not counted, which touches memory and starts processes, and one that counts.
+    """Take one turn: the first save of a run, of which only the stall counts, and a later one.
 
     Args:
-        num_steps: timed before the save that counts.
+        num_steps: made before each save, and timed before the later one.
         compares: load it afterwards, and compare it with the state at the call.
     """
     state, topology = workload.saved, workload.saved.topology
     memory = PeakMemory()
-    saving.save(folder / WARM)
-    saving.finish()
-    saving.durable_s()
-    wait_for_ranks(topology)
+    for _ in range(num_steps):
+        step()
+    first = _save_beside_steps(saving, folder / WARM, step, topology)
     before = [step()[0] for _ in range(num_steps)]
     saved = state.fingerprint() if compares else ""
     told = _save_beside_steps(saving, folder / COUNTED, step, topology)
+    told["first_stall_s"] = _stall_of(first)
     told["before_s"] = [times.ended - times.began for times in before]
     told["peak_mib"] = memory.mib() + _mib_of_children()
     if compares and name != NOTHING:
@@ -179,7 +185,7 @@ def figures_of(ranks: Sequence[RankTimes]) -> Figures:
     """Return the cost of one save, from the times of all ranks.
 
     - `stall_s`: seconds that the rank with the longest stall stood still: in the call, before an optimizer's step, and for the report
-      at the end.
+      at the end. `first_stall_s`: the same of the run's first save.
     - `slow_down`: the time of the steps that ended before the save was durable on all ranks, without the stall, over the time of as
       many steps before the save. If none ended by then, the first one counts; a save that leaves no step beside it has no `slow_down`.
     - `lost_s`: the delay of training by the whole save.
@@ -190,7 +196,8 @@ def figures_of(ranks: Sequence[RankTimes]) -> Figures:
     finishes = [told["finish_s"] for told in ranks]
     num_steps = len(ranks[0]["beside"])
     figures: Figures = {
-        "stall_s": max(map(sum, zip(calls, waits, finishes, strict=True))),
+        "stall_s": max(map(_stall_of, ranks)),
+        "first_stall_s": max(told["first_stall_s"] for told in ranks),
         "call_s": max(calls),
         "wait_s": max(waits),
         "finish_s": max(finishes),
@@ -209,6 +216,12 @@ def figures_of(ranks: Sequence[RankTimes]) -> Figures:
         stall = max(map(sum, zip(calls, waits, strict=True)))
         figures["slow_down"] = (end - stall) / (counted * step_s)
     return figures
+
+
+def _stall_of(told: RankTimes) -> float:
+    """Seconds that a rank stood still for one save."""
+    waits = sum(wait_s for *_, wait_s in told["beside"])
+    return float(told["call_s"] + waits + told["finish_s"])
 
 
 def _num_counted(ranks: Sequence[RankTimes], durable_s: float | None) -> int:
@@ -240,13 +253,13 @@ def show(result: Mapping[str, Any]) -> None:
     """Print the figures and the ratios as tables."""
     rows = []
     for name, medians in result["medians"].items():
-        stall, *others = [with_range(name, column, result) for column in COLUMNS]
+        first, stall, *others = [with_range(name, column, result) for column in COLUMNS]
         parts = [f"{medians[part]:.3f}" for part in ("call_s", "wait_s")]
         rows.append(
-            (name, stall, *parts, *others, f"{medians['peak_mib']:.0f}", f"{medians['written_bytes'] / 1e9:.2f}")
+            (name, first, stall, *parts, *others, f"{medians['peak_mib']:.0f}", f"{medians['written_bytes'] / 1e9:.2f}")
         )
-    stall, *others = COLUMNS.values()
-    print_table(_title(result) + " (least .. most)", ["", stall, "call", "wait", *others, "MiB", "GB"], rows)
+    first, stall, *others = COLUMNS.values()
+    print_table(_title(result) + " (least .. most)", ["", first, stall, "call", "wait", *others, "MiB", "GB"], rows)
     ratios = result["ratios"]
     if any(ratios.values()):
         seconds = [column for column in COLUMNS if column.endswith("_s")]
@@ -265,7 +278,7 @@ def _title(result: Mapping[str, Any]) -> str:
     cap = " and ".join(f"{value} {unit}" for unit, value in caps.items() if value is not None)
     rounds = rounds_text(len(next(iter(result["rounds"].values()))))
     capped = f"; capped: {cap} for each rank" if cap else ""
-    return f"{described(result)}, {result['cores']} cores, {rounds}{capped}"
+    return f"{described(result)}, {result['machine']['cores']} cores, {rounds}{capped}"
 
 
 def _draw(result: Figures, path: Path) -> None:
@@ -276,4 +289,5 @@ def _draw(result: Figures, path: Path) -> None:
 def _line(figures: Figures) -> str:
     slow_down = f", steps beside {figures['slow_down']:.2f} times as long" if "slow_down" in figures else ""
     durable = f", durable after {figures['durable_s']:.2f} s" if "durable_s" in figures else ""
-    return f"stall {figures['stall_s']:.3f} s{slow_down}{durable}, {figures['lost_s']:.2f} s lost in all"
+    first = f"first stall {figures['first_stall_s']:.3f} s, later "
+    return f"{first}{figures['stall_s']:.3f} s{slow_down}{durable}, {figures['lost_s']:.2f} s lost in all"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -71,7 +70,6 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         "from": str(backend.store),
         "bytes": report.bytes,
         "ranks": topology.world_size,
-        "cores": os.cpu_count(),
         "repeats": keys["repeats"],
         "rounds": rounds,
         **figures,
@@ -87,7 +85,7 @@ def show(result: Mapping[str, Any]) -> None:
         for name, ratio in result["ratios"].items()
     ]
     print_table(
-        f"{result['bytes'] / 1e9:.2f} GB of {result['from']}, saved by {result['ranks']} ranks, {result['cores']} cores, "
+        f"{result['bytes'] / 1e9:.2f} GB of {result['from']}, saved by {result['ranks']} ranks, {result['machine']['cores']} cores, "
         f"{rounds_text(result['repeats'])}",
         ["to", "s", "of cp's speed", "MiB of a rank"],
         rows,

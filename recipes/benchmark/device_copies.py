@@ -69,15 +69,13 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
     medians = summarized(rounds)["medians"]
     result = {
         "device": str(device.torch_device),
-        "name": torch.get_device_module(device.torch_device).get_device_name(device.torch_device),
         "ranks": topology.world_size,
-        "torch": torch.__version__,
         "repeats": keys["repeats"],
+        "rounds": rounds,
         "states": {
             name: {
                 "bytes": state.num_bytes,
                 "tensors": len(state.tensors),
-                "rounds": {way: [row[way] for row in rounds[name]] for way in medians[name]},
                 "medians": medians[name],
                 "gb_s": {way: state.num_bytes / seconds / 1e9 for way, seconds in medians[name].items()},
                 "ratios": {way: medians[name][f"plain {way}"] / medians[name][way] for way in ("save", "load")},
@@ -100,8 +98,8 @@ def show(result: Mapping[str, Any]) -> None:
         ]
         rows.append((name, f"{row['tensors']:,}", f"{row['bytes'] / MIB:.0f}", *cells))
     print_table(
-        f"{result['name']}, {counted(result['ranks'], 'rank')}, {rounds_text(result['repeats'])}; GB/s of a rank, and the share of a "
-        "plain copy",
+        f"{result['machine']['accelerator']}, {counted(result['ranks'], 'rank')}, {rounds_text(result['repeats'])}; GB/s of a rank, "
+        "and the share of a plain copy",
         ["", "tensors", "MiB", "to the host", "", "to the device", ""],
         rows,
     )

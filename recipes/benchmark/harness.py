@@ -9,19 +9,25 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import platform
+import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
+from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
+import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
+from ckpt.version import __version__
 from recipes.benchmark.measuring import make_durable
 from recipes.support.config import by_dotted_key, checked
 from recipes.support.launch import launch
@@ -161,13 +167,42 @@ def write_result(
     topology: Topology,
     draw: Callable[[Figures, Path], None] | None = None,
 ) -> Figures:
-    """Write `<name>.json` into the run's folder, on the lead, and `<name>.png` if `benchmark.plot` asks for it; return the result."""
+    """Write `<name>.json` into the run's folder, on the lead, and `<name>.png` if `benchmark.plot` asks for it; return the result.
+
+    The facts of the machine are added to it.
+    """
+    result = result | {"machine": machine_facts(Path(cfg["run_dir"]))}
     if topology.is_lead:
         path = Path(cfg["run_dir"]) / f"{name}.json"
         path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         if draw is not None and (has_matplotlib() if cfg["benchmark"]["plot"] is None else cfg["benchmark"]["plot"]):
             draw(result, path.with_suffix(".png"))
     return result
+
+
+def machine_facts(folder: Path) -> dict[str, Any]:
+    """Return facts of this machine that figures depend on. No names of it.
+
+    Args:
+        folder: on the file system that the contenders save to.
+    """
+    cpu = Path("/proc/cpuinfo")
+    models = re.findall(r"^model name\s*: (.*)$", cpu.read_text() if cpu.exists() else "", re.MULTILINE)
+    disks = {one.mountpoint: one.fstype for one in psutil.disk_partitions(all=True)}
+    mount = next((str(one) for one in (folder, *folder.parents) if str(one) in disks), "")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return {
+        "processor": models[0] if models else platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "accelerator": accelerator and torch.get_device_module(accelerator).get_device_name(),
+        "file_system": disks.get(mount),
+        "kernel": ".".join(platform.release().split(".")[:2]),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "ckpt": __version__,
+        "date": datetime.now(UTC).date().isoformat(),
+    }
 
 
 @contextmanager

@@ -153,7 +153,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
     keys = cfg["benchmark"]
     names = keys["contenders"]
     held = _held(cfg, topology)
-    versions: dict[str, Any] = {"torch": torch.__version__}
+    versions: dict[str, Any] = {}
     with harness.scratch_folder(cfg, topology) as folders, ExitStack() as started:
         contenders = _ours(names, held, keys["in_place"], topology)
         if any(map(is_peer, names)):
@@ -188,16 +188,15 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         "dp": held.dp,
         "state_bytes": _state_bytes(held, topology),
         "versions": versions,
-        "cores": os.cpu_count(),
         "contenders": {
             name: {
-                "rounds": [{column: row[column] for column in COLUMNS} for row in rows],
                 "wrong": [wrong for row in rows for wrong in row["wrong"]],
                 "files": rows[-1]["files"],
                 "bytes": rows[-1]["bytes"],
             }
             for name, rows in rounds.items()
         },
+        "rounds": {name: [{column: row[column] for column in COLUMNS} for row in rows] for name, rows in rounds.items()},
         "figures": figures,
         "ratios": _ratios(figures),
     }
@@ -317,12 +316,12 @@ def _ratios(figures: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, f
 def show(result: Mapping[str, Any]) -> None:
     """Print the figures, and megatron-core's over ours, as a table."""
     contenders = result["contenders"]
-    rounds = max(len(one["rounds"]) for one in contenders.values())
+    rounds = max(map(len, result["rounds"].values()))
     cut = "cut like the weights" if result["optimizer"] == "tensors" else "in flattened ranges"
     title = (
         f"{result['state_bytes'] / 1e9:.2f} GB of state, moments {cut}, tensor parallel {result['tp']} x data parallel "
-        f"{result['dp']}, {result['cores']} cores, {rounds} rounds: median seconds to save and to load (cold, warm), the most MiB taken "
-        "on top of the state, and tensors that came back wrong"
+        f"{result['dp']}, {result['machine']['cores']} cores, {rounds} rounds: median seconds to save and to load (cold, warm), "
+        "the most MiB taken on top of the state, and tensors that came back wrong"
     )
     rows = [
         (

@@ -184,7 +184,7 @@ def _title(result: Mapping[str, Any]) -> str:
     loaded = "" if result["load_ranks"] == result["ranks"] else f", loaded on {result['load_ranks']}"
     store = "" if result["store_mib_s"] is None else f", read through a store of {result['store_mib_s']:g} MiB/s"
     rounds = rounds_text(len(next(iter(result["rounds"].values()))))
-    return f"{described(result)}{loaded}{store}, {result['cores']} cores, {rounds}"
+    return f"{described(result)}{loaded}{store}, {result['machine']['cores']} cores, {rounds}"
 
 
 def _ratio_columns(ratios: Mapping[str, Any]) -> dict[str, dict[str, Mapping[str, float]]]:

@@ -21,7 +21,7 @@ def summarized(rounds: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, d
     """Return `medians` and `ranges` (least, most) by contender, of each figure that is a number in every round."""
 
     def each(make: Callable[[list[float]], Any]) -> dict[str, Any]:
-        return {name: {figure: make(values) for figure, values in _numbers(rows)} for name, rows in rounds.items()}
+        return {name: {figure: make(values) for figure, values in numbers(rows)} for name, rows in rounds.items()}
 
     return {"medians": each(statistics.median), "ranges": each(lambda values: [min(values), max(values)])}
 
@@ -109,7 +109,8 @@ def draw(
     figure.savefig(path, dpi=130)
 
 
-def _numbers(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, list[float]]]:
+def numbers(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, list[float]]]:
+    """Yield (figure, its value in each round) of each figure that is a number in every round."""
     for name in rows[0]:
         if all(isinstance(row.get(name), (int, float)) for row in rows):
             yield name, [row[name] for row in rows]

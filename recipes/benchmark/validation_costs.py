@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -66,8 +65,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         "ranks": topology.world_size,
         "bytes_per_rank": sum(one.nbytes for one in _tensors(components)),
         "tensors_per_rank": len(_tensors(components)),
-        "cores": os.cpu_count(),
-        "rounds": {name: [row["s"] for row in rows] for name, rows in rounds.items()},
+        "rounds": rounds,
         "medians": {name: row["s"] for name, row in summarized(rounds)["medians"].items()},
     }
     return harness.write_result(result, cfg, "benchmark_validation", topology)
@@ -83,7 +81,7 @@ def show(result: Mapping[str, Any]) -> None:
         share = "" if name == "save" else f"{more / medians['save']:.1%}"
         rows.append((name, f"{median:.4f}", f"{more:.4f}", f"{more / gigabytes:.4f}", share))
     print_table(
-        f"{gigabytes:.2f} GB in {result['tensors_per_rank']} tensors {where}, {result['parallel']}, {result['cores']} cores, "
+        f"{gigabytes:.2f} GB in {result['tensors_per_rank']} tensors {where}, {result['parallel']}, {result['machine']['cores']} cores, "
         f"{rounds_text(len(result['rounds']['none']))}",
         ["", "s", "s more than none", "s per GB", "of a save"],
         rows,

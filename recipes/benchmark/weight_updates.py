@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import gc
-import os
-import platform
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
 import torch.distributed as dist
 from omegaconf import MISSING, DictConfig
 
@@ -23,7 +18,6 @@ from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.format.dtypes import STORABLE, zarr_name
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
-from ckpt.version import __version__
 from recipes.benchmark import harness
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import gathered, largest, wait_for_ranks
@@ -115,7 +109,7 @@ def check_benchmark(wanted: Any) -> dict[str, Any]:
 
 
 def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
-    """Run all rounds, behind one that is not counted, and return the figures; the lead leaves sync.json. Every rank calls it.
+    """Run all rounds, behind one that is not counted, and return the figures; the lead leaves benchmark_sync.json. Every rank calls it.
 
     Raises:
         ConfigurationError: there are not as many ranks as the roles take.
@@ -155,7 +149,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         "rounds": rounds,
     }
     result |= compared(result["first"], rounds, facts["bytes"])
-    return harness.write_result(result, cfg, "sync", topology)
+    return harness.write_result(result, cfg, "benchmark_sync", topology)
 
 
 def _endpoints(cfg: Mapping[str, Any], topology: Topology) -> UpdateEndpoints:
@@ -200,7 +194,7 @@ def _measured(name: str, contender: Contender, step: int) -> Figures:
 
 
 def _facts(cfg: Mapping[str, Any], ends: UpdateEndpoints) -> dict[str, Any]:
-    """Return the facts of a run that its figures depend on: the weights, the ranks, the machine and the versions."""
+    """Return the facts of a run that its figures depend on: the weights, the ranks and the versions."""
     keys = cfg["benchmark"]
     return {
         "trainers": len(ends.trainers),
@@ -211,38 +205,11 @@ def _facts(cfg: Mapping[str, Any], ends: UpdateEndpoints) -> dict[str, Any]:
         "bucket_bytes": ends.bucket_bytes,
         "repeats": keys["repeats"],
         "frozen": keys["frozen"],
-        "device": _device_name(ends.device),
+        "device": ends.device.type,
         "collectives": ends.device.collectives,
-        "machine": {
-            "nodes": len(ends.topology.nodes),
-            "processor": _processor(),
-            "cores": os.cpu_count(),
-            "memory_bytes": psutil.virtual_memory().total,
-            "system": platform.platform(),
-        },
-        "versions": {
-            "ckpt": __version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "checkpoint-engine": _version("checkpoint-engine"),
-        },
+        "nodes": len(ends.topology.nodes),
+        "versions": {"checkpoint-engine": _version("checkpoint-engine")},
     }
-
-
-def _device_name(device: Device) -> str:
-    if device.type == "cpu":
-        return "cpu"
-    name = getattr(torch.get_device_module(device.torch_device), "get_device_name", None)
-    return device.type if name is None else str(name(device.torch_device))
-
-
-def _processor() -> str:
-    """Return the processor's name, from the kernel where it gives one."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((text.partition(":")[2].strip() for text in lines if text.startswith("model name")), platform.machine())
 
 
 def _version(package: str) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -174,7 +173,7 @@ def prepared(cfg: Mapping[str, Any], topology: Topology) -> Iterator[Workload]:
 
 
 def facts_of(cfg: Mapping[str, Any], workload: Workload) -> dict[str, Any]:
-    """Return the facts of a run that its figures depend on: the state, the layout and the machine."""
+    """Return the facts of a run that its figures depend on: the state, the layout and the device."""
     keys = cfg["benchmark"]
     return {
         "workload": keys["workload"],
@@ -183,8 +182,6 @@ def facts_of(cfg: Mapping[str, Any], workload: Workload) -> dict[str, Any]:
         "ranks": workload.saved.topology.world_size,
         "state_bytes": workload.state_bytes,
         "tensors": workload.num_tensors,
-        "torch": torch.__version__,
-        "cores": os.cpu_count(),
         "device": str(workload.saved.device.torch_device),
     }
 

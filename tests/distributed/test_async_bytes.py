@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 from ckpt import CheckpointCoordinator, StateComponent
+from ckpt.backends.base import staged_digests
 from ckpt.catalog.verify import verify_checkpoint
 from ckpt.errors import StorageError
 from ckpt.ranks.topology import Topology
@@ -318,6 +320,24 @@ def test_a_bit_that_turns_between_the_snapshot_and_the_disk_is_refused_with_the_
         made.wait()
     assert path is not None
     assert same_values(loaded(Path(path), state), state)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_training_does_not_wait_for_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
+    threads: list[str] = []
+
+    def digested(*arguments: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return staged_digests(*arguments)
+
+    monkeypatch.setattr("ckpt.saving.background.snapshot.staged_digests", digested)
+    trainee = Trainee(0, width=2048)
+    with trainee.coordinator(Topology.alone(), tmp_path, settings(overlap=overlap)) as made:
+        trainee.step()
+        made.save_checkpoint(checkpoint_id="1")
+        made.wait()
+    assert threads and threading.current_thread().name not in threads
+    assert ("copier" in threads) == overlap
 
 
 def test_it_is_refused_on_every_rank_and_the_checkpoint_before_stays(tmp_path: Path) -> None:

@@ -7,14 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.backends.base import Backend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.loading.direct import DirectLoad
+from ckpt.memory.huge_pages import staging_memory
 from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings
+from ckpt.state.overlap import Optimizers
+from ckpt.state.statefuls import OptimizerState
 from recipes.benchmark.measuring import PeakMemory
 from tests.async_runs import Troubled, committed, deadline, has_come, let_go, settings, until
 from tests.ranks import run_ranks
@@ -219,3 +224,84 @@ def test_memory_that_is_too_small_for_the_next_save_is_made_anew_once_nothing_is
         loader = coordinator(Topology.alone(), tmp_path, [StateComponent("model", found, "per_rank")])
         loader.load_checkpoint(tmp_path / f"checkpoint-{number}")
         assert found.loaded is not None and all(same_bits(found.loaded[key], one) for key, one in wanted.items())
+
+
+def _trainee() -> tuple[list[StateComponent], torch.optim.Optimizer]:
+    """A module of 16 MiB and its optimizer, whose moments take another 32 MiB from its first step on."""
+    module = torch.nn.Linear(2048, 2048, bias=False)
+    optimizer = torch.optim.AdamW(module.parameters())
+    return [
+        StateComponent("model", module, "replicated"),
+        StateComponent("optimizer", OptimizerState(optimizer, module), "replicated"),
+    ], optimizer
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def test_the_memory_of_the_first_save_is_there_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(
+        "ckpt.saving.background.background.staging_memory", lambda size: made.append(size) or staging_memory(size)
+    )
+    components, optimizer = _trainee()
+    with coordinator(Topology.alone(), tmp_path, components, saves=settings()) as one:
+        warming = one._background._warming
+        assert warming is not None
+        warming.join()
+        assert len(made) == 1 and 48 << 20 <= made[0] <= 52 << 20
+        _stepped(optimizer)
+        one.save_checkpoint(checkpoint_id="1")
+        one.wait()
+    assert len(made) == 1, "the first save uses it"
+
+
+def test_the_memory_of_the_first_save_keeps_within_its_budget(tmp_path: Path) -> None:
+    components, _ = _trainee()
+    with coordinator(Topology.alone(), tmp_path, components, saves=settings(staging_budget_mib=8)) as one:
+        one._background._warming.join()
+        assert one._background._arena.num_bytes == 8 << 20
+
+
+def test_a_first_save_finds_memory_of_its_own_where_there_was_none_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[int] = []
+
+    def refuse_once(num_bytes: int) -> torch.Tensor:
+        if not refused:
+            refused.append(num_bytes)
+            raise MemoryError("none for now")
+        return staging_memory(num_bytes)
+
+    monkeypatch.setattr("ckpt.saving.background.background.staging_memory", refuse_once)
+    components, _ = _trainee()
+    with coordinator(Topology.alone(), tmp_path, components, saves=settings()) as one:
+        one._background._warming.join()
+        one.save_checkpoint(checkpoint_id="1")
+        one.wait()
+        assert refused and one.last_save is not None
+
+
+def test_the_share_of_a_save_is_foreseen_from_optimizers_and_placements() -> None:
+    components, optimizer = _trainee()
+    foreseen = Optimizers(components).foreseen_bytes
+    assert [foreseen(1), foreseen(4)] == [48 << 20, 12 << 20]
+    _stepped(optimizer)
+    assert [foreseen(1), foreseen(4)] == [48 << 20, 12 << 20]
+    run_ranks(4, _require_foreseen, process_group=True)
+
+
+def _require_foreseen(topology: Topology) -> None:
+    """Rows in halves on two ranks, each half on two: a rank holds 512 KiB of each tensor, and writes half of them."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    parameter = torch.nn.Parameter(distribute_tensor(torch.ones(256, 1024), mesh, [Replicate(), Shard(0)]))
+    optimizer = torch.optim.SGD([parameter], momentum=0.9)
+    one = Optimizers([StateComponent("optimizer", optimizer, "sharded")])
+    assert one.foreseen_bytes(4) == 3 * 256 << 10
+    parameter.grad = parameter.detach().clone()
+    optimizer.step()
+    assert one.foreseen_bytes(4) == 2 * 256 << 10

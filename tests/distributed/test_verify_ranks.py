@@ -9,9 +9,14 @@ import torch
 
 from ckpt import StateComponent
 from ckpt.catalog.verify import examine, verify_checkpoint
+from ckpt.errors import CheckpointError
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.format.stored import read_manifest
+from ckpt.loading.direct import DirectReading
+from ckpt.loading.strategy import ReadStats
 from ckpt.ranks.topology import Topology
+from ckpt.storage import extents
+from tests.async_runs import until
 from tests.ranks import run_ranks
 from tests.states import BACKENDS, Held, coordinator
 
@@ -49,3 +54,51 @@ def _save(topology: Topology, root: Path, backend: str) -> str:
         StateComponent("rng", Held(rng), "per_rank"),
     ]
     return coordinator(topology, root, components, backend=backend).save_checkpoint(checkpoint_id="1")
+
+
+def test_a_host_hashes_each_byte_once_and_damage_still_fails_every_rank(tmp_path: Path) -> None:
+    """Rank 0 reads first: the others find its marks, and hash nothing but what it has refused."""
+    hashed, failures = zip(*run_ranks(3, _load_one_after_the_other, tmp_path), strict=True)
+    assert sum(hashed[0]) >= 480_000 and hashed[1:] == ([], [])
+    assert all("are not those that were saved" in failure for failure in failures), failures
+
+
+def _load_one_after_the_other(topology: Topology, root: Path) -> tuple[list[int], str]:
+    _save(topology, root, "zarr")
+    sizes: list[int] = []
+
+    class Counting(extents.BlockDigests):
+        def update(self, piece: memoryview) -> None:
+            sizes.append(len(piece))
+            super().update(piece)
+
+    run = DirectReading.run
+
+    def after_the_lead(reading: DirectReading) -> ReadStats:
+        try:
+            if not topology.is_lead:
+                until((root / f"read-{number}").exists)
+            return run(reading)
+        finally:
+            if topology.is_lead:
+                (root / f"read-{number}").touch()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(extents, "BlockDigests", Counting)
+        patch.setattr(DirectReading, "run", after_the_lead)
+        number = 1
+        state = {f"w{number}": torch.zeros(20_000) for number in range(6)} | {"small": torch.zeros(9, dtype=torch.int64)}
+        components = [StateComponent("model", Held(state), "replicated")]
+        one = coordinator(topology, root, components)
+        one.load_checkpoint()
+        assert all(torch.equal(state[f"w{n}"], torch.arange(20_000, dtype=torch.float32) + n) for n in range(6))
+        of_the_load = list(sizes)
+        number = 2
+        if topology.is_lead:
+            file = next((root / "checkpoint-1" / "model").rglob("w3/c/0"))
+            data = bytearray(file.read_bytes())
+            data[70_000] ^= 1
+            file.write_bytes(data)
+        with pytest.raises(CheckpointError) as failure:
+            one.load_checkpoint(root / "checkpoint-1")
+    return of_the_load, str(failure.value)

@@ -39,6 +39,7 @@ from ckpt.format.records import ArraySpec, ChunkExtent
 from ckpt.format.unpickling import Unknown, unpickle
 from ckpt.loading.strategy import ReadRequest, StoredPart
 from ckpt.planning.plan import needed_chunks
+from ckpt.storage.checked_blocks import CheckedBlocks
 from ckpt.storage.runs import WantedBox
 
 _log = logging.getLogger("ckpt")
@@ -72,6 +73,7 @@ class MegatronZarr:
 
     has_digests = False
     held = NOTHING_HELD
+    checked: CheckedBlocks | None = None
 
     def __init__(self, checkpoint_dir: Path, library: Library = "zarr") -> None:
         self.root = Path(checkpoint_dir)

@@ -20,6 +20,7 @@ from ckpt.format.held import NOTHING_HELD
 from ckpt.format.records import ArraySpec, ChunkExtent
 from ckpt.loading.strategy import ReadRequest, StoredPart
 from ckpt.planning.plan import needed_chunks
+from ckpt.storage.checked_blocks import CheckedBlocks
 from ckpt.storage.runs import WantedBox
 
 Step = str | int | tuple[Any, Literal["key", "tuple"]]
@@ -114,6 +115,7 @@ class OtherCheckpoint:
 
     has_digests = False
     held = NOTHING_HELD
+    checked: CheckedBlocks | None = None
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,8 @@ import torch
 
 from ckpt.catalog.ledger import delete_folder
 from ckpt.errors import CheckpointError, RankAbsentError, SaveAbandonedError, StorageError, sentence
-from ckpt.memory.arena import Arena
+from ckpt.memory.arena import Arena, room_for
+from ckpt.memory.device import same_device
 from ckpt.memory.huge_pages import staging_memory
 from ckpt.memory.shared_memory import shared_memory
 from ckpt.ranks.sigterm import SigtermDeferral
@@ -36,6 +37,10 @@ from ckpt.saving.save_settings import SaveSettings
 from ckpt.saving.saver import SavedRun
 from ckpt.saving.writing import RankWritePlan, Staged, Write, WriteJob, WriteResult
 from ckpt.state.overlap import Watched
+
+_WORTH_A_THREAD_BYTES = 16 << 20
+_ESTIMATE_MARGIN = 1.05
+"""Buffers, other components and the rounding of items to pages come to what the optimizers hold."""
 
 _log = logging.getLogger("ckpt")
 
@@ -76,6 +81,7 @@ class Background:
         self._num_joins = 0
         self._process: WriterProcess | None = None
         self._arena = Arena(self._new_memory)
+        self._warming: threading.Thread | None = None
         self._pending: list[_Pending] = []
         self._last: _Pending | None = None
         self._finalized: list[SaveReport] = []
@@ -99,6 +105,27 @@ class Background:
     def num_pending(self) -> int:
         """Number of saves that have begun and are not finalized. Equal on all ranks."""
         return self._queue.get_num_unfinalized_calls()
+
+    def warm_up(self, foreseen_bytes: int) -> None:
+        """Allocate and touch the memory for copies now, beside training, so that the first save stops training as long as later ones.
+
+        Args:
+            foreseen_bytes: an estimate of this rank's share. The first save allocates anew if it takes more.
+        """
+        if foreseen_bytes >= _WORTH_A_THREAD_BYTES:
+            num_bytes = min(self._wanted(int(foreseen_bytes * _ESTIMATE_MARGIN)), self._limit())
+            arguments = room_for(num_bytes), same_device()
+            thread = threading.Thread(target=self._touch, args=arguments, name="staging memory", daemon=True)
+            with suppress(RuntimeError):  # the system gives this process no more threads: the first save touches it
+                thread.start()
+                self._warming = thread
+
+    def _touch(self, num_bytes: int, work_here: Callable[[], None]) -> None:
+        in_background()
+        work_here()
+        with suppress(Exception):  # the first save asks for this memory again, and says why there is none
+            self._arena.grow(num_bytes, lambda: None)
+            self._arena.touch()
 
     def begin(self, prepared: PreparedSave[Any], started: float, watched: Watched | None) -> None:
         """Copy the state, or begin to, and start the thread that writes it. An error from here on is raised by `finalize`.
@@ -214,6 +241,9 @@ class Background:
         self._pending.clear()
         self._last = None  # its snapshot holds views of kept memory, each with a descriptor
         self._arena.let_go()
+        if self._warming is not None:
+            self._warming.join()
+            self._arena.let_go()
         return failures
 
     def _snapshot(self, prepared: PreparedSave[Any], watched: Watched | None) -> Snapshot:
@@ -240,13 +270,7 @@ class Background:
 
     def _capacity(self, least: int, whole: int) -> int:
         """The bytes of the arena, by the settings and the free memory of the host."""
-        wanted = whole * (2 if self._settings.when_busy == "queue" else 1)
-        budget_mib = self._settings.staging_budget_mib
-        if budget_mib is None:
-            num_ranks = len(self._topology.nodes[self._topology.node_rank])
-            limit = self._arena.num_bytes + int(psutil.virtual_memory().available) // (2 * num_ranks)
-        else:
-            limit = budget_mib << 20
+        limit = self._limit()
         if limit < whole and not self._has_told:
             self._has_told = True
             _log.warning(
@@ -256,7 +280,17 @@ class Background:
                 whole / 2**20,
                 max(least, limit) / 2**20,
             )
-        return max(least, min(wanted, limit))
+        return max(least, min(self._wanted(whole), limit))
+
+    def _wanted(self, whole: int) -> int:
+        return whole * (2 if self._settings.when_busy == "queue" else 1)
+
+    def _limit(self) -> int:
+        budget_mib = self._settings.staging_budget_mib
+        if budget_mib is not None:
+            return budget_mib << 20
+        num_ranks = len(self._topology.nodes[self._topology.node_rank])
+        return self._arena.num_bytes + int(psutil.virtual_memory().available) // (2 * num_ranks)
 
     def _new_memory(self, num_bytes: int) -> torch.Tensor:
         return staging_memory(num_bytes) if self._process is None else shared_memory(num_bytes)

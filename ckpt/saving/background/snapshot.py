@@ -4,8 +4,9 @@
     copier thread       copies, during the next forward and backward, state that only an optimizer's step changes (saves.overlap)
     writing thread      takes item after item, and gives the memory back
 
-An item without room waits until an earlier one is written. The digests of an item are taken while its bytes are in the processor's
-cache; the writer compares them.
+An item without room waits until an earlier one is written. The copier takes the digests of an item while its bytes are in the processor's
+cache; the writing thread takes those of items that the training thread has copied, before it hands out the first one. They are
+compared with the bytes that are written.
 
 Where the files of a save are kept in memory (`ckpt.storage.pool`), an item is copied to its place there, and stays; only chunks that are
 assembled of several ranks' parts pass through the arena.
@@ -82,6 +83,7 @@ class Snapshot:
         self._streams = Streams("staging")
         self._being_written: tuple[int, torch.Tensor] | None = None
         self._ready: queue.SimpleQueue[tuple[Staged, torch.Tensor] | None] = queue.SimpleQueue()
+        self._undigested: list[Staged] = []
         self._has_sends = threading.Event()
         self._may_be_written = threading.Event()
         self._is_over = threading.Event()
@@ -100,7 +102,7 @@ class Snapshot:
             self._sends = sent(self._share, self._regions, staging)
             self._has_sends.set()  # before anything waits for room: writing frees it, and begins with the exchange of these
             now, later = self._parted()
-            self._copy(now)
+            self._copy(now, digest=False)  # training waits
         except Exception as error:
             self._error = error
         except BaseException as interrupt:
@@ -139,9 +141,12 @@ class Snapshot:
         Raises: the error of the copy.
         """
         self._may_be_written.wait()
+        copied = self._undigested if self._is_over.is_set() else ()  # otherwise an item waits for room: write first
+        digests = {staged.number: self._digests_of(staged) for staged in copied}
+        self._undigested = []
         for staged, room in self._in_order() if self._placed else iter(self._next_ready, None):
             self._being_written = staged.number, room
-            yield staged
+            yield staged if staged.digests else staged._replace(digests=digests.get(staged.number))
             self._give_back_written()
         self.check()
 
@@ -210,7 +215,7 @@ class Snapshot:
     def _copy_later(self, items: Sequence[tuple[int, Item]], work_here: Callable[[], None]) -> None:
         try:
             work_here()
-            self._copy(items)
+            self._copy(items, digest=True)
         except BaseException as error:
             self._error = error
         self._end()
@@ -238,8 +243,12 @@ class Snapshot:
             )
         self._contribution.require_unchanged()
 
-    def _copy(self, items: Sequence[tuple[int, Item]]) -> None:
-        """Copy items, and queue them for the writer; a device copies an item while the one before is digested."""
+    def _copy(self, items: Sequence[tuple[int, Item]], *, digest: bool) -> None:
+        """Copy items, and queue them for the writer.
+
+        Args:
+            digest: take their digests; a device copies an item meanwhile. If not, the writing thread takes them.
+        """
         rooms: dict[int, torch.Tensor] = {}
         coming = 0
 
@@ -262,13 +271,21 @@ class Snapshot:
                     hosts = [_joined(hosts, rooms[number])]
                 else:
                     hosts = [host if _lies_in(host, rooms[number]) else host.clone() for host in hosts]
-                digests = [staged_digests(host, self._grid_of(item, host)) for host in hosts]
-                self._ready.put((Staged(number, hosts, digests), rooms.pop(number)))
+                staged = Staged(number, hosts)
+                if digest:
+                    staged = staged._replace(digests=self._digests_of(staged))
+                elif not self._may_be_written.is_set():  # if it is, the writing thread may have room for this one only
+                    self._undigested.append(staged)
+                self._ready.put((staged, rooms.pop(number)))
         finally:
             if rooms:  # after an error copies may still be running
                 wait_for_accelerator()
                 for number, room in rooms.items():
                     self._give_back(number, room)
+
+    def _digests_of(self, staged: Staged) -> list[tuple[int, ...]]:
+        item = self._share.items[staged.number]
+        return [staged_digests(host, self._grid_of(item, host)) for host in staged.hosts]
 
     def _grid_of(self, item: Item, host: torch.Tensor) -> tuple[int, ...]:
         """The shape of a host tensor in storage: that of the whole chunk, or its own for a part of a chunk or a pack."""

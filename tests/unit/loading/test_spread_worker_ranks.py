@@ -63,6 +63,7 @@ class Stock:
 
     has_digests = True
     held = NOTHING_HELD
+    checked = None
 
     def __init__(self, root: Path, arrays: Sequence[Array], block_bytes: int) -> None:
         self.root = root

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.memory.arena import Arena, room_for
+from ckpt.memory.huge_pages import staging_memory
 
 PAGE = room_for(1)
 
@@ -79,3 +81,27 @@ def test_nothing_has_room_in_an_arena_without_memory() -> None:
     nothing = one.take(0, _never)
     one.give_back(nothing)
     assert len(nothing) == 0
+
+
+def test_a_block_that_is_touched_has_its_pages_and_keeps_its_bytes() -> None:
+    one = Arena(staging_memory)
+    one.grow(64 << 20, _never)
+    room = one.take(16, _never)
+    room.fill_(7)
+    before = psutil.Process().memory_info().rss
+    one.touch()
+    assert psutil.Process().memory_info().rss - before > 48 << 20
+    assert room.tolist() == [7] * 16
+
+
+def test_touching_ends_when_the_block_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = arena(256 << 20)
+    touched: list[int] = []
+
+    def populate(address: int, num_bytes: int) -> None:
+        touched.append(num_bytes)
+        one.let_go()
+
+    monkeypatch.setattr("ckpt.memory.arena.populate", populate)
+    one.touch()
+    assert touched == [32 << 20]

@@ -1,0 +1,85 @@
+"""The blocks of files whose digests some rank of this host has checked during a load: the other ranks only copy these.
+
+    rank 0   reads and hashes block 7, finds its digest, marks it
+    rank 1   reads block 7 from the page cache, finds the mark, hashes nothing
+
+A mark stands for a place in a file, as the file was when it was opened, and for the digest that was found there. The table of marks
+is shared memory of one load. It takes any number of blocks: a mark may replace another one, whose block is then hashed once more.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import struct
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+import xxhash
+
+from ckpt.format.held import MemoryFile, open_memory
+from ckpt.format.records import ChunkExtent
+from ckpt.storage.host_memory import can_be_shared, mapped, shared
+
+_NUM_MARKS = 1 << 17
+_MARK_BYTES = 8
+_FACTS = struct.Struct("<6Q")
+_NO_SIGN = (1 << 64) - 1
+"""Files may be older than 1970."""
+
+
+class CheckedBlocks:
+    """One rank's view of the table. Used by one thread; other ranks mark at the same time.
+
+    Attributes:
+        place: for the other ranks of the host, to `join`.
+    """
+
+    def __init__(self, fd: int, place: MemoryFile) -> None:
+        self.place = place
+        self._marks = memoryview(mapped(fd, _NUM_MARKS * _MARK_BYTES)).cast("Q")
+
+    @classmethod
+    def make(cls) -> CheckedBlocks | None:
+        """Make a table; None: this system shares no memory, or has none left."""
+        name = f"ckpt-checked-{secrets.token_hex(8)}"
+        with suppress(OSError):
+            if can_be_shared():
+                fd = shared(name, _NUM_MARKS * _MARK_BYTES)
+                inode = os.fstat(fd).st_ino
+                made = cls(fd, MemoryFile(os.getpid(), fd, inode, _NUM_MARKS * _MARK_BYTES, name))
+                weakref.finalize(made, os.close, fd).atexit = False  # others join by it as long as this object is there
+                return made
+        return None
+
+    @classmethod
+    def join(cls, place: MemoryFile) -> CheckedBlocks | None:
+        """Map the table that another rank has made; None: it is not on this host, or belongs to another user."""
+        with suppress(OSError):
+            if (fd := open_memory(place, os.O_RDWR)) is not None:
+                try:
+                    return cls(fd, place)
+                finally:
+                    os.close(fd)
+        return None
+
+    def of(self, fd: int, chunk: ChunkExtent, numbers: range) -> Sequence[int]:
+        """Return the marks of blocks of a chunk, by number, in the file that is open."""
+        return list(_marks_of(os.fstat(fd), chunk, numbers))
+
+    def has(self, marks: Sequence[int]) -> bool:
+        """Whether all of these blocks are marked."""
+        return all(self._marks[mark % _NUM_MARKS] == mark for mark in marks)
+
+    def add(self, marks: Sequence[int]) -> None:
+        """Mark blocks, whose digests were found to be right."""
+        for mark in marks:
+            self._marks[mark % _NUM_MARKS] = mark
+
+
+def _marks_of(file: os.stat_result, chunk: ChunkExtent, numbers: range) -> Iterator[int]:
+    for number in numbers:
+        at = chunk.offset + number * chunk.block_bytes
+        facts = file.st_dev, file.st_ino, file.st_mtime_ns & _NO_SIGN, file.st_size, at, chunk.digests[number]
+        yield xxhash.xxh3_64_intdigest(_FACTS.pack(*facts)) or 1  # an empty place holds 0

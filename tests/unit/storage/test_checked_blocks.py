@@ -1,0 +1,158 @@
+"""A block is hashed by one rank of a host; what is another block, or a file that was changed, is hashed again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt.errors import CorruptCheckpointError
+from ckpt.format.box import whole
+from ckpt.format.held import MemoryFile
+from ckpt.format.records import ChunkExtent
+from ckpt.storage import checked_blocks, extents
+from ckpt.storage.checked_blocks import CheckedBlocks
+from ckpt.storage.extents import ExtentReader
+from tests.ranks import forkserver
+from tests.unit.storage.test_extents import flip, numbers, part, store
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Bytes of each stream that was hashed."""
+    sizes: list[int] = []
+
+    class Counting(extents.BlockDigests):
+        def update(self, piece: memoryview) -> None:
+            sizes.append(len(piece))
+            super().update(piece)
+
+    monkeypatch.setattr(extents, "BlockDigests", Counting)
+    yield sizes
+
+
+def made() -> CheckedBlocks:
+    table = CheckedBlocks.make()
+    assert table is not None
+    return table
+
+
+def joined(place: MemoryFile) -> CheckedBlocks:
+    table = CheckedBlocks.join(place)
+    assert table is not None
+    return table
+
+
+def read(root: Path, chunk: ChunkExtent, array: np.ndarray, checked: CheckedBlocks | None) -> None:
+    wanted = part(array, whole(array.shape))
+    with ExtentReader(root, checked=checked) as reader:
+        reader.read(chunk, [wanted])
+    assert np.array_equal(wanted.out.numpy(), array)
+
+
+def test_a_block_that_one_rank_has_checked_is_not_hashed_by_another(tmp_path: Path, hashed: list[int]) -> None:
+    array = numbers(40, 10)
+    chunk = store(tmp_path, array.tobytes())
+    table = made()
+    read(tmp_path, chunk, array, table)
+    assert sum(hashed) == array.nbytes
+    read(tmp_path, chunk, array, joined(table.place))
+    assert sum(hashed) == array.nbytes, "the second reader hashed nothing"
+    read(tmp_path, chunk, array, None)
+    assert sum(hashed) == 2 * array.nbytes
+
+
+def test_what_one_rank_has_checked_in_part_another_checks_where_it_reads_more(tmp_path: Path, hashed: list[int]) -> None:
+    array = numbers(64)
+    chunk = store(tmp_path, array.tobytes())  # four blocks of 16 elements
+    table = made()
+    few = part(array, whole((16,)))
+    with ExtentReader(tmp_path, checked=table) as reader:
+        reader.read(chunk, [few])
+    assert sum(hashed) == 64
+    read(tmp_path, chunk, array, joined(table.place))
+    assert sum(hashed) == 64 + array.nbytes
+
+
+def test_a_file_that_is_replaced_or_written_to_is_hashed_again_and_its_damage_found(tmp_path: Path) -> None:
+    array = numbers(64)
+    chunk = store(tmp_path, array.tobytes())
+    table = made()
+    read(tmp_path, chunk, array, table)
+    file = tmp_path / chunk.file
+    before = file.stat()
+    flip(file, 5)
+    with pytest.raises(CorruptCheckpointError, match="are not those that were saved"):
+        read(tmp_path, chunk, array, table)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    copy = file.with_name("copy")
+    copy.write_bytes(file.read_bytes())
+    os.utime(copy, ns=(before.st_atime_ns, before.st_mtime_ns))
+    copy.replace(file)  # another inode, of the same time and size
+    with pytest.raises(CorruptCheckpointError, match="are not those that were saved"):
+        read(tmp_path, chunk, array, table)
+
+
+def test_a_damaged_block_is_never_marked(tmp_path: Path) -> None:
+    array = numbers(64)
+    chunk = store(tmp_path, array.tobytes())
+    flip(tmp_path / chunk.file, 5)
+    table = made()
+    for _ in range(2):
+        with pytest.raises(CorruptCheckpointError, match="are not those that were saved"):
+            read(tmp_path, chunk, array, table)
+
+
+def test_the_digest_that_was_found_is_part_of_a_mark(tmp_path: Path) -> None:
+    """Another record that claims other digests for the same bytes is not believed because of the first one."""
+    array = numbers(64)
+    chunk = store(tmp_path, array.tobytes())
+    table = made()
+    read(tmp_path, chunk, array, table)
+    liar = replace(chunk, digests=tuple(digest ^ 1 for digest in chunk.digests))
+    with pytest.raises(CorruptCheckpointError, match="are not those that were saved"):
+        read(tmp_path, liar, array, table)
+
+
+@given(st.lists(st.integers(1, (1 << 64) - 1), unique=True, max_size=30))
+def test_what_is_marked_is_there_unless_another_mark_has_taken_its_place(marks: list[int]) -> None:
+    table = made()
+    for number, mark in enumerate(marks):
+        assert not table.has([mark])
+        table.add([mark])
+        assert table.has([mark])
+        places = {one % checked_blocks._NUM_MARKS for one in marks[: number + 1]}
+        assert sum(table.has([one]) for one in marks) == len(places)
+
+
+def _join_and_mark(place: MemoryFile, said: Connection) -> None:
+    table = joined(place)
+    said.send(table.has([7]))
+    table.add([8])
+    said.send("marked")
+
+
+def test_another_process_sees_the_marks_and_a_place_that_is_no_table_is_not_joined(tmp_path: Path) -> None:
+    table = made()
+    table.add([7])
+    here, there = forkserver().Pipe()
+    process = forkserver().Process(target=_join_and_mark, args=(table.place, there))
+    process.start()
+    assert here.poll(30) and here.recv() is True
+    assert here.poll(30) and here.recv() == "marked"
+    process.join()
+    assert table.has([7, 8])
+    place = table.place
+    for other in (place._replace(name="ckpt-checked-0"), place._replace(inode=1), place._replace(pid=1 << 22)):
+        assert CheckedBlocks.join(other) is None
+    fd = place.fd
+    del table
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
