@@ -190,12 +190,11 @@ def machine_facts(folder: Path) -> dict[str, Any]:
     models = re.findall(r"^model name\s*: (.*)$", cpu.read_text() if cpu.exists() else "", re.MULTILINE)
     disks = {one.mountpoint: one.fstype for one in psutil.disk_partitions(all=True)}
     mount = next((str(one) for one in (folder, *folder.parents) if str(one) in disks), "")
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return {
         "processor": models[0] if models else platform.machine(),
         "cores": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
-        "accelerator": accelerator and torch.get_device_module(accelerator).get_device_name(),
+        "accelerator": _accelerator_name(),
         "file_system": disks.get(mount),
         "kernel": ".".join(platform.release().split(".")[:2]),
         "python": platform.python_version(),
@@ -203,6 +202,14 @@ def machine_facts(folder: Path) -> dict[str, Any]:
         "ckpt": __version__,
         "date": datetime.now(UTC).date().isoformat(),
     }
+
+
+def _accelerator_name() -> str | None:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return None
+    name = getattr(torch.get_device_module(accelerator), "get_device_name", None)
+    return accelerator.type if name is None else str(name(accelerator))
 
 
 @contextmanager
