@@ -41,6 +41,8 @@ class SaveReport:
         bytes: of all files.
         save_s: seconds from the first rank's call to the commit.
         blocked_s: seconds that training waited; `save_s`, unless the save went on in the background.
+        blocked_bytes: bytes of tensors, of all ranks, that were copied before the call of a save in the background returned. With `overlap`
+            these are the ones that no optimizer is known to change, and small tensors. 0: the save was not in the background.
         written_bytes: those of `bytes` that this save has written; the others are linked to an earlier checkpoint.
         alarms: sentences about tensors that equal those of an earlier checkpoint, though training has changed them.
         slowest_rank: whose bytes took longest to be durable; None: there is one rank.
@@ -54,6 +56,7 @@ class SaveReport:
     written_bytes: int = 0
     alarms: tuple[str, ...] = ()
     slowest_rank: int | None = None
+    blocked_bytes: int = 0
 
     def __str__(self) -> str:
         rate = f", {self.bytes / self.save_s / 1e9:.3g} GB/s" if self.save_s else ""

@@ -32,6 +32,9 @@ _FOLDER_KEYS = ("run_name", "output_dir", "run_dir")
 
 _TARGET = "._target_"
 
+_MOST_OF_A_SAVE = 0.9
+"""A save that copies more than this while training waits is not meant to copy beside it."""
+
 _LINES = 12
 """About the number of lines that a run prints where there is no live line."""
 
@@ -335,6 +338,8 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
 def _saved(one: SaveReport) -> str:
     linked = f", {(one.bytes - one.written_bytes) / 1e6:.1f} MB linked" if one.written_bytes < one.bytes else ""
     waited = f", of which training waited {one.blocked_s:.3f} s" if one.blocked_s < one.save_s else ""
+    if 0 < one.blocked_bytes < one.bytes * _MOST_OF_A_SAVE:
+        waited += f"; {one.blocked_bytes / 1e6:.1f} MB could not be copied beside it"
     slowest = _slowest(one.slowest_rank, one.save_s)
     return f"saved {Path(one.path).name}: {_speed(one.bytes, one.save_s)}{linked}{slowest}{waited}"
 

@@ -38,8 +38,8 @@ from tests.async_runs import (
     settings,
 )
 from tests.covering import and_in_full
-from tests.ranks import run_ranks
-from tests.states import coordinator
+from tests.ranks import run_ranks, run_threads
+from tests.states import Held, coordinator
 
 
 @pytest.fixture(autouse=True)
@@ -388,6 +388,31 @@ def test_nothing_is_copied_late_of_a_model_whose_optimizer_is_not_saved(tmp_path
             made.wait()
             assert copier.events == []
     require_holds_model(path, wanted)
+
+
+def test_the_report_counts_the_bytes_for_which_training_waited(tmp_path: Path) -> None:
+    """The tensors of the model and its optimizer are copied later, plain ones and small ones at once; without overlap, all are."""
+    plain = torch.arange(1 << 18)
+    counted = {}
+    for overlap in (False, True):
+
+        def save(topology: Topology, overlap: bool = overlap) -> int:
+            trainee = Trainee(1, width=WIDTH)
+            trainee.step()
+            parts = [*trainee.components(), StateComponent("plain", Held({"table": plain}), "replicated")]
+            root = tmp_path / str(overlap)
+            with coordinator(topology, root, parts, saves=settings(overlap=overlap), pattern_check="off") as made:
+                made.save_checkpoint(checkpoint_id="1")
+                made.wait()
+                assert made.last_save is not None
+                return made.last_save.blocked_bytes
+
+        found = run_threads(2, save)
+        assert found[0] == found[1]
+        counted[overlap] = found[0]
+    weights = 3 * 4 * WIDTH * (32 + 8)
+    assert plain.nbytes < counted[True] < plain.nbytes + weights // 4
+    assert counted[False] - counted[True] >= weights - (64 << 10)
 
 
 def require_holds_model(path: str | None, wanted: dict[str, Any]) -> None:

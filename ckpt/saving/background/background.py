@@ -332,11 +332,12 @@ class Background:
         return self._write_by_thread_or_process(share, job, staged, go_on)
 
     def _finish(self, pending: _Pending) -> None:
-        """Finalize a save that all ranks have committed: `blocked_s` is that of the rank that waited longest."""
+        """Finalize a save that all ranks have committed, with the longest `blocked_s` of a rank, and the `blocked_bytes` of all."""
         with self._topology.phase("report") as phase:
-            phase.payload = pending.blocked_s
+            phase.payload = [pending.blocked_s, pending.snapshot.blocked_bytes]
         assert pending.report is not None
-        self._finalized.append(replace(pending.report, blocked_s=max(phase.payloads)))
+        seconds, num_bytes = zip(*phase.payloads, strict=True)
+        self._finalized.append(replace(pending.report, blocked_s=max(seconds), blocked_bytes=sum(num_bytes)))
         self._forget(pending)
 
     def _forget(self, pending: _Pending) -> None:

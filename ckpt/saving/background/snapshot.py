@@ -59,6 +59,9 @@ class Snapshot:
         placed: number of an item -> memory of its size, outside of the arena, to copy it to. Items are handed out once all are copied.
         watched: tensors that only optimizers' steps change, for the copier to copy. None: the training thread copies all.
         pinned_bytes: of memory that copies from devices pass through; None: the arena itself is pinned.
+
+    Attributes:
+        blocked_bytes: bytes of the items that the training thread copies. Set by `take`.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Snapshot:
         self._being_written: tuple[int, torch.Tensor] | None = None
         self._ready: queue.SimpleQueue[tuple[Staged, torch.Tensor] | None] = queue.SimpleQueue()
         self._undigested: list[Staged] = []
+        self.blocked_bytes = 0
         self._has_sends = threading.Event()
         self._may_be_written = threading.Event()
         self._is_over = threading.Event()
@@ -102,6 +106,7 @@ class Snapshot:
             self._sends = sent(self._share, self._regions, staging)
             self._has_sends.set()  # before anything waits for room: writing frees it, and begins with the exchange of these
             now, later = self._parted()
+            self.blocked_bytes = sum(sum(_bytes_of(self._share, item)) for _, item in now)
             self._copy(now, digest=False)  # training waits
         except Exception as error:
             self._error = error

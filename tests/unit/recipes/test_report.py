@@ -154,6 +154,22 @@ def test_a_save_in_the_background_is_shown_with_the_loss_of_its_step(capsys: pyt
     ]
 
 
+def test_a_save_that_copies_beside_training_says_for_how_many_bytes_training_waited(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report = Report(RUN, shown=True)
+    for blocked_bytes in (0, 600_000, 4_000_000):
+        report.saved(
+            [SaveReport("/runs/checkpoint-1", "1", 4_000_000, 0.5, 0.25, 4_000_000, blocked_bytes=blocked_bytes)]
+        )
+    waited = "saved checkpoint-1: 0.500 s, 4.0 MB, 0.01 GB/s, of which training waited 0.250 s"
+    assert capsys.readouterr().out.splitlines() == [
+        waited,
+        f"{waited}; 0.6 MB could not be copied beside it",
+        waited,
+    ]
+
+
 @pytest.mark.parametrize(("seconds", "slowest"), [(2.0, ""), (2.5, ", rank 3 slowest")])
 def test_long_saves_and_loads_name_the_slowest_rank(
     capsys: pytest.CaptureFixture[str], seconds: float, slowest: str
