@@ -176,10 +176,10 @@ class CheckpointCoordinator:
 
         # Last: an error before leaves no hooks behind.
         self._optimizers = Optimizers(run.components if saves.is_async else ())
-        if saves.overlap and self._background is not None:
-            self._optimizers.before_steps(self._background.wait_for_snapshots)
         if self._background is not None and self._host_cache is None:
             self._background.warm_up(self._optimizers.foreseen_bytes(run.topology.world_size))
+        if saves.overlap and self._background is not None:
+            self._optimizers.before_steps(self._background.wait_for_snapshots)
 
     @classmethod
     def for_provider(

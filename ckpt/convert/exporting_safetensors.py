@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ckpt.backends.safetensors_format import (
@@ -28,10 +27,9 @@ from ckpt.convert.checked_writes import PlacedBytes, require_read_back, write_pi
 from ckpt.convert.opened import Opened, ahead, share_of
 from ckpt.dist_checkpointing.megatron.layout import headless
 from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr
-from ckpt.errors import ConfigurationError, MissingStateError, StorageError
+from ckpt.errors import ConfigurationError, MissingStateError
 from ckpt.format.box import flat_boxes, whole
 from ckpt.format.checkpoint_files import CheckpointFolder
-from ckpt.format.consistency import MAX_FILE_BYTES
 from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
 from ckpt.format.hub_snapshots import files_in
 from ckpt.format.manifest import SHARDED, STATE, CheckpointManifest
@@ -51,6 +49,7 @@ from ckpt.storage.files import make_durable, read_once
 AT_ONCE_BYTES = 64 << 20
 """Bytes of a tensor in memory at once."""
 
+_COPIED_BYTES = 1 << 20
 _BESIDE_MODEL = ("*config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "chat_template.*")  # fmt: skip # noqa: E501
 
 
@@ -203,22 +202,29 @@ def _require_some(
     )
 
 
-def beside_model(src: Path) -> dict[str, bytes]:
-    """Read the files of a folder of Hugging Face's that tell how its model is used: configs, tokenizer, chat template.
+class ModelFiles(NamedTuple):
+    """The files of a folder of Hugging Face's that tell how its model is used: configs, tokenizer, chat template.
 
-    Links are left out; those of a snapshot in Hugging Face's cache are read, see `ckpt.format.hub_snapshots`.
+    Attributes:
+        root: a folder to open.
+        places: name of a file -> its path below `root`.
+    """
+
+    root: Path
+    places: Mapping[str, str]
+
+
+def model_files_in(src: Path) -> ModelFiles:
+    """Find the files beside a model. Links are left out, but those of a snapshot in Hugging Face's cache (`ckpt.format.hub_snapshots`).
 
     Raises:
         CorruptCheckpointError: a link of a snapshot leads elsewhere.
     """
     root, place_of = files_in(src)
     names = {path.name for pattern in _BESIDE_MODEL for path in src.glob(pattern) if path.is_file()}
-    with CheckpointFolder(root) as folder:
-        return {
-            name: folder.read(place_of(name), MAX_FILE_BYTES)
-            for name in sorted(names)
-            if root != src or not (src / name).is_symlink()
-        }
+    return ModelFiles(
+        root, {name: place_of(name) for name in sorted(names) if root != src or not (src / name).is_symlink()}
+    )
 
 
 def export(
@@ -227,7 +233,7 @@ def export(
     max_shard_bytes: int,
     topology: Topology,
     *,
-    beside: Mapping[str, bytes] = MappingProxyType({}),
+    beside: ModelFiles | None = None,
 ) -> Exported:
     """Write the selected tensors as `model.safetensors`, or, if they take more than `max_shard_bytes`, as several files and an index.
 
@@ -237,7 +243,7 @@ def export(
     Args:
         selection: equal on all ranks.
         dst: nothing is there, or an empty folder.
-        beside: name -> content of small files to write into it.
+        beside: files to copy into it.
 
     Raises:
         CheckpointExistsError: there is something at `dst`.
@@ -268,16 +274,27 @@ def export(
     )
 
 
-def _finish(folder: Path, dst: Path, files: Sequence[str], beside: Mapping[str, bytes], topology: Topology) -> None:
+def _finish(folder: Path, dst: Path, files: Sequence[str], beside: ModelFiles | None, topology: Topology) -> None:
     """Write the index of several files, copy the files beside them, and make the folder durable. The lead."""
     sizes = dict.fromkeys(files, 0)  # on the disk already
     if len(files) > 1:
         sizes[INDEX_NAME] = (folder / INDEX_NAME).write_bytes(index_bytes(folder, files, topology.progress))
-    for name, content in beside.items():
-        sizes[name] = (folder / name).write_bytes(content)
-        if (folder / name).read_bytes() != content:
-            raise StorageError(f"what was written for {dst} is not what is read back: {name} was changed")
+    if beside is not None:
+        copies = write_pieces(_pieces_beside(beside, folder), topology.progress)
+        require_read_back(copies, dst, topology.progress)
     make_durable(folder, sizes, [folder], topology.progress)
+
+
+def _pieces_beside(beside: ModelFiles, folder: Path) -> Iterator[PlacedBytes]:
+    """Yield the bytes of files, piece by piece."""
+    with CheckpointFolder(beside.root) as source:
+        for name, place in beside.places.items():
+            with source.stream(place) as stream:
+                at, data = 0, stream.read(_COPIED_BYTES)
+                while data or at == 0:  # an empty file, too
+                    yield PlacedBytes(folder / name, at, memoryview(data))
+                    at += max(len(data), 1)
+                    data = stream.read(_COPIED_BYTES)
 
 
 def _cut(tensors: Sequence[ExportedTensor], most: int) -> Iterator[list[ExportedTensor]]:

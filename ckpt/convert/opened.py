@@ -241,6 +241,7 @@ def share_of(pieces: Sequence[Result], sizes: Sequence[int], topology: Topology)
     starts = accumulate(sizes, initial=0)
     num_bytes, last = max(sum(sizes), 1), topology.world_size - 1
     ranks = (min(start * topology.world_size // num_bytes, last) for start in starts)
+    assert len(pieces) == len(sizes)
     return [piece for piece, rank in zip(pieces, ranks, strict=False) if rank == topology.rank]
 
 

@@ -33,11 +33,11 @@ def files_in(folder: Path) -> tuple[Path, Callable[[str], str]]:
 
 def _below_model(snapshot: Path, name: str) -> str:
     here = f"{_SNAPSHOTS}/{snapshot.name}/{name}"
-    if "/" in name or "\0" in name:  # a link there is refused when it is opened
+    if "/" in name:  # a link there is refused when it is opened
         return here
     try:
         target = os.readlink(snapshot / name)
-    except OSError:  # no link, or no file
+    except (OSError, ValueError):  # no link, no file, or no name of one
         return here
     blob = _BLOB.fullmatch(target)
     if blob is None:

@@ -154,7 +154,7 @@ class Loader:
     def _load(self, path: Path, *, strict: bool, may_be_old: bool) -> LoadReport:
         started = time.perf_counter()
         with self.topology.operation(f"load of {path.name}"), _forgetting_unless_loaded() as matches:
-            source = self._open(path, may_be_old)
+            source = self._open(path, may_be_old, share_checks=True)
             load = replace(self, components=[as_saved(component, source) for component in self.components])
             with self.topology.phase("check") as phase:
                 load._match(source, strict, phase, matches)
@@ -182,14 +182,19 @@ class Loader:
     def open(self, path: Path) -> CheckpointSource:
         """Open a checkpoint that is named by its path. Collective."""
         with self.topology.operation(f"open {path.name}"):
-            return self._open(path, may_be_old=True)
+            return self._open(path, may_be_old=True, share_checks=False)
 
-    def _open(self, path: Path, may_be_old: bool) -> CheckpointSource:
-        """Open the checkpoint: the lead reads and checks the manifest once, and all ranks parse the same bytes; or it finds old files."""
+    def _open(self, path: Path, may_be_old: bool, *, share_checks: bool) -> CheckpointSource:
+        """Open the checkpoint: the lead reads and checks the manifest once, and all ranks parse the same bytes; or it finds old files.
+
+        Args:
+            share_checks: of the ranks of a host that read a block, one checks it. For a load, whose ranks find it in the page cache.
+        """
         where = str(path / MANIFEST_NAME)
         manifest: CheckpointManifest | None = None
         ranks_here = self.topology.nodes[self.topology.node_rank]
-        checked = CheckedBlocks.make() if self.verify and self.topology.rank == ranks_here[0] < ranks_here[-1] else None
+        makes_table = share_checks and self.verify and self.topology.rank == ranks_here[0] < ranks_here[-1]
+        checked = CheckedBlocks.make() if makes_table else None
         with self.topology.phase("open") as phase:
             phase.payload = {"checked": checked and checked.place}
             if self.topology.is_lead:

@@ -14,7 +14,7 @@ _AT_ONCE_BYTES = 32 << 20
 
 
 class Arena:
-    """An allocator over one block of memory. One thread takes ranges, another gives them back in any order.
+    """An allocator over one block of memory. One thread grows it and takes ranges, another gives them back in any order.
 
     Args:
         make: allocates a number of bytes, flat uint8.
@@ -45,9 +45,16 @@ class Arena:
             self._memory = self._make(room_for(num_bytes))
             self._free = [(0, len(self._memory))]
 
-    def touch(self) -> None:
-        """Give the block its pages now, so that the first copies into it are as fast as later ones. Any thread, beside all others."""
-        memory = self._memory
+    def prepare(self, num_bytes: int) -> None:
+        """Allocate the block, if there is none yet, and give it its pages, so that the first copies into it are as fast as later ones.
+
+        Any thread, beside all others.
+        """
+        with self._changed:
+            if not len(self._memory):
+                self._memory = self._make(room_for(num_bytes))
+                self._free = [(0, len(self._memory))]
+            memory = self._memory
         for start in range(0, len(memory), _AT_ONCE_BYTES):
             if memory is not self._memory:
                 return  # another block, or none, has taken its place

@@ -94,6 +94,8 @@ def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any,
         for key, value in leaves.items():
             path = paths[key]
             if len(path) == 1 and type(path[0]) is str and type(value) is not dict:  # a fast path, for most tensors
+                if path[0] in root:
+                    _require_new(root, path[0], path)
                 root[path[0]] = value
             else:
                 _put(root, path, value)
@@ -544,10 +546,19 @@ def _put(root: dict[Any, Any], path: Path, value: Any) -> None:
         if key not in here:
             here[key] = _Parts(below[1]) if isinstance(below, tuple) and below[1] != "key" else {}
         here = here[key]
+        if not isinstance(here, dict):
+            raise TypeError(f"{list(path)!r:.80} leads through a value")
     if type(value) is dict and not value:  # empty on one rank; others may have entries there
         here.setdefault(last, {})
     else:
+        _require_new(here, last, path)
         here[last] = value
+
+
+def _require_new(here: Mapping[Any, Any], key: Any, path: Path) -> None:
+    """Refuse a second value at a place; an empty dict there is none."""
+    if key in here and here[key] != {}:
+        raise TypeError(f"{list(path)!r:.80} is the place of two values")
 
 
 def _key_of(part: PathPart) -> Any:

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ckpt.format.dtypes import is_dtensor
 from ckpt.state.abilities import HasOptimizer, offers
 from ckpt.state.address import local_tensor
 from ckpt.state.sharing import StateComponent
-
-_STATES_OF_ADAM = 2
 
 
 class Optimizers:
@@ -31,14 +30,14 @@ class Optimizers:
 
     @torch.no_grad()
     def foreseen_bytes(self, world_size: int) -> int:
-        """Estimate this rank's share of a save: the parameters and states of the optimizers, two tensors a parameter that has none yet."""
+        """Estimate this rank's share of a save: parameters of the optimizers, and their states, or those that a first step will make."""
         found = 0.0
         for optimizer in self._optimizers:
-            for parameter in (one for group in optimizer.param_groups for one in group["params"]):
-                states = [one for one in _tensors_in(optimizer.state.get(parameter, {})) if one.numel() > 1]
-                num_bytes = local_tensor(parameter).nbytes
-                state_bytes = sum(local_tensor(one).nbytes for one in states) if states else _STATES_OF_ADAM * num_bytes
-                found += (num_bytes + state_bytes) / _num_copies(parameter, world_size)
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    num_bytes, states = _bytes_of(parameter), list(_tensors_in(optimizer.state.get(parameter, {})))
+                    state_bytes = sum(map(_bytes_of, states)) if states else _num_states(group) * num_bytes
+                    found += (num_bytes + state_bytes) / _num_copies(parameter, world_size)
         return int(found)
 
     @torch.no_grad()
@@ -82,8 +81,18 @@ class Watched:
         return [name for (name, _), seen in self._versions.items() if any(_version(one) != then for one, then in seen)]
 
 
+def _bytes_of(tensor: torch.Tensor) -> int:
+    """The bytes of this rank's part; 0 of a tensor without memory yet, or one that is not strided."""
+    return local_tensor(tensor).nbytes if tensor.layout is torch.strided and not is_lazy(tensor) else 0
+
+
+def _num_states(group: Mapping[str, Any]) -> int:
+    """The tensors of a parameter's size that an optimizer with these options will make: Adam's two moments, or a momentum."""
+    return 2 if "betas" in group else 1 if group.get("momentum") else 0
+
+
 def _num_copies(parameter: Any, world_size: int) -> int:
-    """The ranks that hold equal copies of a parameter's local part: all of them if it is an ordinary tensor."""
+    """The ranks that hold equal copies of a parameter's local part; of an ordinary tensor all are supposed to."""
     if not is_dtensor(parameter):
         return world_size
     return math.prod(parameter.device_mesh.size(dim) for dim, one in enumerate(parameter.placements) if one.is_replicate())

@@ -3,8 +3,9 @@
     rank 0   reads and hashes block 7, finds its digest, marks it
     rank 1   reads block 7 from the page cache, finds the mark, hashes nothing
 
-A mark stands for a place in a file, as the file was when it was opened, and for the digest that was found there. The table of marks
-is shared memory of one load. It takes any number of blocks: a mark may replace another one, whose block is then hashed once more.
+A mark stands for a place in a file, in the state that the file was in both before and after the block was read, and for the digest that
+was found there. It is used by a reader before and after whose read the file was in that state, too. The table of marks is shared
+memory of one load. It takes any number of blocks: a mark may replace another one, whose block is then hashed once more.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ckpt.storage.host_memory import can_be_shared, mapped, shared
 
 _NUM_MARKS = 1 << 17
 _MARK_BYTES = 8
-_FACTS = struct.Struct("<6Q")
+_FACTS = struct.Struct("<7Q")
 _NO_SIGN = (1 << 64) - 1
 """Files may be older than 1970."""
 
@@ -47,8 +48,12 @@ class CheckedBlocks:
         with suppress(OSError):
             if can_be_shared():
                 fd = shared(name, _NUM_MARKS * _MARK_BYTES)
-                inode = os.fstat(fd).st_ino
-                made = cls(fd, MemoryFile(os.getpid(), fd, inode, _NUM_MARKS * _MARK_BYTES, name))
+                try:
+                    inode = os.fstat(fd).st_ino
+                    made = cls(fd, MemoryFile(os.getpid(), fd, inode, _NUM_MARKS * _MARK_BYTES, name))
+                except BaseException:
+                    os.close(fd)
+                    raise
                 weakref.finalize(made, os.close, fd).atexit = False  # others join by it as long as this object is there
                 return made
         return None
@@ -65,7 +70,7 @@ class CheckedBlocks:
         return None
 
     def of(self, fd: int, chunk: ChunkExtent, numbers: range) -> Sequence[int]:
-        """Return the marks of blocks of a chunk, by number, in the file that is open."""
+        """Return the marks of blocks of a chunk, by number, in the file that is open, as it is now."""
         return list(_marks_of(os.fstat(fd), chunk, numbers))
 
     def has(self, marks: Sequence[int]) -> bool:
@@ -81,5 +86,6 @@ class CheckedBlocks:
 def _marks_of(file: os.stat_result, chunk: ChunkExtent, numbers: range) -> Iterator[int]:
     for number in numbers:
         at = chunk.offset + number * chunk.block_bytes
-        facts = file.st_dev, file.st_ino, file.st_mtime_ns & _NO_SIGN, file.st_size, at, chunk.digests[number]
+        times = file.st_mtime_ns & _NO_SIGN, file.st_ctime_ns & _NO_SIGN  # programs can set the first back, not the second
+        facts = file.st_dev, file.st_ino, *times, file.st_size, at, chunk.digests[number]
         yield xxhash.xxh3_64_intdigest(_FACTS.pack(*facts)) or 1  # an empty place holds 0

@@ -179,9 +179,7 @@ class ExtentReader:
         step = -(-HOT_BYTES // chunk.block_bytes) * chunk.block_bytes
         for at in range(0, len(memory), step):
             piece = memory[at : at + step]
-            self._fill(fd, chunk, start + at, [piece], name)
-            if self._verify:
-                self._check_blocks(fd, chunk, start + at, [piece], name_of)
+            self._fill_checked(fd, chunk, start + at, [piece], name_of)
             self._progress(len(piece))
 
     def _read_for_devices(self, chunk: ChunkExtent, wanted: WantedBytes, stretches: Sequence[tuple[int, int]]) -> None:
@@ -208,9 +206,7 @@ class ExtentReader:
         for start in range(0 if self._verify else max(chunk.length - 1, 0), chunk.length, step):
             stop = min(start + step, chunk.length)
             pieces = self._pieces(start, stop, ())
-            self._fill(fd, chunk, start, pieces, name)
-            if self._verify:
-                self._check_blocks(fd, chunk, start, pieces, lambda begin, end: name)
+            self._fill_checked(fd, chunk, start, pieces, lambda begin, end: name)
             self._progress(stop - start)
 
     def _sweep(
@@ -226,9 +222,7 @@ class ExtentReader:
                 coming += 1
             active = [span for span in active if span.stop > start]
             pieces = self._pieces(start, stop, active)
-            self._fill(fd, chunk, start, pieces, (active or spans)[0].part.name)
-            if self._verify:
-                self._check_blocks(fd, chunk, start, pieces, partial(first_name, active or spans))
+            self._fill_checked(fd, chunk, start, pieces, partial(first_name, active or spans))
             for span in active:
                 if isinstance(span, TensorRun):
                     span.place(start, stop, torch.from_numpy(self._scratch[: stop - start]))
@@ -259,6 +253,22 @@ class ExtentReader:
             self._scratch = torch.empty(max(num_bytes, self._slab_bytes), dtype=torch.uint8).numpy()
         return self._scratch[:num_bytes]
 
+    def _fill_checked(
+        self, fd: int, chunk: ChunkExtent, start: int, pieces: Sequence[memoryview], name_of: Callable[[int, int], str]
+    ) -> None:
+        """Fill all of `pieces` with the chunk's bytes from `start` on, and check their digests, unless another rank of this host has."""
+        num_bytes = sum(map(len, pieces))
+        marks = self._marks(fd, chunk, start, num_bytes) if self._verify else ()
+        self._fill(fd, chunk, start, pieces, name_of(start, start + num_bytes))
+        if not self._verify:
+            return
+        is_unchanged = marks and marks == self._marks(fd, chunk, start, num_bytes)
+        if is_unchanged and self._checked is not None and self._checked.has(marks):
+            return
+        self._check_blocks(chunk, start, pieces, name_of)
+        if is_unchanged and self._checked is not None:
+            self._checked.add(marks)
+
     def _fill(self, fd: int, chunk: ChunkExtent, start: int, pieces: Sequence[memoryview], name: str) -> None:
         """Fill all of `pieces` with the chunk's bytes from `start` on."""
         path = self._root / chunk.file
@@ -281,23 +291,17 @@ class ExtentReader:
             self.bytes_read += 0 if is_held else got
             missing = _after(missing, got)
 
-    def _check_blocks(
-        self, fd: int, chunk: ChunkExtent, start: int, pieces: Sequence[memoryview], name_of: Callable[[int, int], str]
-    ) -> None:
-        """Compare the digests of the blocks in `pieces`, which begin at byte `start` of the chunk, unless another rank has."""
-        marks: Sequence[int] = ()
-        if self._checked is not None and chunk.file not in self._held:
-            first, num_bytes = start // chunk.block_bytes, sum(map(len, pieces))
-            marks = self._checked.of(fd, chunk, range(first, first - (-num_bytes // chunk.block_bytes)))
-            if self._checked.has(marks):
-                return
-        self._hash_blocks(chunk, start, pieces, name_of)
-        if self._checked is not None:
-            self._checked.add(marks)
+    def _marks(self, fd: int, chunk: ChunkExtent, start: int, num_bytes: int) -> Sequence[int]:
+        """Return the marks of these bytes of the file as it is now; none if this host shares none of them."""
+        if self._checked is None or chunk.file in self._held:
+            return ()
+        first = start // chunk.block_bytes
+        return self._checked.of(fd, chunk, range(first, first - (-num_bytes // chunk.block_bytes)))
 
-    def _hash_blocks(
+    def _check_blocks(
         self, chunk: ChunkExtent, start: int, pieces: Sequence[memoryview], name_of: Callable[[int, int], str]
     ) -> None:
+        """Compare the digests of the blocks in `pieces`, which begin at byte `start` of the chunk."""
         stream = BlockDigests(chunk.block_bytes)
         for piece in pieces:
             stream.update(piece)

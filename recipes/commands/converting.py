@@ -20,7 +20,7 @@ from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.convert.atomic_directory import require_free
-from ckpt.convert.exporting_safetensors import beside_model, export, select, select_of_megatron, select_of_other
+from ckpt.convert.exporting_safetensors import export, model_files_in, select, select_of_megatron, select_of_other
 from ckpt.convert.importing import import_checkpoint
 from ckpt.convert.opened import Opened
 from ckpt.convert.rewriting import rewrite
@@ -35,7 +35,7 @@ from ckpt.loading.other_formats.other_source import format_at
 from ckpt.loading.sources import CheckpointSource
 from ckpt.ranks.topology import Topology
 from ckpt.storage.files import read_once
-from recipes.commands.converting_megatron import Converted, convert_megatron, differences
+from recipes.commands.converting_megatron import Converted, convert_megatron, described, differences
 from recipes.support.config import command_keys
 from recipes.support.progress import progress_bar
 from recipes.support.tables import counted, printable
@@ -108,10 +108,10 @@ def keys_of(cfg: DictConfig) -> ConvertKeys:
     if keys.config_from is not None:
         if keys.to != SAFETENSORS:
             raise ConfigurationError(f"config_from={keys.config_from} is for to={SAFETENSORS}; leave it out")
-        if "config.json" not in beside_model(Path(keys.config_from)):
+        if "config.json" not in model_files_in(Path(keys.config_from)).places:
             raise ConfigurationError(
-                f"config_from={keys.config_from} has no config.json (links are not followed); give the folder that "
-                "config.save_pretrained wrote"
+                f"config_from={keys.config_from} has no config.json; give a folder that config.save_pretrained wrote, or a snapshot of "
+                "Hugging Face's"
             )
     return keys
 
@@ -281,15 +281,7 @@ def _on_ranks(
         work(dst)
     held = {"components": opened.keys, "arrays": len(tensors), "array_bytes": array_bytes}
     lines = [f"  components {', '.join(opened.keys)}", f"  arrays     {len(tensors)}, {decimal(array_bytes)}"]
-    return _described(keys, topology, held, lines)
-
-
-def _described(keys: ConvertKeys, topology: Topology, held: dict[str, Any], lines: list[str]) -> Converted:
-    """Return the result, with the files as the lead finds them."""
-    dst = Path(keys.dst)
-    files = [dst] if dst.is_file() else dst.rglob("*")
-    sizes = [file.stat().st_size for file in files if file.is_file()] if topology.is_lead else []
-    return Converted(keys.src, keys.dst, keys.to, len(sizes), sum(sizes), held, lines)
+    return described(keys.src, Path(keys.dst), keys.to, topology, held, lines)
 
 
 def _rewrite(keys: ConvertKeys, topology: Topology) -> Converted:
@@ -307,10 +299,9 @@ def _export(keys: ConvertKeys, source_format: str, topology: Topology) -> Conver
             if other is not None
             else _SELECT[source_format](src, keys.component, topology)
         )
-    if keys.config_from is not None:
-        beside = beside_model(Path(keys.config_from))
-    else:
-        beside = beside_model(src) if source_format == SAFETENSORS and src.is_dir() else {}
+        has_files_beside = source_format == SAFETENSORS and src.is_dir()
+        folder = Path(keys.config_from) if keys.config_from is not None else src if has_files_beside else None
+        beside = None if folder is None else model_files_in(folder)
     tensor_bytes = sum(tensor.num_bytes for tensor in selection.tensors)
     with _shown(keys, topology, tensor_bytes):
         done = export(selection, dst, shard_bytes(keys.max_shard_size), topology, beside=beside)
@@ -327,7 +318,7 @@ def _export(keys: ConvertKeys, source_format: str, topology: Topology) -> Conver
     held |= {"files": list(done.files), "left_out": left_out, "changed": changed}
     of = "of everything" if keys.component is None else f"of component={keys.component}"
     lines = [f"  tensors  {len(selection.tensors)}, {decimal(tensor_bytes)}, {of}", *differences(changed, left_out)]
-    if beside:
-        held["copied"] = list(beside)
+    if beside is not None and beside.places:
+        held["copied"] = list(beside.places)
         lines.append(f"  copied   {', '.join(held['copied'])}")
-    return _described(keys, topology, held, lines)
+    return described(keys.src, Path(keys.dst), keys.to, topology, held, lines)

@@ -56,6 +56,15 @@ class Converted:
     lines: list[str]
 
 
+def described(
+    src: str | Path, dst: Path, to: str, topology: Topology, held: dict[str, Any], lines: Sequence[str]
+) -> Converted:
+    """Return the result, with the files as the lead finds them."""
+    files = [dst] if dst.is_file() else dst.rglob("*")
+    sizes = [file.stat().st_size for file in files if file.is_file()] if topology.is_lead else []
+    return Converted(str(src), str(dst), to, len(sizes), sum(sizes), held, lines)
+
+
 def differences(changed: Sequence[str], left_out: Sequence[str]) -> list[str]:
     """Return the lines of values that were changed or left out."""
     return [*(f"  changed  {text}" for text in changed), *(f"  left out {text}" for text in left_out)]
@@ -97,7 +106,7 @@ def convert_megatron(
                 "leave_out_unknown=true"
             )
     pieces = [one for of_key in old.tensors.values() for one in of_key]
-    sizes = [one.data.nbytes for one in pieces if one.data is not None]
+    sizes = [0 if one.data is None else one.data.nbytes for one in pieces]
     state = _state(common, objects if topology.is_lead else [], share_of(pieces, sizes, topology))
     array_bytes = sum(sizes)
     with topology.operation(f"convert to {dst}"), shown(array_bytes), shared_directory(dst, topology) as folder:
@@ -117,7 +126,7 @@ def convert_megatron(
         f"  common   {', '.join(names) or 'nothing'}",
         *differences(plain.changed, left_out),
     ]
-    return Converted(str(src), str(dst), to, examined.num_files, examined.num_bytes, held, lines)
+    return described(src, dst, to, topology, held, lines)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import torch
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.backends.base import staged_digests
 from ckpt.catalog.verify import verify_checkpoint
-from ckpt.errors import StorageError
+from ckpt.errors import CheckpointError, StorageError
 from ckpt.ranks.topology import Topology
 from ckpt.state.statefuls import OptimizerState
 from tests.async_runs import (
@@ -338,6 +338,29 @@ def test_training_does_not_wait_for_digests(tmp_path: Path, monkeypatch: pytest.
         made.wait()
     assert threads and threading.current_thread().name not in threads
     assert ("copier" in threads) == overlap
+
+
+def test_the_digests_of_a_copy_are_given_up_and_are_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are taken before the first byte is written: a rank that is asked to end, or is watched, must not wait for all of them."""
+    state = {f"w{n}": random_bits(SHAPE, torch.float32, n) for n in range(6)}
+    digested: list[int] = []
+    parts = [StateComponent("model", Held(state), "replicated")]
+    with coordinator(Topology.alone(), tmp_path, parts, saves=settings(), pattern_check="off") as made:
+        background = made._background
+        assert background is not None
+
+        def slowly(*arguments: Any) -> Any:
+            digested.append(len(digested))
+            if len(digested) == 2:
+                background.give_up()
+            return staged_digests(*arguments)
+
+        monkeypatch.setattr("ckpt.saving.background.snapshot.staged_digests", slowly)
+        made.save_checkpoint(checkpoint_id="1")
+        with pytest.raises(CheckpointError, match="was asked to end"):
+            made.wait()
+    assert len(digested) == 2
+    assert names_in(tmp_path) == []
 
 
 def test_it_is_refused_on_every_rank_and_the_checkpoint_before_stays(tmp_path: Path) -> None:

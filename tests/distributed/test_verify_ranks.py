@@ -12,13 +12,15 @@ from ckpt.catalog.verify import examine, verify_checkpoint
 from ckpt.errors import CheckpointError
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.format.stored import read_manifest
-from ckpt.loading.direct import DirectReading
+from ckpt.loading.direct import DirectLoad, DirectReading
+from ckpt.loading.loader import Loader
+from ckpt.loading.sources import CommittedSource
 from ckpt.loading.strategy import ReadStats
 from ckpt.ranks.topology import Topology
 from ckpt.storage import extents
 from tests.async_runs import until
 from tests.ranks import run_ranks
-from tests.states import BACKENDS, Held, coordinator
+from tests.states import BACKENDS, Held, coordinator, cpu
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -102,3 +104,16 @@ def _load_one_after_the_other(topology: Topology, root: Path) -> tuple[list[int]
         with pytest.raises(CheckpointError) as failure:
             one.load_checkpoint(root / "checkpoint-1")
     return of_the_load, str(failure.value)
+
+
+def test_ranks_that_load_share_what_they_have_checked_and_ranks_that_convert_do_not(tmp_path: Path) -> None:
+    """A conversion drops what it has read from the page cache, so another rank may read other bytes from the disk."""
+    assert run_ranks(2, _tables, tmp_path) == [(True, False)] * 2
+
+
+def _tables(topology: Topology, root: Path) -> tuple[bool, bool]:
+    path = Path(_save(topology, root, "zarr"))
+    loader = Loader((), topology, DirectLoad(), cpu(), verify=True, allow_pickle=False)
+    sources = (loader._open(path, may_be_old=False, share_checks=True), loader.open(path))
+    found = [one._checkpoint.checked is not None for one in sources if isinstance(one, CommittedSource)]
+    return found[0], found[1]

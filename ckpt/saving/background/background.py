@@ -22,7 +22,7 @@ import torch
 
 from ckpt.catalog.ledger import delete_folder
 from ckpt.errors import CheckpointError, RankAbsentError, SaveAbandonedError, StorageError, sentence
-from ckpt.memory.arena import Arena, room_for
+from ckpt.memory.arena import Arena
 from ckpt.memory.device import same_device
 from ckpt.memory.huge_pages import staging_memory
 from ckpt.memory.shared_memory import shared_memory
@@ -40,7 +40,7 @@ from ckpt.state.overlap import Watched
 
 _WORTH_A_THREAD_BYTES = 16 << 20
 _ESTIMATE_MARGIN = 1.05
-"""Buffers, other components and the rounding of items to pages come to what the optimizers hold."""
+"""Room for buffers, for other components, and for the rounding of items to pages."""
 
 _log = logging.getLogger("ckpt")
 
@@ -113,8 +113,7 @@ class Background:
             foreseen_bytes: an estimate of this rank's share. The first save allocates anew if it takes more.
         """
         if foreseen_bytes >= _WORTH_A_THREAD_BYTES:
-            num_bytes = min(self._wanted(int(foreseen_bytes * _ESTIMATE_MARGIN)), self._limit())
-            arguments = room_for(num_bytes), same_device()
+            arguments = min(self._wanted(int(foreseen_bytes * _ESTIMATE_MARGIN)), self._limit()), same_device()
             thread = threading.Thread(target=self._touch, args=arguments, name="staging memory", daemon=True)
             with suppress(RuntimeError):  # the system gives this process no more threads: the first save touches it
                 thread.start()
@@ -124,8 +123,7 @@ class Background:
         in_background()
         work_here()
         with suppress(Exception):  # the first save asks for this memory again, and says why there is none
-            self._arena.grow(num_bytes, lambda: None)
-            self._arena.touch()
+            self._arena.prepare(num_bytes)
 
     def begin(self, prepared: PreparedSave[Any], started: float, watched: Watched | None) -> None:
         """Copy the state, or begin to, and start the thread that writes it. An error from here on is raised by `finalize`.
@@ -258,6 +256,7 @@ class Background:
             watched=watched,
             pinned_bytes=None if is_pinned or self._device.type == "cpu" else self._device.pinned_bytes,
             placed=placed,
+            progress=self._go_on,
         )
         least, whole = arena_bytes(prepared.share, is_pinned=is_pinned, placed=placed)
         try:
@@ -320,16 +319,21 @@ class Background:
     def _write(
         self, share: RankWritePlan, job: WriteJob, staged: Iterable[Staged], progress: Callable[[int], None]
     ) -> WriteResult:
-        """Write a share, until the saves are given up."""
+        """Write a share, until the saves are given up.
 
-        def go_on(num_bytes: int) -> None:
-            if self._given_up.is_set():
-                raise SaveAbandonedError(
-                    f"rank {self._topology.rank} was asked to end, and the save did not within saves.grace_s={self._settings.grace_s:g}"
-                )
-            progress(num_bytes)
+        Args:
+            progress: that of the branch, which `_go_on` shows.
+        """
+        return self._write_by_thread_or_process(share, job, staged, self._go_on)
 
-        return self._write_by_thread_or_process(share, job, staged, go_on)
+    def _go_on(self, num_bytes: int) -> None:
+        """Show progress of the writing thread, unless the saves are given up."""
+        if self._given_up.is_set():
+            raise SaveAbandonedError(
+                f"rank {self._topology.rank} was asked to end, and the save did not within saves.grace_s={self._settings.grace_s:g}"
+            )
+        assert self._branch is not None, "a save has begun to run"
+        self._branch.progress(num_bytes)
 
     def _finish(self, pending: _Pending) -> None:
         """Finalize a save that all ranks have committed, with the longest `blocked_s` of a rank, and the `blocked_bytes` of all."""

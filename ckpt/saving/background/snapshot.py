@@ -5,8 +5,8 @@
     writing thread      takes item after item, and gives the memory back
 
 An item without room waits until an earlier one is written. The copier takes the digests of an item while its bytes are in the processor's
-cache; the writing thread takes those of items that the training thread has copied, before it hands out the first one. They are
-compared with the bytes that are written.
+cache; the writing thread takes those of items that the training thread has copied, before it hands out the first one, unless
+another item waits for room. They are compared with the bytes that are written.
 
 Where the files of a save are kept in memory (`ckpt.storage.pool`), an item is copied to its place there, and stays; only chunks that are
 assembled of several ranks' parts pass through the arena.
@@ -59,6 +59,7 @@ class Snapshot:
         placed: number of an item -> memory of its size, outside of the arena, to copy it to. Items are handed out once all are copied.
         watched: tensors that only optimizers' steps change, for the copier to copy. None: the training thread copies all.
         pinned_bytes: of memory that copies from devices pass through; None: the arena itself is pinned.
+        progress: called by the writing thread with the number of bytes that it has digested; may raise.
 
     Attributes:
         blocked_bytes: bytes of the items that the training thread copies. Set by `take`.
@@ -74,7 +75,9 @@ class Snapshot:
         watched: Watched | None,
         pinned_bytes: int | None,
         placed: Mapping[int, torch.Tensor] | None = None,
+        progress: Callable[[int], None] = lambda _: None,
     ) -> None:
+        self._progress = progress
         self._placed = placed or {}
         self._share = share
         self._contribution = contribution
@@ -146,14 +149,23 @@ class Snapshot:
         Raises: the error of the copy.
         """
         self._may_be_written.wait()
-        copied = self._undigested if self._is_over.is_set() else ()  # otherwise an item waits for room: write first
-        digests = {staged.number: self._digests_of(staged) for staged in copied}
-        self._undigested = []
+        digests = self._late_digests()
         for staged, room in self._in_order() if self._placed else iter(self._next_ready, None):
             self._being_written = staged.number, room
             yield staged if staged.digests else staged._replace(digests=digests.get(staged.number))
             self._give_back_written()
         self.check()
+
+    def _late_digests(self) -> dict[int, list[tuple[int, ...]]]:
+        """Take the digests of the items that the training thread has copied, by number."""
+        undigested, self._undigested = self._undigested, []
+        if not self._is_over.is_set() or self._error is not None:
+            return {}  # an item waits for room, so the others are written first; or nothing will be written
+        digests = {}
+        for staged in undigested:
+            digests[staged.number] = self._digests_of(staged)
+            self._progress(sum(host.nbytes for host in staged.hosts))
+        return digests
 
     def _in_order(self) -> Iterator[tuple[Staged, torch.Tensor]]:
         """The items in order, once all are copied or the copy has failed."""

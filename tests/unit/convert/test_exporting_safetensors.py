@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,14 @@ from ckpt import StateComponent, dist_checkpointing
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.convert import exporting_safetensors
 from ckpt.convert.checked_writes import WrittenRun
-from ckpt.convert.exporting_safetensors import Exported, ExportedTensor, export, select, select_of_megatron
+from ckpt.convert.exporting_safetensors import (
+    Exported,
+    ExportedTensor,
+    export,
+    model_files_in,
+    select,
+    select_of_megatron,
+)
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import (
     CheckpointExistsError,
@@ -249,3 +257,29 @@ def test_memory_is_needed_for_a_piece_of_a_tensor(tmp_path: Path) -> None:
         tmp_path / "plain",
     )
     assert taken < 150 << 20
+
+
+def test_files_beside_a_model_are_copied_piece_by_piece_and_links_are_left_out(tmp_path: Path) -> None:
+    """A stranger's folder may hold files of any size: none of them is read into memory whole."""
+    src = coordinator(Topology.alone(), tmp_path, [StateComponent("model", Held({"w": torch.arange(9)}), "replicated")])
+    path = src.save_checkpoint(checkpoint_id="1")
+    assert path is not None
+    (beside := tmp_path / "beside").mkdir()
+    contents = {"config.json": b"{}", "merges.txt": b"", "tokenizer.model": os.urandom((1 << 20) + 5)}
+    for name, content in contents.items():
+        (beside / name).write_bytes(content)
+    (beside / "vocab.txt").symlink_to(__file__)
+    with (beside / "large.model").open("wb") as file:
+        file.truncate(96 << 20)
+    tracemalloc.start()
+    try:
+        files = model_files_in(beside)
+        export(select(Path(path), "model", Topology.alone()), tmp_path / "dst", LARGE, Topology.alone(), beside=files)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 16 << 20
+    found = {one.name: one for one in (tmp_path / "dst").iterdir()}
+    assert set(found) == {*contents, "large.model", "model.safetensors"}
+    assert all(found[name].read_bytes() == content for name, content in contents.items())
+    assert found["large.model"].stat().st_size == 96 << 20

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import ckpt
 from ckpt import Checkpointer
-from ckpt.convert.exporting_safetensors import beside_model
+from ckpt.convert.exporting_safetensors import model_files_in
 from ckpt.errors import CorruptCheckpointError
 from tests.dcp_runs import run_of
 from tests.states import same_bits
@@ -94,7 +94,8 @@ def test_files_of_a_snapshot_that_are_no_links_are_read_too(cache: Cache) -> Non
     save_file(TENSORS, cache.snapshot / "model.safetensors")
     cache.blob("config.json", lambda path: path.write_text("{}"))
     require_loaded(ckpt.load(cache.snapshot))
-    assert beside_model(cache.snapshot) == {"config.json": b"{}"}
+    found = model_files_in(cache.snapshot)
+    assert list(found.places) == ["config.json"] and (found.root / found.places["config.json"]).read_text() == "{}"
 
 
 def _to_outside(cache: Cache, outside: Path) -> None:
@@ -191,7 +192,7 @@ def test_an_index_and_the_files_that_it_names_are_refused_likewise(cache: Cache,
         ckpt.load(cache.snapshot)
 
 
-@pytest.mark.parametrize("name", ["../../../private/file", "../../blobs/x", "sub/file", "/etc/hostname", "a\0b", ".."])
+@pytest.mark.parametrize("name", ["../../../private/file", "../../blobs/x", "sub/file", "/etc/hostname", "a\0b", "..", "\ud800"])
 def test_an_index_names_no_file_outside_of_its_snapshot(cache: Cache, outside: Path, name: str) -> None:
     (cache.snapshot / "sub").mkdir()
     (cache.snapshot / "sub" / "file").symlink_to("../../blobs/x")
@@ -204,7 +205,7 @@ def test_a_config_that_is_a_link_to_elsewhere_is_refused(cache: Cache, outside: 
     cache.whole_model()
     (cache.snapshot / "config.json").symlink_to(outside)
     with pytest.raises(CorruptCheckpointError, match=r"config\.json is a link to .*blobs/<name> alone are read"):
-        beside_model(cache.snapshot)
+        model_files_in(cache.snapshot)
 
 
 def test_links_to_blobs_are_read_in_snapshots_alone(tmp_path: Path, outside: Path) -> None:

@@ -89,7 +89,8 @@ def test_a_block_that_is_touched_has_its_pages_and_keeps_its_bytes() -> None:
     room = one.take(16, _never)
     room.fill_(7)
     before = psutil.Process().memory_info().rss
-    one.touch()
+    one.prepare(1 << 20)
+    assert one.num_bytes == 64 << 20, "there was one already"
     assert psutil.Process().memory_info().rss - before > 48 << 20
     assert room.tolist() == [7] * 16
 
@@ -103,5 +104,5 @@ def test_touching_ends_when_the_block_is_let_go(monkeypatch: pytest.MonkeyPatch)
         one.let_go()
 
     monkeypatch.setattr("ckpt.memory.arena.populate", populate)
-    one.touch()
+    one.prepare(1)
     assert touched == [32 << 20]

@@ -207,6 +207,23 @@ def test_paths_that_make_one_value_a_list_and_a_namespace_are_refused(steps: tup
         unflatten(dict.fromkeys(paths, 1), paths)
 
 
+@pytest.mark.parametrize(
+    "paths",
+    [
+        {"x": ("a",), "y": ("a", (0, "list"))},
+        {"y": ("a", (0, "list")), "x": ("a",)},
+        {"x": ("a",), "y": ("a", "b")},
+        {"x": ("a", "b", "c"), "y": ("a", "b")},
+        {"x": ("a",), "y": ("a",)},
+    ],
+)
+def test_paths_that_lead_through_a_tensor_or_to_the_place_of_another_value_are_refused(paths: dict[str, Any]) -> None:
+    tensor = torch.ones(3)
+    with pytest.raises(CorruptCheckpointError, match="a path in plain.json is invalid"):
+        unflatten({"x": tensor, "y": 7}, paths)
+    assert tensor.tolist() == [1.0, 1.0, 1.0]
+
+
 def test_bytes_in_memory_come_back_wherever_they_were_read_up_to() -> None:
     stream = io.BytesIO(b"\x00abc")
     stream.seek(2)

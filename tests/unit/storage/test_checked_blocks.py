@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -156,3 +158,64 @@ def test_another_process_sees_the_marks_and_a_place_that_is_no_table_is_not_join
     del table
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
+
+
+def _flip_in_place(file: Path, at: int) -> None:
+    """Change a byte of the same file, and set its time back, as `rsync --inplace -t` does."""
+    before = file.stat()
+    with file.open("r+b") as stream:
+        stream.seek(at)
+        byte = stream.read(1)
+        stream.seek(at)
+        stream.write(bytes([byte[0] ^ 1]))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_a_byte_that_is_changed_in_place_is_found_though_the_files_time_is_set_back(tmp_path: Path) -> None:
+    array = numbers(64)
+    chunk = store(tmp_path, array.tobytes())
+    table = made()
+    read(tmp_path, chunk, array, table)
+    time.sleep(0.02)  # the resolution of a file's times
+    _flip_in_place(tmp_path / chunk.file, 5)
+    with pytest.raises(CorruptCheckpointError, match="are not those that were saved"):
+        read(tmp_path, chunk, array, table)
+
+
+@pytest.mark.parametrize("moment", ["after the read", "before the read"])
+def test_a_file_that_changes_while_a_block_is_read_gets_no_mark_and_uses_none(tmp_path: Path, moment: str) -> None:
+    """Otherwise a mark would be for the state of the file after the change, and the bytes from before it, or the other way round."""
+    array = numbers(64)
+    chunk = store(tmp_path, array.tobytes())
+    table = made()
+
+    def changing(fd: int, buffers: Sequence[memoryview], at: int) -> int:
+        time.sleep(0.02)
+        if moment == "before the read":
+            _flip_in_place(tmp_path / chunk.file, 5)
+        num_bytes = os.preadv(fd, buffers, at)
+        if moment == "after the read":
+            _flip_in_place(tmp_path / chunk.file, 5)
+        return num_bytes
+
+    if moment == "before the read":
+        read(tmp_path, chunk, array, table)
+    wanted = part(array, whole(array.shape))
+    with ExtentReader(tmp_path, checked=table, read_at=changing) as reader:
+        if moment == "before the read":
+            with pytest.raises(CorruptCheckpointError, match="are not those that were saved"):
+                reader.read(chunk, [wanted])
+        else:
+            reader.read(chunk, [wanted])  # its bytes are right
+    with pytest.raises(CorruptCheckpointError, match="are not those that were saved"):
+        read(tmp_path, chunk, array, table)
+
+
+def test_a_table_that_cannot_be_mapped_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(fd: int, num_bytes: int) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    before = set(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(checked_blocks, "mapped", refused)
+    assert CheckedBlocks.make() is None
+    assert set(os.listdir("/proc/self/fd")) <= before
