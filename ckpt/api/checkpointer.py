@@ -242,10 +242,9 @@ class Checkpointer:
         try:
             self.coordinator.load_checkpoint(path, strict=strict)
         except CheckpointNotFoundError as error:
-            near = difflib.get_close_matches(str(which), ("latest", "best"), n=1, cutoff=0.7)
-            if not near:
-                raise
-            raise CheckpointNotFoundError(f'{error} Did you mean restore("{near[0]}")?') from error
+            if near := difflib.get_close_matches(str(which), ("latest", "best"), n=1, cutoff=0.7):
+                error.args = (f'{error} Did you mean restore("{near[0]}")?',)
+            raise
         report = self.coordinator.last_load
         assert report is not None
         if not report.checkpoint_id.isdecimal():

@@ -255,7 +255,7 @@ def export(
     files = {_file_name(number, len(shards)): _in_order(few) for number, few in enumerate(shards, 1)}
     with topology.operation(f"export to {dst}"):
         with topology.phase("plan"):
-            ranges = [one for file, tensors in files.items() for one in _ranges(file, tensors)]
+            ranges = [one for file, tensors in files.items() for one in _sections(file, tensors)]
             mine = share_of(ranges, [one.num_bytes for one in ranges], topology)
         with shared_directory(dst, topology) as folder:
             with topology.phase("write"):
@@ -334,7 +334,7 @@ def _header(file: str, tensors: Sequence[ExportedTensor]) -> bytes:
     return header.to_bytes(entries)
 
 
-class _Range(NamedTuple):
+class _Section(NamedTuple):
     """Consecutive elements of a tensor, or the header of a file.
 
     Attributes:
@@ -351,21 +351,21 @@ class _Range(NamedTuple):
     header: bytes = b""
 
 
-def _ranges(file: str, tensors: Sequence[ExportedTensor]) -> Iterator[_Range]:
+def _sections(file: str, tensors: Sequence[ExportedTensor]) -> Iterator[_Section]:
     """Yield everything in a file, in order: its header, and its tensors in ranges that are read at once."""
     header = _header(file, tensors)
-    yield _Range(file, 0, len(header), None, header=header)
+    yield _Section(file, 0, len(header), None, header=header)
     start = len(header)
     for tensor in tensors:
         width, at_once = item_bytes(tensor.dtype), _elements_at_once(tensor)
         for first in range(0, math.prod(tensor.shape), at_once):
             num_elements = min(at_once, math.prod(tensor.shape) - first)
-            yield _Range(file, start + first * width, num_elements * width, tensor, first)
+            yield _Section(file, start + first * width, num_elements * width, tensor, first)
         start += tensor.num_bytes
 
 
 def _pieces(
-    prepare: Callable[[Sequence[ReadRequest]], Reading], folder: Path, ranges: Sequence[_Range]
+    prepare: Callable[[Sequence[ReadRequest]], Reading], folder: Path, ranges: Sequence[_Section]
 ) -> Iterator[PlacedBytes]:
     """Yield the checked bytes of ranges, in order. While a piece is used, the next is read; each is valid until the next."""
     memories = Scratch(), Scratch()
@@ -373,7 +373,7 @@ def _pieces(
     return (PlacedBytes(folder / one.file, one.start, data) for one, data in zip(ranges, ahead(jobs), strict=True))
 
 
-def _read(prepare: Callable[[Sequence[ReadRequest]], Reading], memory: Scratch, one: _Range) -> memoryview:
+def _read(prepare: Callable[[Sequence[ReadRequest]], Reading], memory: Scratch, one: _Section) -> memoryview:
     """Read consecutive elements of a tensor into memory."""
     if one.tensor is None:
         return memoryview(one.header)

@@ -233,9 +233,8 @@ class OtherSource:
         leaves: dict[tuple[Step, ...], Any] = {}
         for path, name in tensors.items():
             one = self._checkpoint.tensors[name]
-            leaves[path] = forms[
-                one.dtype, one.shape
-            ].detach()  # an object of its own, in half of the time of a new one
+            form = forms[one.dtype, one.shape]
+            leaves[path] = form.detach()  # an object of its own, in half of the time of a new one
             placeholders[id(leaves[path])] = name
         leaves |= values
         if leaves.get((component.key,)) == {}:  # the component itself, without any state
