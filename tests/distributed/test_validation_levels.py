@@ -424,7 +424,7 @@ def test_the_costs_are_measured_beside_a_save_that_leaves_nothing(
     cfg = config(tmp_path, "model.size=nano", "train.batch_size=2", f"data.path={Path(__file__).parent}")
     result = benchmark(cfg | {"benchmark": check_benchmark({"repeats": 2})}, Topology.alone())
     assert list(result["medians"]) == [*LEVELS, "doctor", "bare hash", "save"]
-    assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in result["rounds"].values())
+    assert all(len(rows) == 2 and min(row["s"] for row in rows) > 0 for rows in result["rounds"].values())
     assert [path.name for path in tmp_path.iterdir()] == ["benchmark_validation.json"]
     show(result)
     assert "on 1 rank, ddp" in " ".join(capsys.readouterr().out.split())

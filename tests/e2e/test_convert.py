@@ -221,7 +221,7 @@ def test_values_that_only_the_old_program_has_are_refused_by_name_or_left_out(
         (["src={src}", "dst={src}/common.pt", "load.allow_pickle=true"], "dst={src}/common.pt exists and is not empty"),
         (
             ["src={src}", "dst={dst}", "to=safetensors", "config_from={src}"],
-            "config_from={src} has no config.json (links are not followed); give the folder that config.save_pretrained",
+            "config_from={src} has no config.json; give a folder that config.save_pretrained wrote, or a snapshot of Hugging",
         ),
         (["src={src}", "dst={dst}", "config_from={src}"], "config_from={src} is for to=safetensors; leave it out"),
         (["src={src}", "dst={dst}", "load.pickle=true"], "load.pickle: there is no such key"),
