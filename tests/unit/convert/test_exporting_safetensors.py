@@ -195,7 +195,7 @@ def test_any_tensor_goes_over_in_pieces_of_any_size(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exporting_safetensors, "AT_ONCE_BYTES", most)
         tensor = ExportedTensor("w", "model/w", zarr_name(value.dtype), shape, data.draw(st.integers(1, 4)))
-        _, *ranges = exporting_safetensors._ranges("file", [tensor])
+        _, *ranges = exporting_safetensors._sections("file", [tensor])
         prepare = select(src, "model", Topology.alone()).prepare
         pieces = [bytes(piece.data) for piece in exporting_safetensors._pieces(prepare, root, ranges)]
     assert b"".join(pieces) == raw_bytes(value).numpy().tobytes()
