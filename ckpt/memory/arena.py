@@ -45,19 +45,22 @@ class Arena:
             self._memory = self._make(room_for(num_bytes))
             self._free = [(0, len(self._memory))]
 
-    def prepare(self, num_bytes: int) -> None:
+    def prepare(self, num_bytes: int, is_over: Callable[[], bool]) -> None:
         """Allocate the block, if there is none yet, and give it its pages, so that the first copies into it are as fast as later ones.
 
         Any thread, beside all others.
+
+        Args:
+            is_over: whether nobody wants it any more. Looked at before each few pages.
         """
         with self._changed:
-            if not len(self._memory):
+            if not len(self._memory) and not is_over():
                 self._memory = self._make(room_for(num_bytes))
                 self._free = [(0, len(self._memory))]
             memory = self._memory
         for start in range(0, len(memory), _AT_ONCE_BYTES):
-            if memory is not self._memory:
-                return  # another block, or none, has taken its place
+            if memory is not self._memory or is_over():
+                return  # another block has taken its place
             populate(memory.data_ptr() + start, min(_AT_ONCE_BYTES, len(memory) - start))
 
     def let_go(self) -> None:

@@ -84,6 +84,7 @@ class Background:
         self._process: WriterProcess | None = None
         self._arena = Arena(self._new_memory)
         self._warming: threading.Thread | None = None
+        self._is_closing = threading.Event()
         self._pending: list[_Pending] = []
         self._last: _Pending | None = None
         self._finalized: list[SaveReport] = []
@@ -125,7 +126,7 @@ class Background:
         in_background()
         work_here()
         with suppress(Exception):  # the first save asks for this memory again, and says why there is none
-            self._arena.prepare(num_bytes)
+            self._arena.prepare(num_bytes, self._is_closing.is_set)
 
     def begin(self, prepared: PreparedSave[Any], started: float, watched: Watched | None) -> None:
         """Copy the state, or begin to, and start the thread that writes it. An error from here on is raised by `finalize`.
@@ -240,10 +241,10 @@ class Background:
             self._process.close()
         self._pending.clear()
         self._last = None  # its snapshot holds views of kept memory, each with a descriptor
-        self._arena.let_go()
+        self._is_closing.set()
         if self._warming is not None:
             self._warming.join()
-            self._arena.let_go()
+        self._arena.let_go()
         return failures
 
     def _snapshot(self, prepared: PreparedSave[Any], watched: Watched | None) -> Snapshot:

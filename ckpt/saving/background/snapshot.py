@@ -156,7 +156,8 @@ class Snapshot:
         digests = self._late_digests()
         for staged, room in self._in_order() if self._placed else iter(self._next_ready, None):
             self._being_written = staged.number, room
-            yield staged if staged.digests else staged._replace(digests=digests.get(staged.number))
+            staged = staged if staged.digests else staged._replace(digests=digests.get(staged.number))
+            yield staged
             self._give_back_written()
         self.check()
 

@@ -89,13 +89,24 @@ def test_a_block_that_is_touched_has_its_pages_and_keeps_its_bytes() -> None:
     room = one.take(16, _never)
     room.fill_(7)
     before = psutil.Process().memory_info().rss
-    one.prepare(1 << 20)
+    one.prepare(1 << 20, lambda: False)
     assert one.num_bytes == 64 << 20, "there was one already"
     assert psutil.Process().memory_info().rss - before > 48 << 20
     assert room.tolist() == [7] * 16
 
 
-def test_touching_ends_when_the_block_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_touching_ends_when_nobody_wants_the_block_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    touched: list[int] = []
+    monkeypatch.setattr("ckpt.memory.arena.populate", lambda address, num_bytes: touched.append(num_bytes))
+    one = arena(256 << 20)
+    one.prepare(1, lambda: len(touched) == 2)
+    assert touched == [32 << 20] * 2
+    other = arena(0)
+    other.prepare(1 << 20, lambda: True)
+    assert other.num_bytes == 0
+
+
+def test_touching_ends_when_another_block_has_taken_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     one = arena(256 << 20)
     touched: list[int] = []
 
@@ -104,5 +115,5 @@ def test_touching_ends_when_the_block_is_let_go(monkeypatch: pytest.MonkeyPatch)
         one.let_go()
 
     monkeypatch.setattr("ckpt.memory.arena.populate", populate)
-    one.prepare(1)
+    one.prepare(1, lambda: False)
     assert touched == [32 << 20]
