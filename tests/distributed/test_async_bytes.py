@@ -24,7 +24,6 @@ from ckpt.backends.base import staged_digests
 from ckpt.catalog.verify import verify_checkpoint
 from ckpt.errors import CheckpointError, StorageError
 from ckpt.ranks.topology import Topology
-from ckpt.saving.background import snapshot
 from ckpt.state.statefuls import OptimizerState
 from tests.async_runs import (
     SHAPE,
@@ -41,7 +40,6 @@ from tests.async_runs import (
     settings,
     until,
 )
-from tests.pace import patience
 from tests.ranks import run_threads
 from tests.states import ALL_DTYPES, Held, coordinator, random_bits
 from tests.values import same_values
@@ -340,31 +338,6 @@ def test_training_does_not_wait_for_digests(tmp_path: Path, monkeypatch: pytest.
         made.wait()
     assert threads and threading.current_thread().name not in threads
     assert ("copier" in threads) == overlap
-
-
-@pytest.mark.parametrize(("cores", "num_threads"), [(1, 1), (3, 3), (64, 4)])
-def test_all_cores_of_a_rank_copy_while_training_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, num_threads: int
-) -> None:
-    state = {f"w{n}": random_bits(SHAPE, torch.float32, n) for n in range(24)}
-    names: set[str] = set()
-    all_at_it = threading.Barrier(num_threads)
-    copied = snapshot._copied
-
-    def together(*arguments: Any) -> Any:
-        if (name := threading.current_thread().name) not in names:
-            names.add(name)
-            all_at_it.wait(patience(20.0))
-        return copied(*arguments)
-
-    monkeypatch.setattr(snapshot, "_copied", together)
-    monkeypatch.setattr("ckpt.saving.background.background.num_cores", lambda: cores)
-    parts = [StateComponent("model", Held(state), "replicated")]
-    with coordinator(Topology.alone(), tmp_path, parts, saves=settings(), pattern_check="off") as made:
-        path = made.save_checkpoint(checkpoint_id="1")
-        made.wait()
-    assert path is not None and same_values(loaded(Path(path), state), state)
-    assert len(names) == num_threads and (threading.current_thread().name in names) == (num_threads == 1)
 
 
 def test_the_digests_of_a_copy_are_given_up_and_are_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

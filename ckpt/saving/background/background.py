@@ -29,7 +29,7 @@ from ckpt.memory.shared_memory import shared_memory
 from ckpt.ranks.sigterm import SigtermDeferral
 from ckpt.ranks.topology import Topology
 from ckpt.saving.background.async_utils import AsyncCallsQueue, AsyncRequest
-from ckpt.saving.background.priority import Throttle, in_background, num_cores, write_throttled
+from ckpt.saving.background.priority import Throttle, in_background, write_throttled
 from ckpt.saving.background.snapshot import Snapshot, arena_bytes
 from ckpt.saving.background.writer_process import WriterProcess
 from ckpt.saving.prepared_save import PreparedSave, SaveReport
@@ -39,8 +39,6 @@ from ckpt.saving.writing import RankWritePlan, Staged, Write, WriteJob, WriteRes
 from ckpt.state.overlap import Watched
 
 _WORTH_A_THREAD_BYTES = 16 << 20
-_MOST_COPIERS = 4
-"""More threads seldom copy faster: memory is the limit."""
 _ESTIMATE_MARGIN = 1.05
 """Room for buffers, for other components, and for the rounding of items to pages."""
 
@@ -260,7 +258,6 @@ class Background:
             pinned_bytes=None if is_pinned or self._device.type == "cpu" else self._device.pinned_bytes,
             placed=placed,
             progress=self._go_on,
-            num_threads=self._num_copiers() if self._device.type == "cpu" else 1,
         )
         least, whole = arena_bytes(prepared.share, is_pinned=is_pinned, placed=placed)
         try:
@@ -270,11 +267,6 @@ class Background:
         except Exception as reason:
             snapshot.fail(reason)
         return snapshot
-
-    def _num_copiers(self) -> int:
-        """The threads that copy while training waits, so that the ranks of a host use all of its cores, as far as that is faster."""
-        ranks_here = len(self._topology.nodes[self._topology.node_rank])
-        return min(max(num_cores() // ranks_here, 1), _MOST_COPIERS)
 
     def _capacity(self, least: int, whole: int) -> int:
         """The bytes of the arena, by the settings and the free memory of the host."""

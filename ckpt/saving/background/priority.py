@@ -59,11 +59,6 @@ def in_background(num_cores: int | None = None, *, local_rank: int = 0) -> None:
         _log.debug("the system leaves the background's priority and cores as they are: %s", error)
 
 
-def num_cores() -> int:
-    """Return the number of cores that the calling thread may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
 def last_cores(usable: Sequence[int], num_cores: int, local_rank: int) -> set[int]:
     """Return the cores of one rank, counted from the last one downwards, and round again.
 

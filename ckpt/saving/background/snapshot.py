@@ -1,6 +1,6 @@
 """Copy one rank's share of a save to host memory, which is reused from save to save.
 
-    training thread     copies state that may change at any time, on all cores that its rank has, and returns
+    training thread     copies state that may change at any time, and returns
     copier thread       copies, during the next forward and backward, state that only an optimizer's step changes (saves.overlap)
     writing thread      takes item after item, and gives the memory back
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -61,7 +60,6 @@ class Snapshot:
         watched: tensors that only optimizers' steps change, for the copier to copy. None: the training thread copies all.
         pinned_bytes: of memory that copies from devices pass through; None: the arena itself is pinned.
         progress: called by the writing thread with the number of bytes that it has digested; may raise.
-        num_threads: that copy items on the host while training waits. 1: the training thread alone.
 
     Attributes:
         blocked_bytes: bytes of the items that the training thread copies. Set by `take`.
@@ -78,10 +76,8 @@ class Snapshot:
         pinned_bytes: int | None,
         placed: Mapping[int, torch.Tensor] | None = None,
         progress: Callable[[int], None] = lambda _: None,
-        num_threads: int = 1,
     ) -> None:
         self._progress = progress
-        self._num_threads = num_threads
         self._placed = placed or {}
         self._share = share
         self._contribution = contribution
@@ -284,48 +280,26 @@ class Snapshot:
             return rooms[coming]
 
         through = room_in_arena if self._pinned_bytes is None else Halves(self._pinned_bytes)
-        threads = ThreadPoolExecutor(self._num_threads, "copying") if self._num_threads > 1 and not digest else None
-        running: list[Future[None]] = []
         try:
             for (number, item), hosts in Staging(through, self._streams).ahead(with_tensors()):
                 if number not in rooms:
-                    room = self._take(number, sum(map(_in_a_row, _bytes_of(self._share, item))))
-                    if threads is None:
-                        self._copy_one(number, hosts, room, digest)
-                    else:
-                        running.append(threads.submit(self._copy_one, number, hosts, room, digest))
-                    continue
-                if isinstance(item, Pack):
+                    rooms[number] = self._take(number, sum(map(_in_a_row, _bytes_of(self._share, item))))
+                    hosts = _copied(item, hosts, rooms[number])
+                elif isinstance(item, Pack):
                     hosts = [_joined(hosts, rooms[number])]
                 else:
                     hosts = [host if _lies_in(host, rooms[number]) else host.clone() for host in hosts]
-                self._hand_on(number, hosts, rooms.pop(number), digest)
-            for copy in running:
-                copy.result()
+                staged = Staged(number, hosts)
+                if digest:
+                    staged = staged._replace(digests=self._digests_of(staged))
+                elif not self._may_be_written.is_set():  # if it is, the writing thread may have room for this one only
+                    self._undigested.append(staged)
+                self._ready.put((staged, rooms.pop(number)))
         finally:
-            if threads is not None:
-                threads.shutdown()
             if rooms:  # after an error copies may still be running
                 wait_for_accelerator()
                 for number, room in rooms.items():
                     self._give_back(number, room)
-
-    def _copy_one(self, number: int, hosts: Sequence[torch.Tensor], room: torch.Tensor, digest: bool) -> None:
-        """Copy an item on the host to its room."""
-        try:
-            self._hand_on(number, _copied(self._share.items[number], hosts, room), room, digest)
-        except BaseException:
-            self._give_back(number, room)
-            raise
-
-    def _hand_on(self, number: int, hosts: Sequence[torch.Tensor], room: torch.Tensor, digest: bool) -> None:
-        """Queue a copied item for the writer."""
-        staged = Staged(number, hosts)
-        if digest:
-            staged = staged._replace(digests=self._digests_of(staged))
-        elif not self._may_be_written.is_set():  # if it is, the writing thread may have room for this one only
-            self._undigested.append(staged)
-        self._ready.put((staged, room))
 
     def _digests_of(self, staged: Staged) -> list[tuple[int, ...]]:
         item = self._share.items[staged.number]
