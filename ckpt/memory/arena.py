@@ -42,8 +42,7 @@ class Arena:
             while self._free != ([(0, len(self._memory))] if len(self._memory) else []):
                 self._wait(look)
             self._free, self._memory = [], torch.empty(0, dtype=torch.uint8)  # before the new memory is there
-            self._memory = self._make(room_for(num_bytes))
-            self._free = [(0, len(self._memory))]
+            self._allocate(num_bytes)
 
     def prepare(self, num_bytes: int, is_over: Callable[[], bool]) -> None:
         """Allocate the block, if there is none yet, and give it its pages, so that the first copies into it are as fast as later ones.
@@ -55,8 +54,7 @@ class Arena:
         """
         with self._changed:
             if not len(self._memory) and not is_over():
-                self._memory = self._make(room_for(num_bytes))
-                self._free = [(0, len(self._memory))]
+                self._allocate(num_bytes)
             memory = self._memory
         for start in range(0, len(memory), _AT_ONCE_BYTES):
             if memory is not self._memory or is_over():
@@ -101,6 +99,10 @@ class Arena:
                     joined.append((begin, length))
             self._free = joined
             self._changed.notify_all()
+
+    def _allocate(self, num_bytes: int) -> None:
+        self._memory = self._make(room_for(num_bytes))
+        self._free = [(0, len(self._memory))]
 
     def _wait(self, look: Callable[[], None]) -> None:
         look()
