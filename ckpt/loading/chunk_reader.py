@@ -28,6 +28,7 @@ class ChunkReader:
         progress: called with a number of bytes as they arrive.
         read_at: how bytes come from an open file.
         role: of the side streams that copy to devices; see `Filling`.
+        in_order: chunks are read in storage order; see `ExtentReader`.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class ChunkReader:
         progress: Callable[[int], None],
         read_at: ReadAt,
         role: str = "filling",
+        in_order: bool = False,
     ) -> None:
         self._checkpoint = checkpoint
         self._verify = verify and checkpoint.has_digests
@@ -52,6 +54,7 @@ class ChunkReader:
             landing=self.filling,
             held=checkpoint.held,
             checked=checkpoint.checked,
+            in_order=in_order,
         )
         self._decoded: tuple[ChunkExtent, torch.Tensor] | None = None
         self._bytes_unchecked = 0  # read by a format's library alone
@@ -60,6 +63,15 @@ class ChunkReader:
     def bytes_read(self) -> int:
         """Bytes read from storage so far; bytes found in host memory do not count."""
         return self._extents.bytes_read + self._bytes_unchecked
+
+    def read_ahead(self, parts: Sequence[StoredPart], most_bytes: int) -> None:
+        """Have the kernel read the first bytes of a chunk that will be read soon, if its file is not open yet and all of it is wanted.
+
+        Within an open file the kernel reads ahead by itself. Does not wait, and does not fail.
+        """
+        chunk = parts[0].chunk
+        if not chunk.raw or sum([one.part.out.nbytes for one in parts]) >= chunk.length:
+            self._extents.read_ahead(chunk, most_bytes)
 
     def read(self, parts: Sequence[StoredPart], ranges: Sequence[tuple[int, int]] | None = None) -> None:
         """Fill the parts of one chunk, on any device.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -444,3 +445,65 @@ def test_bytes_fetched_for_others_are_checked_too(tmp_path: Path) -> None:
         reader.fetch(extent, 64, memory.data, lambda begin, end: f"bytes {begin} to {end}")
         with pytest.raises(CorruptCheckpointError, match="^bytes 192 to 256: bytes 192 to 256 of .* are not those"):
             reader.fetch(extent, 128, memory.data, lambda begin, end: f"bytes {begin} to {end}")
+
+
+def drop_from_cache(path: Path) -> None:
+    """Drop a file from the page cache; skip the test where the file system keeps it, as one in memory does."""
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if cached_bytes(path):
+        pytest.skip("this file system does not drop pages")
+
+
+def cached_bytes(path: Path) -> int:
+    """The bytes of a file that can be read without waiting, from its beginning on."""
+    with path.open("rb") as stream:
+        try:
+            return os.preadv(stream.fileno(), [bytearray(path.stat().st_size)], 0, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            pytest.skip(f"this file system cannot tell what it has in memory: {error}")
+
+
+def test_the_kernel_has_read_what_it_was_asked_for_ahead(tmp_path: Path) -> None:
+    data = np.random.default_rng(3).bytes(8 << 20)
+    extent = store(tmp_path, data, block_bytes=1 << 20)
+    drop_from_cache(tmp_path / extent.file)
+    with ExtentReader(tmp_path, in_order=True) as reader:
+        reader.read_ahead(extent, 32 << 20)
+        deadline = time.monotonic() + 30
+        while cached_bytes(tmp_path / extent.file) < len(data):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert reader.bytes_read == 0
+        out = torch.zeros(len(data), dtype=torch.uint8)
+        reader.read(extent, [WantedBox(0, out.shape, whole(out.shape), out, "model: w")])
+    assert out.numpy().tobytes() == data
+
+
+@pytest.mark.parametrize("damage", ["missing", "link", "empty"])
+def test_damage_that_is_met_ahead_is_reported_by_the_read(tmp_path: Path, damage: str) -> None:
+    extent = store(tmp_path, bytes(range(100)))
+    path = tmp_path / extent.file
+    path.rename(tmp_path / "elsewhere")
+    if damage == "link":
+        path.symlink_to(tmp_path / "elsewhere")
+    elif damage == "empty":
+        path.touch()
+    out = torch.zeros(100, dtype=torch.uint8)
+    with ExtentReader(tmp_path, in_order=True) as reader:
+        reader.read_ahead(extent, 32 << 20)
+        with pytest.raises(CorruptCheckpointError, match="model: w: .*(is missing|symbolic link|ends at byte 0)"):
+            reader.read(extent, [WantedBox(0, out.shape, whole(out.shape), out, "model: w")])
+
+
+def test_a_reader_with_its_own_way_to_read_asks_the_kernel_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, at, count, advice: asked.append(advice))
+    with ExtentReader(tmp_path, read_at=lambda *of: os.preadv(*of)) as reader:
+        reader.read_ahead(store(tmp_path, bytes(100)), 32 << 20)
+    assert not asked
