@@ -278,6 +278,7 @@ class _Found:
     elements_not_restored: int = 0
 
 
+@torch.no_grad()  # for `local_tensor`
 def _match_tensors(one: Match, saved: SavedCopy, tied: Mapping[str, str], found: _Found, strict: bool) -> None:
     declared = tied_names(one.component.stateful)
     boxes = DTensorBoxes()

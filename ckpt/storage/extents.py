@@ -314,7 +314,7 @@ class ExtentReader:
 
     def _marks(self, fd: int, chunk: ChunkExtent, start: int, num_bytes: int) -> Sequence[int]:
         """Return the marks of these bytes of the file as it is now; none if this host shares none of them."""
-        if self._checked is None or chunk.file in self._held:
+        if self._checked is None:
             return ()
         first = start // chunk.block_bytes
         return self._checked.of(fd, chunk, range(first, first - (-num_bytes // chunk.block_bytes)))

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.box import whole
-from ckpt.format.held import MemoryFile
+from ckpt.format.held import HeldFiles, MemoryFile
 from ckpt.format.records import ChunkExtent
 from ckpt.storage import checked_blocks, extents
 from ckpt.storage.checked_blocks import CheckedBlocks
 from ckpt.storage.extents import ExtentReader
+from ckpt.storage.pool import PoolFile
 from tests.ranks import forkserver
 from tests.unit.storage.test_extents import flip, numbers, part, store
 
@@ -100,6 +101,34 @@ def test_a_file_that_is_replaced_or_written_to_is_hashed_again_and_its_damage_fo
     copy.replace(file)  # another inode, of the same time and size
     with pytest.raises(CorruptCheckpointError, match="are not those that were saved"):
         read(tmp_path, chunk, array, table)
+
+
+def test_a_file_in_memory_is_hashed_once_until_the_next_save_begins_to_overwrite_it(
+    tmp_path: Path, hashed: list[int]
+) -> None:
+    array = numbers(64)
+    chunk = store(tmp_path, array.tobytes())
+    kept = PoolFile()
+    kept.append(memoryview((tmp_path / chunk.file).read_bytes()))
+    held = HeldFiles({chunk.file: kept.settle()})
+    table = made()
+    for rank in range(3):
+        with ExtentReader(tmp_path, checked=table, held=held) as reader:
+            wanted = part(array, whole(array.shape))
+            reader.read(chunk, [wanted])
+            assert reader.bytes_read == 0, rank
+        assert sum(hashed) == array.nbytes, rank
+    kept.begin()
+    kept.append(memoryview(bytes(array.nbytes)))
+    kept.append(memoryview(b"behind the chunk"))
+    changed = HeldFiles({chunk.file: kept.settle()})
+    with ExtentReader(tmp_path, checked=table, held=changed) as reader:
+        wanted = part(array, whole(array.shape))
+        reader.read(chunk, [wanted])
+    assert np.array_equal(wanted.out.numpy(), array), "its memory was found to be changed, and the disk was read"
+    assert reader.bytes_read == array.nbytes
+    assert chunk.file not in changed
+    kept.close()
 
 
 def test_a_damaged_block_is_never_marked(tmp_path: Path) -> None:
