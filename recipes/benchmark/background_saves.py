@@ -37,6 +37,9 @@ COLUMNS = {
 PATIENCE_S = 300.0
 """A save that is not durable by then is waited for without steps; if it has failed, it raises then."""
 
+BEFORE_FIRST = 5
+"""A run trains for a while before it saves; ours, meanwhile, allocate and touch the memory for copies, at a low priority."""
+
 WARM, COUNTED = "warm", "dcp"
 """Folders of the two saves of a turn."""
 
@@ -112,12 +115,12 @@ def _measured(
     """Take one turn: the first save of a run, of which only the stall counts, and a later one.
 
     Args:
-        num_steps: made before each save, and timed before the later one.
+        num_steps: made, and timed, before the later save; `BEFORE_FIRST` times as many before the first one.
         compares: load it afterwards, and compare it with the state at the call.
     """
     state, topology = workload.saved, workload.saved.topology
     memory = PeakMemory()
-    for _ in range(num_steps):
+    for _ in range(num_steps * BEFORE_FIRST):
         step()
     first = _save_beside_steps(saving, folder / WARM, step, topology)
     before = [step()[0] for _ in range(num_steps)]

@@ -1,0 +1,70 @@
+"""The tables of docs/figures.md are those of the results beside it, and no figure of ours is typed there."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import ckpt
+
+DOCS = Path(ckpt.__file__).parents[1] / "docs"
+MACHINE = {
+    "processor": "A Processor", "cores": 2, "accelerator": None, "file_system": "ext4", "torch": "2.13", "date": "2026-11-25",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def writer() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("write_figures", DOCS / "write_figures.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_has_the_tables_of_the_committed_results(writer: ModuleType) -> None:
+    text = (DOCS / "figures.md").read_text()
+    results = writer.committed_results()
+    assert writer.page(text, results) == text, "run python docs/write_figures.py"
+    assert sorted(results) == sorted(name for _, name, _ in writer._PLACE.findall(text))
+
+
+def _result(**medians: dict[str, float]) -> dict[str, Any]:
+    return {
+        "state_bytes": 1_960_000_000, "tensors": 596, "layout": "ddp", "ranks": 4, "machine": MACHINE,
+        "rounds": {name: [row, row, row] for name, row in medians.items()},
+        "medians": medians,
+        "ranges": {name: {figure: [value * 0.9, value * 1.1] for figure, value in row.items()} for name, row in medians.items()},
+    }  # fmt: skip
+
+
+def test_a_table_says_what_was_measured_and_on_what_and_marks_ours(writer: ModuleType) -> None:
+    zarr = {"save_s": 1.0, "load_cold_s": 2.0, "save_peak_mib": 31.6, "load_peak_mib": 0.2, "bytes_read": 8.0, "bytes_needed": 4.0}
+    lines = writer.table_of(_result(raw={"save_s": 0.5}, **{"zarr/two-stage": zarr})).splitlines()
+    assert lines == [
+        "596 tensors of 1.96 GB, ddp, 4 ranks; medians of 3 rounds, 2 cores of A Processor, ext4, torch 2.13, 2026-11-25:",
+        "",
+        "|  | save s | load s, cold | save / load peak MiB | read / needed |",
+        "| --- | --- | --- | --- | --- |",
+        "| raw | 0.50 (0.45..0.55) |  |  |  |",
+        "| **zarr/two-stage** | 1.00 (0.90..1.10) | 2.00 (1.80..2.20) | 32 / 0 | 2.00 |",
+    ]
+
+
+def test_saves_beside_training_and_updates_have_columns_of_their_own(writer: ModuleType) -> None:
+    background = {"first_stall_s": 0.3, "stall_s": 0.2, "slow_down": 1.1, "durable_s": 2.0, "peak_mib": 9.0}
+    table = writer.table_of(_result(none={"stall_s": 0.0}, thread=background)).splitlines()
+    assert table[2] == "|  | first stall, s | later stall, s | steps, times | durable after s | peak MiB |"
+    update = _result(kimi={"transfer_s": 0.4, "update_s": 0.5}) | {"trainers": 2, "rollouts": 1, "bytes": 5e8}
+    del update["ranks"]
+    assert writer.table_of(update).splitlines()[2] == "|  | transfer s | whole update s |"
+    assert "2 trainers to 1 rollouts" in writer.table_of(update)
+
+
+def test_a_table_without_its_result_is_an_error(writer: ModuleType) -> None:
+    with pytest.raises(KeyError, match="nowhere"):
+        writer.page("<!-- figures: nowhere -->\n<!-- end of figures -->", {})
