@@ -337,6 +337,7 @@ def addresses(component: StateComponent, leaves: Leaves, topology: Topology) -> 
     return found
 
 
+@torch.no_grad()  # for `local_tensor`
 def find_aliases(tensors: dict[str, TensorLeaf], declared: Mapping[str, str]) -> dict[str, str]:
     """Return {alias: first name} of tied tensors: found by storage on this rank, or declared by the model.
 
