@@ -352,7 +352,8 @@ class ExtentReader:
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{name}: {error}", file=file) from error
         if self._in_order and _CAN_READ_AHEAD and file not in self._held:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            with suppress(OSError):  # a sandbox may refuse this call
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         if len(self._files) >= MAX_OPEN_FILES:
             os.close(self._files.popitem(last=False)[1])
         self._files[file] = fd

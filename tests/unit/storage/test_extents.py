@@ -507,3 +507,19 @@ def test_a_reader_with_its_own_way_to_read_asks_the_kernel_for_nothing(
     with ExtentReader(tmp_path, read_at=lambda *of: os.preadv(*of)) as reader:
         reader.read_ahead(store(tmp_path, bytes(100)), 32 << 20)
     assert not asked
+
+
+def test_a_system_that_refuses_to_read_ahead_reads_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    saved = numbers(25)
+    extent = store(tmp_path, saved.tobytes())
+    wanted = part(saved, whole(saved.shape))
+    with ExtentReader(tmp_path, in_order=True) as reader:
+        reader.read_ahead(extent, 32 << 20)
+        reader.read(extent, [wanted])
+    np.testing.assert_array_equal(wanted.out.numpy(), saved)
