@@ -100,7 +100,7 @@ def _measured(name: str, contender: Contender, folder: Path, workload: Workload,
 
     for load in [load for load in contender.measures if load != "save"]:
         if load == "load_cold":
-            # Twice, and the second counts: the pages of the first get memory that a virtual machine may still have to ask its host for.
+            # Twice, and the second counts: in the first, kernel time of copies varies with the files' layout (docs/figures.md).
             forget_cache(folder, topology)
             if loaded is not None:
                 load_all(loaded)
