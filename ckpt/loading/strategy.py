@@ -18,7 +18,7 @@ from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.consistency import check_whole
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.held import NOTHING_HELD, HeldFiles
-from ckpt.format.manifest import ArrayEntry, CheckpointManifest, Index, PackedPiece
+from ckpt.format.manifest import ArrayEntry, CheckpointManifest, Index
 from ckpt.format.records import ArraySpec, ChunkExtent, stored_shape
 from ckpt.format.stored import read_index
 from ckpt.format.strict_json import refusing
@@ -171,37 +171,29 @@ class StoredCheckpoint:
         return self._packed[path]
 
     def _packed_parts(self, request: ReadRequest, entry: ArrayEntry) -> list[StoredPart]:
-        if len(entry.packed_in) > 1:
-            # A rank wants the piece that it wrote, as a rule. Its index has been read: it has checked the files that are listed there.
-            for rank in self._indexes.keys() & set(entry.packed_in):
-                for piece in self._indexes[rank].pieces[request.name]:
-                    if piece.box == request.box:
-                        return [self._packed_part(request, entry, rank, piece, request.box)]
-            with refusing(str(self.root)):  # in one index they have been checked
+        assert entry.store is not None
+        parts = []
+        if len(entry.packed_in) > 1:  # in one index they have been checked
+            with refusing(str(self.root)):
                 check_whole(
                     request.name, entry, [p for rank in entry.packed_in for p in self.index(rank).pieces[request.name]]
                 )
-        return [
-            self._packed_part(request, entry, rank, piece, wanted)
-            for rank in entry.packed_in
-            for piece in self.index(rank).pieces[request.name]
-            if (wanted := overlap(piece.box, request.box)) is not None
-        ]
-
-    def _packed_part(
-        self, request: ReadRequest, entry: ArrayEntry, rank: int, piece: PackedPiece, wanted: Box
-    ) -> StoredPart:
-        """The part of a request that lies in one piece of a packed tensor: the box `wanted` of both."""
-        assert entry.store is not None
-        packed, _, box, first = piece
-        out, inside = request.out, whole(wanted.shape)
-        if wanted is not request.box:
-            out = out[wanted.relative_to(request.box).slices]
-        if wanted != box:
-            inside = wanted.relative_to(box)
-        spec, chunk, item = self._packed_array(self.index(rank), packed, entry.dtype)
-        part = WantedBox(first * item, box.shape, inside, out, request.label)
-        return StoredPart(chunk, part, spec, entry.store, Box((first,), (box.num_elements,)))
+        for rank in entry.packed_in:
+            index = self.index(rank)
+            for packed, _, box, first in index.pieces[request.name]:
+                wanted = overlap(box, request.box)
+                if wanted is None:
+                    continue
+                out, inside = request.out, whole(wanted.shape)
+                if wanted is not request.box:
+                    out = out[wanted.relative_to(request.box).slices]
+                if wanted != box:
+                    inside = wanted.relative_to(box)
+                spec, chunk, item = self._packed_array(index, packed, entry.dtype)
+                part = WantedBox(first * item, box.shape, inside, out, request.label)
+                source = Box((first,), (box.num_elements,))
+                parts.append(StoredPart(chunk, part, spec, entry.store, source))
+        return parts
 
 
 @dataclass(frozen=True, slots=True)

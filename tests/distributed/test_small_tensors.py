@@ -14,9 +14,6 @@ import pytest
 import torch
 
 from ckpt import StateComponent
-from ckpt.dist_checkpointing import ShardedTensor
-from ckpt.format.stored import read_index
-from ckpt.loading import strategy
 from ckpt.ranks.topology import Phase, Topology
 from ckpt.saving import planner
 from tests.ranks import run_ranks
@@ -61,39 +58,6 @@ def test_a_plain_value_that_changes_is_told_again_and_the_tensors_beside_it_are_
     for told, loaded in run_ranks(RANKS, _save_with_a_step_of_each_rank, tmp_path):
         assert told < 1_000
         assert loaded == {"step-0": 2, "step-1": 2}
-
-
-@pytest.mark.parametrize("turn", [0, 1])
-def test_a_rank_that_wants_the_pieces_it_wrote_reads_no_other_ranks_index(tmp_path: Path, turn: int) -> None:
-    read = run_ranks(RANKS, _indexes_read_for_pieces, tmp_path, turn)
-    assert read == ([[0], [1]] if turn == 0 else [[0, 1], [0, 1]])
-
-
-def _indexes_read_for_pieces(topology: Topology, root: Path, turn: int) -> list[int]:
-    """Save one piece of each small tensor on each rank, and load that of the rank `turn` further on; return whose indexes were read."""
-
-    def pieces(of_rank: int, fill: int | None) -> dict[str, ShardedTensor]:
-        rows = torch.arange(ELEMENTS).reshape(2, -1) + ELEMENTS * of_rank
-        local = rows if fill is None else torch.full_like(rows, fill)
-        shape = (2 * topology.world_size, ELEMENTS // 2)
-        return {name: ShardedTensor.at(name, local.clone(), shape, (2 * of_rank, 0)) for name in ("a", "b")}
-
-    saved = Held(pieces(topology.rank, None))
-    coordinator(topology, root, [StateComponent("model", saved, "sharded")]).save_checkpoint(checkpoint_id="1")
-    wanted = (topology.rank + turn) % topology.world_size
-    into = pieces(wanted, -1)
-    read: list[int] = []
-
-    def noting(folder: Path, manifest: Any, rank: int, *more: Any) -> Any:
-        read.append(rank)
-        return read_index(folder, manifest, rank, *more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(strategy, "read_index", noting)
-        coordinator(topology, root, [StateComponent("model", Held(into), "sharded")]).load_checkpoint()
-    for name, expected in pieces(wanted, None).items():
-        assert torch.equal(into[name].data, expected.data), name
-    return sorted(read)
 
 
 def _save_and_load_all(topology: Topology, root: Path, pattern: str, backend: str, count: int) -> int:
