@@ -85,16 +85,15 @@ class DirectReading:
         chunks = by_chunk(self.requests, self.checkpoint)
         start = _chunk_at(chunks, self.start)
         order = chunks[start:] + chunks[:start]
-        ahead, next_ahead = 0, 1  # bytes of the chunks that are asked for, behind this one, and the first that is not
+        ends = list(accumulate(parts[0].chunk.length for parts in order))
+        next_ahead = 1  # the first chunk that the kernel has not been asked for
         try:
             for number, parts in enumerate(order):
-                while next_ahead < min(len(order), number + AHEAD_CHUNKS) and ahead < AHEAD_BYTES:
+                last = min(len(order), number + AHEAD_CHUNKS)
+                while next_ahead < last and ends[next_ahead - 1] - ends[number] < AHEAD_BYTES:
                     self.reader.read_ahead(order[next_ahead], AHEAD_BYTES)
-                    ahead += order[next_ahead][0].chunk.length
                     next_ahead += 1
                 self.reader.read(parts)
-                if number + 1 < len(order):
-                    ahead -= order[number + 1][0].chunk.length
         finally:
             self.reader.close()
         return ReadStats(self.reader.bytes_read, bytes_of(self.requests))
