@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run by path, from anywhere
+
+from recipes.benchmark import background_contenders, contenders, update_contenders
+from recipes.benchmark.tables import rounds_text, with_range
 
 PAGE = Path(__file__).with_name("figures.md")
 RESULTS = Path(__file__).with_name("figures")
@@ -37,7 +43,6 @@ _UPDATES = {
     "reload s": "reload_s",
     "whole update s": "update_s",
 }
-_NOT_OURS = ("raw", "memcpy", "broadcast", "safetensors", "dcp", "none", "reference", "per-tensor")
 
 Result = Mapping[str, Any]
 
@@ -57,22 +62,24 @@ def committed_results() -> dict[str, Result]:
 
 
 def table_of(result: Result) -> str:
-    """Return what was measured, and on what, and the medians as a table; least and most of a figure where rounds differ by a tenth."""
-    columns = {heading: names for heading, names in _columns_of(result).items() if _is_there(result, names)}
+    """Return what was measured, and on what, and the medians as a table, with least and most of the seconds."""
+    wanted, ours = _kind_of(result)
+    columns = {heading: names for heading, names in wanted.items() if _is_there(result, names)}
     head = ["", *columns]
     rows = [
-        [_label(name, result), *(_cell(result, name, names.split()) for names in columns.values())]
+        [f"**{name}**" if name in ours else name, *(_cell(result, name, names.split()) for names in columns.values())]
         for name in result["medians"]
     ]
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join([f"{_caption(result)}:", "", *(f"| {' | '.join(line)} |" for line in lines)])
 
 
-def _columns_of(result: Result) -> Mapping[str, str]:
+def _kind_of(result: Result) -> tuple[Mapping[str, str], Collection[str]]:
+    """Return the columns of a benchmark's table, and the contenders of it that are ours."""
     figures = {figure for row in result["medians"].values() for figure in row}
     if "stall_s" in figures:
-        return _BACKGROUND
-    return _UPDATES if "transfer_s" in figures else _SAVES_AND_LOADS
+        return _BACKGROUND, background_contenders.OURS
+    return (_UPDATES, update_contenders.OURS) if "transfer_s" in figures else (_SAVES_AND_LOADS, contenders.OURS)
 
 
 def _caption(result: Result) -> str:
@@ -84,14 +91,8 @@ def _caption(result: Result) -> str:
     else:
         layout = f"{result['layout']}, {ranks} ranks{f', loaded on {loaded}' if loaded != ranks else ''}"
     where = machine["accelerator"] or f"{machine['cores']} cores of {machine['processor']}"
-    count = "1 round" if rounds == 1 else f"{rounds} rounds"
     state = f"{result['tensors']:,} tensors of {size:.2f} GB, {layout}"
-    return f"{state}; medians of {count}, {where}, {machine['file_system']}, torch {machine['torch']}, {machine['date']}"
-
-
-def _label(name: str, result: Result) -> str:
-    is_ours = name.split("-")[0].split("/")[0] not in _NOT_OURS
-    return f"**{name}**" if is_ours else name
+    return f"{state}; {rounds_text(rounds)}, {where}, {machine['file_system']}, torch {machine['torch']}, {machine['date']}"
 
 
 def _is_there(result: Result, names: str) -> bool:
@@ -99,18 +100,14 @@ def _is_there(result: Result, names: str) -> bool:
 
 
 def _cell(result: Result, name: str, figures: Sequence[str]) -> str:
-    medians, ranges = result["medians"][name], result["ranges"][name]
+    medians = result["medians"][name]
     if not any(figure in medians for figure in figures):
         return ""
     if figures == ["bytes_read", "bytes_needed"]:
         return f"{medians['bytes_read'] / medians['bytes_needed']:.2f}"
-    if len(figures) > 1:
-        return " / ".join(_shown(figure, medians[figure]) if figure in medians else "-" for figure in figures)
-    (figure,) = figures
-    least, most = ranges[figure]
-    varies = figure.endswith("_s") and most - least > medians[figure] / 10
-    spread = f" ({_shown(figure, least)}..{_shown(figure, most)})" if varies else ""
-    return f"{_shown(figure, medians[figure])}{spread}"
+    if len(figures) == 1 and figures[0].endswith("_s"):
+        return with_range(name, figures[0], result)
+    return " / ".join(_shown(figure, medians[figure]) if figure in medians else "-" for figure in figures)
 
 
 def _shown(figure: str, value: float) -> str:

@@ -65,6 +65,15 @@ def test_saves_beside_training_and_updates_have_columns_of_their_own(writer: Mod
     assert "2 trainers to 1 rollouts" in writer.table_of(update)
 
 
+def test_a_name_that_two_benchmarks_have_is_ours_in_one_of_them(writer: ModuleType) -> None:
+    update = {"transfer_s": 0.4}
+    updates = _result(broadcast=update, raw=update, **{"per-tensor": update}) | {"trainers": 1, "rollouts": 1}
+    del updates["ranks"]
+    assert [row.split(" | ")[0] for row in writer.table_of(updates).splitlines()[4:]] == ["| **broadcast**", "| raw", "| per-tensor"]
+    loads = writer.table_of(_result(broadcast={"load_warm_s": 0.4}))
+    assert loads.splitlines()[4].startswith("| broadcast |")
+
+
 def test_a_table_without_its_result_is_an_error(writer: ModuleType) -> None:
     with pytest.raises(KeyError, match="nowhere"):
         writer.page("<!-- figures: nowhere -->\n<!-- end of figures -->", {})
