@@ -542,18 +542,18 @@ def test_pieces_of_two_ranks_that_overlap_are_refused(tmp_path: Path) -> None:
         whole.load_checkpoint(checkpoint)
 
 
-def _own_rows_are_refused(topology: Topology, root: Path) -> None:
-    rows = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, topology.rank, 2))
+def _first_rows_are_refused(topology: Topology, root: Path) -> None:
+    rows = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 0, 2), replica_id=topology.rank)
     run = coordinator(topology, root, [StateComponent("model", Held({"w": rows}), "sharded")])
     with pytest.raises(CorruptCheckpointError, match="have elements in common"):
         run.load_checkpoint(root / "checkpoint-1")
 
 
-def test_they_are_refused_by_ranks_that_want_their_own_pieces_alone(tmp_path: Path) -> None:
-    """Ranks that hold one part of a tensor could otherwise each find another piece for it."""
+def test_they_are_refused_by_ranks_that_each_know_one_of_them(tmp_path: Path) -> None:
+    """Ranks that hold the same part of a tensor could otherwise each find another piece for it."""
     run_threads(2, _save_rows, tmp_path)
     edit_index(tmp_path / "checkpoint-1", 1, piece(2, [0, 0], "model/w"))  # the rows of rank 0, once more
-    run_threads(2, _own_rows_are_refused, tmp_path)
+    run_threads(2, _first_rows_are_refused, tmp_path)
 
 
 def test_each_tensor_of_several_pieces_is_looked_at(copied: Path) -> None:
