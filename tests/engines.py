@@ -139,13 +139,13 @@ def joined(
 
 
 def join(topology: Topology, engine: VersionedEngine, num_trainers: int, num_rollouts: int) -> None:
-    """Bring the engines of all ranks together, through the test's own topology. Collective."""
+    """Bring the engines of all ranks together, through the test's own topology, on its hosts. Collective."""
     with topology.phase("meet for the engine") as phase:
         phase.payload = engine.prepare()
     masters = [MasterMetadata(*said) if said is not None else None for said in phase.payloads]
     of_trainers, of_rollouts = type(engine).build_topology(num_trainers, num_rollouts, masters)
     own = {name: (values + of_rollouts[name])[topology.rank] for name, values in of_trainers.items()}
-    engine.init_process_group(**own)
+    engine.init_process_group(**own, host=f"host-{topology.node_rank}")
 
 
 def num_ranks(name: str, num_trainers: int, num_rollouts: int, *, colocated: bool = False) -> int:

@@ -20,7 +20,7 @@ from ckpt.ranks.topology import Topology
 
 
 class BroadcastTransport(Transport):
-    """Broadcasts the buckets of each owner in its group with all rollouts.
+    """Broadcasts the buckets of each owner in its group with the rollouts that receive, one of a host that share its memory.
 
     Attributes:
         groups: of this rank; others after each failure. Names begin with `Update.connections`.
@@ -44,7 +44,7 @@ class BroadcastTransport(Transport):
         self._begin()
 
     def carry(self, update: Update) -> None:
-        members = self._groups_needed(update.layout)
+        members = self._groups_needed(update.layout, update.receivers)
         bucket_bytes = min(update.layout.bucket_bytes, update.layout.num_bytes)
         buffers = self._buckets.on_device(bucket_bytes) if members else None
         transfer = Transfer(update, self.groups, members, buffers or self._host_buffers)
@@ -69,11 +69,11 @@ class BroadcastTransport(Transport):
         device = self._buckets.device
         return OwnGroup(members.store, name, ranks, members.rank, device=device, timeout_s=members.timeout_s)
 
-    def _groups_needed(self, layout: WeightLayout) -> dict[int, list[int]]:
-        """Return {owner: ranks of its group with the rollouts}, of the groups that this rank is in."""
-        rank, rollouts = self._members.rank, self._members.rollouts
+    def _groups_needed(self, layout: WeightLayout, receivers: Sequence[int]) -> dict[int, list[int]]:
+        """Return {owner: ranks of its group with the receivers}, of the groups that this rank is in."""
+        rank = self._members.rank
         owners = {layout.owner(bucket) for bucket in range(min(layout.num_buckets, len(layout.owners)))}
-        members = {owner: sorted({owner, *rollouts}) for owner in sorted(owners)}
+        members = {owner: sorted({owner, *receivers}) for owner in sorted(owners)}
         return {owner: ranks for owner, ranks in members.items() if rank in ranks and len(ranks) > 1}
 
 

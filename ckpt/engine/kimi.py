@@ -74,7 +74,7 @@ class ParameterServerTransport(Transport):
             self.server.unregister()
 
     def _carry_by_package(self, update: Update) -> None:
-        server, layout, landing, topology = self.server, update.layout, update.landing, update.topology
+        server, layout, landing, topology = self.server, update.layout, update.arriving, update.topology
         assert server is not None
         if not layout.num_buckets:
             return

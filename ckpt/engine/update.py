@@ -21,7 +21,10 @@ class Sink(Protocol):
         """Raise if the weights do not fit. Called before a byte moves."""
 
     def load(self, weights: Iterable[NamedTensor], version: WeightVersion) -> None:
-        """Load whole host tensors: all, or none. Should not fail for a layout that `check` has passed."""
+        """Load whole host tensors: all, or none. Should not fail for a layout that `check` has passed.
+
+        It must not write to them, nor keep them: other rollouts of the host read the same memory, and the next update overwrites it.
+        """
 
 
 @dataclass
@@ -35,6 +38,7 @@ class Update:
         changes: the parts that travel; None: everything.
         pool: on a trainer, the buckets that it sends.
         landing: on a rollout, the memory that buckets arrive in.
+        receivers: the rollouts that buckets are sent to; any other reads the memory of one of them, on its host.
         before: on a rollout, the memory with the version that `changes` is based on; None: the landing.
         connections: name of the connections, equal on all ranks; another one after each update that failed.
         reload_began: time at which the consumer got the weights, by `time.perf_counter`.
@@ -51,12 +55,18 @@ class Update:
     changes: Changes | None
     pool: HostPool | None
     landing: ReceivedStream | None
+    receivers: Sequence[int]
     before: ReceivedStream | None
     connections: str
     reload_began: float | None = None
     failure: Exception | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     open: AbstractContextManager[Any] = field(default_factory=nullcontext)
+
+    @property
+    def arriving(self) -> ReceivedStream | None:
+        """The landing, on a rank that buckets are sent to."""
+        return self.landing if self.topology.rank in self.receivers else None
 
     @property
     def sent_bytes(self) -> int:

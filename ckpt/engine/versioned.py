@@ -15,13 +15,22 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
 import torch
 from torch._C._distributed_c10d import Store
 
-from ckpt.engine.agreed import OPERATION, agreed_digests, agreed_step, require_one_layout, to_step, version_digest
+from ckpt.engine.agreed import (
+    OPERATION,
+    agreed_digests,
+    agreed_sharing,
+    agreed_step,
+    require_one_layout,
+    to_step,
+    version_digest,
+)
 from ckpt.engine.base import CheckpointEngineWithCache, MasterMetadata, NamedTensor, SyncReport, Weights, WeightVersion
 from ckpt.engine.members import Members, Place, Result, done
 from ckpt.engine.offload import Offloaded, TravelTypes
@@ -33,9 +42,11 @@ from ckpt.engine.wire.layout import WeightLayout
 from ckpt.engine.wire.pool import HostPool, ReceivedStream, digest_of_bucket
 from ckpt.engine.wire.transfer import PHASE
 from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.format.held import MemoryFile
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import tied_names
+from ckpt.storage.host_memory import can_be_shared
 
 _SECONDS = ("offload_s", "gather_s", "transfer_s", "reload_s", "blocked_s")
 
@@ -52,12 +63,15 @@ class VersionedEngine(CheckpointEngineWithCache):
            +------------------------+------- any failure -----+
 
     - agreeing: all ranks agree on step, layout and digests, and the transport carries the buckets.
-    - commit: each bucket has been verified on each rollout.
+    - commit: each bucket has been verified in the memory of each rollout.
     - open: the rollouts load the weights, and trainers wait.
     - finish: all rollouts have loaded them.
     - failure: a rank raises, is cancelled or is gone. All ranks keep version n; the next update sends everything, over new connections.
 
     `_update` is the whole path from left to right. While the update is open it is suspended at its `yield`.
+
+    Rollouts of one host share one copy of the weights in host memory: the first of them receives and verifies it, the others map it. Those
+    that may write to what they are given do not: with `cached`, and where `receive_weights` yields host tensors.
 
     Args:
         bucket_size: size of a bucket in bytes, at most; None: `bucket_mib`.
@@ -121,6 +135,9 @@ class VersionedEngine(CheckpointEngineWithCache):
         self.landings = [ReceivedStream() for _ in range(1 + cached)]
         self.pool: HostPool | None = None
         self._known: WeightLayout | None = None  # last layout that all ranks were sent
+        self._sharing: dict[int, int] = {}  # see `agreed_sharing`; those of the last phase "prepare"
+        self._receivers: Sequence[int] = ()  # the rollouts that buckets are sent to
+        self._num_regroupings = 0
         self._open: Update | None = None
         self._generation = 0  # of connections; each failure begins another
 
@@ -252,8 +269,9 @@ class VersionedEngine(CheckpointEngineWithCache):
             phase.payload = [self.buckets.room(), uuid.uuid4().hex]
         self._bucket_bytes = min(room for room, _ in phase.payloads)
         self._connections = f"ckpt-engine-{phase.payloads[0][1]}"
-        self._generation = 0
+        self._generation = self._num_regroupings = 0
         self._known = None
+        self._sharing, self._receivers = {}, self.rollouts
         self._owners = self.transport.owners(topology, self.trainers)
         self._sends_as = self._owners[0] if self.rank in self.trainers and self.rank not in self._owners else self.rank
         if self.pool is not None and not self.pool.is_of(self._sends_as, self._bucket_bytes):
@@ -407,18 +425,22 @@ class VersionedEngine(CheckpointEngineWithCache):
                         if offloaded is not None and topology.is_lead:
                             phase.payload = offloaded.layout.as_rows()
                     self._known = WeightLayout.from_rows(phase.payloads[0])
-                if is_new or any(one["fits"] != said[0]["layout"] for one in said):
-                    with topology.phase("prepare"):
+                sharing = agreed_sharing(said, topology.nodes)
+                if is_new or not self._all_fit(said, sharing):
+                    with topology.phase("prepare") as phase:
                         self._require_wanted(topology)
-                        update = self._agreed(topology, said)
-                        _make_ready(update.layout, update.landing, sink)
+                        update = self._agreed(topology, said, sharing)
+                        if sink is not None:
+                            sink.check(update.layout)
+                        phase.payload = self._make_room(update, sharing)
+                    update = self._shared(update, sharing, phase.payloads)
                     if is_new:
                         self.transport.ready(update)
                 gathered = time.perf_counter()
                 # Carry it to every rollout, and verify it there.
                 with topology.phase(PHASE):
                     self._require_wanted(topology)
-                    update = update or self._agreed(topology, said)
+                    update = update or self._agreed(topology, said, sharing)
                     self._require_base(update)
                     self.transport.carry(update)
                 carried = time.perf_counter()
@@ -483,7 +505,10 @@ class VersionedEngine(CheckpointEngineWithCache):
         said["known"] = self._known.digest() if self._known is not None else None
         said["block_bytes"] = self._block_bytes
         if self._landing is not None:  # after `_fits`, which may free it
-            said["holds"] = self.landings[-1].holds
+            said |= {"holds": self.landings[-1].holds, "place": self._landing.place}
+            # Nobody but the sink, or the device, gets to see the host memory.
+            keeps_to_itself = sink is not None or self.device.torch_device.type != "cpu"
+            said["shares"] = keeps_to_itself and len(self.landings) == 1 and can_be_shared()
         if offloaded is None:
             return said
         layout = offloaded.layout
@@ -504,7 +529,10 @@ class VersionedEngine(CheckpointEngineWithCache):
         if self._known is None:
             return None
         try:
-            _make_ready(self._known, self._landing, sink)
+            if sink is not None:
+                sink.check(self._known)
+            if self._landing is not None:
+                self._landing.make_room(self._known)
         except Exception:
             return None  # if that layout comes again, phase prepare raises
         return self._known.digest()
@@ -513,8 +541,52 @@ class VersionedEngine(CheckpointEngineWithCache):
         """Whether the layout must be sent: some rank does not have it, or got it before a failure."""
         return any((one["known"], one["generation"]) != (said[0]["layout"], self._generation) for one in said)
 
-    def _agreed(self, topology: Topology, said: Sequence[Mapping[str, Any]]) -> Update:
-        """Return the update that all offers make together; equal on all ranks, errors too, except for the memory."""
+    def _all_fit(self, said: Sequence[Mapping[str, Any]], sharing: Mapping[int, int]) -> bool:
+        """Whether all ranks could receive the layout at once, and each rollout has the memory that it had."""
+        if sharing != self._sharing or any(one["fits"] != said[0]["layout"] for one in said):
+            return False
+        others = [rank for rank in sharing if rank not in self._receivers]
+        return all(said[rank]["place"] == said[sharing[rank]]["place"] is not None for rank in others)
+
+    def _make_room(self, update: Update, sharing: Mapping[int, int]) -> MemoryFile | None:
+        """Allocate memory to receive in. Return its place, if other rollouts of this host will read it."""
+        landing, shares_with = update.landing, sharing.get(self.rank)
+        if landing is None:
+            return None
+        if shares_with is None:
+            if landing.place is not None:
+                landing.let_go()
+            landing.make_room(update.layout)
+        elif shares_with == self.rank:
+            landing.make_shared_room(update.layout)
+        return landing.place
+
+    def _shared(self, update: Update, sharing: Mapping[int, int], places: Sequence[Sequence[Any] | None]) -> Update:
+        """Map the memory of the rollout that receives for this host. Return the update with all ranks that receive. Collective.
+
+        Args:
+            places: of the ranks' memory, from JSON.
+        """
+        self._sharing, receivers = dict(sharing), list(self.rollouts)
+        if sharing:
+            with update.topology.phase("share memory") as phase:
+                phase.payload = True
+                place = places[sharing.get(self.rank, self.rank)]
+                if update.landing is not None and sharing.get(self.rank, self.rank) != self.rank:
+                    phase.payload = place is None or not update.landing.join(MemoryFile(*place), update.layout)
+                    if phase.payload:
+                        update.landing.make_room(update.layout)
+            receivers = [rank for rank in receivers if phase.payloads[rank]]
+        if receivers != list(self._receivers):
+            self._receivers = receivers
+            self._num_regroupings += 1
+        return replace(update, receivers=receivers, connections=self._connections_now)
+
+    def _agreed(self, topology: Topology, said: Sequence[Mapping[str, Any]], sharing: Mapping[int, int]) -> Update:
+        """Return the update that all offers make together; equal on all ranks, errors too, except for the memory.
+
+        If rollouts now share memory in another way, everything is sent: some have new memory, without the version before.
+        """
         step = agreed_step(said)
         require_one_block(said)
         require_one_layout([said[rank] for rank in self.trainers])
@@ -522,7 +594,7 @@ class VersionedEngine(CheckpointEngineWithCache):
         assert layout is not None, "the phase layout has sent it"
         digests = agreed_digests([said[rank]["digests"] for rank in self.trainers], layout)
         changes = None
-        if self._block_bytes is not None:
+        if self._block_bytes is not None and sharing == self._sharing:
             changes = agreed_changes(said, layout, self.rollouts, self._block_bytes)
         landing = self._landing
         has_before = changes is not None and landing is not None and len(self.landings) > 1
@@ -535,9 +607,15 @@ class VersionedEngine(CheckpointEngineWithCache):
             changes=changes,
             pool=self.pool if self.rank in self.trainers else None,
             landing=landing,
+            receivers=self._receivers,
             before=self.landings[-1] if has_before else None,
-            connections=f"{self._connections}-{self._generation}",
+            connections=self._connections_now,
         )
+
+    @property
+    def _connections_now(self) -> str:
+        """A name for connections between the ranks that talk to each other at present."""
+        return f"{self._connections}-{self._generation}-{self._num_regroupings}"
 
     def _require_base(self, update: Update) -> None:
         """Check that the landing holds the version that the changes are based on; from now on it holds none."""
@@ -652,11 +730,3 @@ class VersionedEngine(CheckpointEngineWithCache):
         """Clean up after cancelled calls, consumers that are gone, or an error of the program between two calls."""
         self._leave_open(self._open, asyncio.CancelledError("the received weights were not taken"))
         self.members.cancelled.clear()
-
-
-def _make_ready(layout: WeightLayout, landing: ReceivedStream | None, sink: Sink | None) -> None:
-    """Check that a rollout can load a layout, and allocate its memory."""
-    if sink is not None:
-        sink.check(layout)
-    if landing is not None:
-        landing.make_room(layout)

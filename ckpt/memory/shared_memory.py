@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import os
+import secrets
 import weakref
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 
 from ckpt.errors import ConfigurationError
+from ckpt.format.held import MemoryFile, open_memory
 from ckpt.storage import host_memory
 from ckpt.storage.host_memory import can_be_shared, shared, whole_huge_pages
 
@@ -21,12 +24,14 @@ class Segment(NamedTuple):
         number: unique in this process, never reused.
         fd: for the process that shall map it; closed with the last tensor in it.
         address: of its first byte.
+        name: of the memfd, unique on this host.
     """
 
     number: int
     fd: int
     address: int
     num_bytes: int
+    name: str
 
 
 _numbers = itertools.count()
@@ -43,7 +48,8 @@ def shared_memory(num_bytes: int) -> torch.Tensor:
     """
     if not can_be_shared():
         raise ConfigurationError("saves.writer='process' needs Linux, for memfd_create; give saves.writer='thread'")
-    fd = shared("ckpt-staging", whole_huge_pages(max(num_bytes, 1)))
+    name = f"ckpt-staging-{secrets.token_hex(8)}"
+    fd = shared(name, whole_huge_pages(max(num_bytes, 1)))
     try:
         whole = host_memory.mapped(fd, os.fstat(fd).st_size)
     except BaseException:
@@ -51,7 +57,7 @@ def shared_memory(num_bytes: int) -> torch.Tensor:
         raise
     memory = torch.frombuffer(whole, dtype=torch.uint8)
     number = next(_numbers)
-    _segments[number] = Segment(number, fd, memory.data_ptr(), memory.nbytes)
+    _segments[number] = Segment(number, fd, memory.data_ptr(), memory.nbytes, name)
     weakref.finalize(whole, _forget, number).atexit = False
     return memory[:num_bytes]
 
@@ -63,6 +69,26 @@ def segment_of(host: torch.Tensor) -> tuple[Segment, int] | None:
         for segment in list(_segments.values()):
             if segment.address <= first and first + host.nbytes <= segment.address + segment.num_bytes:
                 return segment, first - segment.address
+    return None
+
+
+def place_of(host: torch.Tensor) -> MemoryFile | None:
+    """Return the place of the segment that a tensor lies in, for `memory_at` in another process; None: it lies in none."""
+    found = segment_of(host)
+    if found is None:
+        return None
+    segment = found[0]
+    return MemoryFile(os.getpid(), segment.fd, os.fstat(segment.fd).st_ino, segment.num_bytes, segment.name)
+
+
+def memory_at(place: MemoryFile) -> torch.Tensor | None:
+    """Map a segment of another process of this host, flat uint8; None: it is not there any more, or belongs to another user."""
+    with suppress(OSError):
+        if (fd := open_memory(place, os.O_RDWR)) is not None:
+            try:
+                return mapped(fd)
+            finally:
+                os.close(fd)
     return None
 
 

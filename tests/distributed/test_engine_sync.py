@@ -18,7 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckpt.engine import LiveModel, WeightVersion, WholeWeights
 from ckpt.engine.base import NamedTensor
+from ckpt.engine.broadcast import BroadcastTransport
 from ckpt.engine.versioned import VersionedEngine
+from ckpt.engine.wire import pool, transfer
 from ckpt.engine.wire.layout import WeightLayout
 from ckpt.errors import (
     CheckpointError,
@@ -438,6 +440,101 @@ def _next_to_nothing(topology: Topology, num_trainers: int, num_rollouts: int, n
             if engine.rank in engine.rollouts:
                 require_same(live.state_dict(), state)
                 assert live.version == engine.version
+
+
+# Rollouts of one host
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "receivers"),
+    [
+        ("broadcast", [1, 3], [1]),
+        ("kimi_ckpt_engine", [2, 2], [1, 2]),
+        pytest.param("kimi_ckpt_engine:update", [1, 3], [1], marks=FULL),
+        pytest.param("broadcast", [1, 1, 2], [1, 2], marks=FULL),
+    ],
+)
+def test_rollouts_of_one_host_share_one_copy_of_the_weights(name: str, nodes: list[int], receivers: list[int]) -> None:
+    ranks = run(1, 3, name, _shared, nodes=nodes)
+    hosts = [host for host, count in enumerate(nodes) for _ in range(count)]
+    for rank, of_rank in enumerate(ranks):
+        receiver = next((one for one in receivers if hosts[one] == hosts[rank]), None)
+        alone = rank and hosts[1:].count(hosts[rank]) == 1
+        assert of_rank["digested"] == (rank in receivers), "only a rollout that receives checks the digests"
+        assert of_rank["place"] == (None if rank == 0 or alone or receiver is None else ranks[receiver]["place"])
+
+
+def _shared(topology: Topology, num_trainers: int, num_rollouts: int, name: str) -> dict[str, Any]:
+    digest, calls = transfer.digest_of_bucket, []
+
+    def counted(*args: Any) -> str:
+        calls.append(args)
+        return digest(*args)
+
+    transfer.digest_of_bucket = counted  # type: ignore[assignment]
+    with joined(topology, num_trainers, num_rollouts, name) as engine:
+        live = live_model() if engine.rank in engine.rollouts else None
+        for step in STEPS:
+            update(engine, step, live)
+            if live is not None:
+                require_holds(live, engine, step)
+        return {"digested": bool(calls), "place": engine.landings[0].place}
+
+
+def test_a_rollout_that_cannot_map_the_memory_of_another_receives_for_itself() -> None:
+    assert run(1, 3, "broadcast", _not_mapped) == [None, True, False, True]
+
+
+def _not_mapped(topology: Topology, num_trainers: int, num_rollouts: int, name: str) -> bool | None:
+    with joined(topology, num_trainers, num_rollouts, name) as engine, pytest.MonkeyPatch.context() as patch:
+        if engine.rank == 2:
+            patch.setattr(pool, "memory_at", lambda _place: None)
+        live = live_model() if engine.rank in engine.rollouts else None
+        groups = None
+        for step in STEPS:
+            update(engine, step, live)
+            if live is not None:
+                require_holds(live, engine, step)
+            assert groups in (None, transport_groups(engine)), "later updates use the same groups"
+            groups = transport_groups(engine)
+        return None if live is None else engine.landings[0].place is not None
+
+
+def transport_groups(engine: VersionedEngine) -> list[str]:
+    """The names of the groups that buckets travel in."""
+    assert isinstance(engine.transport, BroadcastTransport)
+    return sorted(engine.transport.groups._made or {})
+
+
+@pytest.mark.parametrize("settings", [{}, {"delta": True}])
+def test_rollouts_that_hand_out_host_tensors_have_memory_of_their_own(settings: dict[str, Any]) -> None:
+    """A consumer of `receive_weights` writes to what it is given, as some do; the other rollouts do not see that."""
+    run(1, 2, "broadcast", _handed_out, settings)
+
+
+def _handed_out(topology: Topology, num_trainers: int, num_rollouts: int, name: str, settings: dict[str, Any]) -> None:
+    async def scribbled(engine: VersionedEngine) -> dict[str, torch.Tensor]:
+        found = {}
+        async for name, tensor in engine.receive_weights():
+            found[name] = tensor.clone()
+            if tensor.numel() and not settings and name not in TIED.values():
+                tensor.zero_()
+        return found
+
+    with joined(topology, num_trainers, num_rollouts, name, **settings) as engine:
+        live = live_model() if engine.rank in engine.rollouts else None
+        for step in range(1, 7):
+            streams = step in (3, 4)
+            if live is None or not streams:
+                update(engine, step, live)
+            else:
+                require_same(asyncio.run(scribbled(engine)), MixedModel(step).state_dict())
+            if live is not None:
+                assert (engine.landings[0].place is None) == streams
+                if not streams:
+                    require_holds(live, engine, step)
+            with topology.phase("all have it"):
+                pass
 
 
 @pytest.mark.parametrize(

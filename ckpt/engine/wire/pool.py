@@ -12,8 +12,10 @@ from ckpt.engine.wire.delta import BlockHistory, digested
 from ckpt.engine.wire.layout import Weight, WeightLayout, aligned
 from ckpt.format.box import flat_boxes
 from ckpt.format.dtypes import as_integers, contiguous, raw_bytes
+from ckpt.format.held import MemoryFile
 from ckpt.memory.device import pinned, uses_accelerator, wait_for
 from ckpt.memory.huge_pages import HostMemory, staging_memory
+from ckpt.memory.shared_memory import memory_at, place_of, shared_memory
 
 
 class HostPool:
@@ -99,14 +101,16 @@ class HostPool:
 
 
 class ReceivedStream:
-    """Host memory of one rollout for the whole stream of weights.
+    """Host memory of one rollout for the whole stream of weights: of its own, or that of another rollout of its host.
 
     Attributes:
         holds: digest of the version that is there, whole and verified; None: no whole version is.
+        place: of memory that several rollouts of the host read; None: this one has memory of its own.
     """
 
     def __init__(self) -> None:
         self.holds: str | None = None
+        self.place: MemoryFile | None = None
         self._lock = threading.Lock()
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._layout: WeightLayout | None = None
@@ -119,10 +123,37 @@ class ReceivedStream:
             MemoryError, RuntimeError: the host has too little memory.
         """
         with self._lock:
-            if self._readers or len(self._memory) < layout.num_bytes:
+            if not self._has_room(layout):
                 self._forget()  # freed before the new memory is allocated
                 self._memory = staging_memory(layout.num_bytes)
             self._layout = layout
+
+    def make_shared_room(self, layout: WeightLayout) -> None:
+        """Allocate memory likewise that other rollouts of this host can `join`, unless this one's is such memory already.
+
+        It is not page-locked.
+
+        Raises:
+            OSError: the host has too little memory.
+        """
+        with self._lock:
+            if not self._has_room(layout) or self.place is None or place_of(self._memory) != self.place:
+                self._forget()
+                self._memory = shared_memory(layout.num_bytes)
+                self.place = place_of(self._memory)
+            self._layout = layout
+
+    def join(self, place: MemoryFile, layout: WeightLayout) -> bool:
+        """Use the memory of another rollout, which fills it; return whether this process can."""
+        with self._lock:
+            if self.place != place:
+                self._forget()
+                memory = memory_at(place)
+                if memory is None or len(memory) < layout.num_bytes:
+                    return False
+                self._memory, self.place = memory, place
+            self._layout = layout
+            return True
 
     def let_go(self) -> None:
         """Drop the memory, to which a failed transfer may still write. The next update allocates new memory."""
@@ -156,7 +187,10 @@ class ReceivedStream:
 
     def _forget(self) -> None:
         self._memory, self._layout, self._readers = torch.empty(0, dtype=torch.uint8), None, []
-        self.holds = None
+        self.holds = self.place = None
+
+    def _has_room(self, layout: WeightLayout) -> bool:
+        return not self._readers and len(self._memory) >= layout.num_bytes
 
 
 def digest_of_bucket(host: torch.Tensor, block_bytes: int | None = None) -> str:

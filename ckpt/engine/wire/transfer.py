@@ -108,7 +108,7 @@ class Transfer:
 
     Args:
         groups: of this rank; used by the network's thread.
-        members: by owner, the ranks of its group with the rollouts. An owner that is the only rollout has none.
+        members: by owner, the ranks of its group with the receivers. An owner that is the only receiver has none.
         buffers: memory of the collectives.
     """
 
@@ -120,10 +120,10 @@ class Transfer:
     def __post_init__(self) -> None:
         update, layout = self.update, self.update.layout
         every = range(layout.num_buckets)
-        rank, receives = update.topology.rank, update.landing is not None
-        self._mine = every if receives else layout.buckets_of(rank)
+        arriving = update.arriving
+        self._mine = every if arriving is not None else layout.buckets_of(update.topology.rank)
         self._ours = update.pool.buckets(layout) if update.pool is not None else {}
-        self._there = {bucket: update.landing.bucket(bucket) for bucket in every} if update.landing is not None else {}
+        self._there = {bucket: arriving.bucket(bucket) for bucket in every} if arriving is not None else {}
         self._old = {bucket: update.before.bucket(bucket) for bucket in every} if update.before is not None else {}
         self._runs = update.changes.runs if update.changes is not None else {}
 
