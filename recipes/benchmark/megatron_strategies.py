@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import statistics
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -32,7 +31,7 @@ from recipes.benchmark import harness
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import PeakMemory, forget_cache, gathered, largest, timed, wait_for_ranks
 from recipes.benchmark.megatron_state import OPTIMIZERS, RankHoldings, Side, data_parallel_ranks, shards_of
-from recipes.benchmark.tables import print_table
+from recipes.benchmark.tables import print_table, rounds_text, summarized
 from recipes.support.config import made
 from recipes.training.gpt import SIZES
 
@@ -175,10 +174,8 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
             return figures
 
         rounds = harness.interleaved(names, keys["repeats"], take_turn, topology, _line)
-    figures = {
-        name: {c: (statistics.median if c.endswith("_s") else max)([row[c] for row in rows]) for c in COLUMNS}
-        for name, rows in rounds.items()
-    }
+    counted = {name: [{column: row[column] for column in COLUMNS} for row in rows] for name, rows in rounds.items()}
+    summary = summarized(counted)
     result = {
         "model": cfg["model"]["size"],
         "optimizer": keys["optimizer"],
@@ -186,6 +183,8 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         "ranks": topology.world_size,
         "tp": held.tp,
         "dp": held.dp,
+        "layout": _layout(held, in_place=keys["in_place"]),
+        "tensors": _num_tensors(held, topology),
         "state_bytes": _state_bytes(held, topology),
         "versions": versions,
         "contenders": {
@@ -196,9 +195,9 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
             }
             for name, rows in rounds.items()
         },
-        "rounds": {name: [{column: row[column] for column in COLUMNS} for row in rows] for name, rows in rounds.items()},
-        "figures": figures,
-        "ratios": _ratios(figures),
+        "rounds": counted,
+        **summary,
+        "ratios": _ratios(summary["medians"]),
     }
     return harness.write_result(result, cfg, "benchmark_megatron", topology)
 
@@ -286,6 +285,16 @@ def _measured(do: Do, folder: Path, topology: Topology) -> Figures:
     return largest(figures) | {"wrong": all_wrong, "files": len(sizes), "bytes": sum(sizes)}
 
 
+def _layout(held: RankHoldings, *, in_place: bool) -> str:
+    cut = "cut like the weights" if held.optimizer == "tensors" else "in flattened ranges"
+    return f"TP {held.tp} x DP {held.dp}, moments {cut}{', into tensors that exist' if in_place else ''}"
+
+
+def _num_tensors(held: RankHoldings, topology: Topology) -> int:
+    """Of the whole state."""
+    return len(set().union(*gathered([shard.key for shard in shards_of(held).values()], topology)))
+
+
 def _state_bytes(held: RankHoldings, topology: Topology) -> int:
     """Of the whole state, replicas once."""
     mine = sum(4 * shard.num_elements for shard in shards_of(held).values() if not any(shard.replica_id))
@@ -301,12 +310,12 @@ def counterpart(name: str) -> str:
     return PEER + TWO_STAGE if name.endswith(TWO_STAGE) else PEER
 
 
-def _ratios(figures: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float | None]]:
+def _ratios(medians: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float | None]]:
     """Return megatron-core's figures over ours; None of memory where ours takes next to none."""
-    pairs = {name: counterpart(name) for name in figures if not is_peer(name) and counterpart(name) in figures}
+    pairs = {name: counterpart(name) for name in medians if not is_peer(name) and counterpart(name) in medians}
     return {
         name: {
-            c: figures[peer][c] / figures[name][c] if c.endswith("_s") or figures[name][c] >= LEAST_MIB else None
+            c: medians[peer][c] / medians[name][c] if c.endswith("_s") or medians[name][c] >= LEAST_MIB else None
             for c in COLUMNS
         }
         for name, peer in pairs.items()
@@ -316,12 +325,10 @@ def _ratios(figures: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, f
 def show(result: Mapping[str, Any]) -> None:
     """Print the figures, and megatron-core's over ours, as a table."""
     contenders = result["contenders"]
-    rounds = max(map(len, result["rounds"].values()))
-    cut = "cut like the weights" if result["optimizer"] == "tensors" else "in flattened ranges"
+    rounds = rounds_text(max(map(len, result["rounds"].values())))
     title = (
-        f"{result['state_bytes'] / 1e9:.2f} GB of state, moments {cut}, tensor parallel {result['tp']} x data parallel "
-        f"{result['dp']}, {result['machine']['cores']} cores, {rounds} rounds: median seconds to save and to load (cold, warm), "
-        "the most MiB taken on top of the state, and tensors that came back wrong"
+        f"{result['state_bytes'] / 1e9:.2f} GB of state, {result['layout']}, {result['machine']['cores']} cores, {rounds}: seconds to "
+        "save and to load (cold, warm), MiB taken on top of the state, and tensors that came back wrong"
     )
     rows = [
         (
@@ -330,7 +337,7 @@ def show(result: Mapping[str, Any]) -> None:
             str(contenders[name]["files"]),
             str(len(contenders[name]["wrong"])),
         )
-        for name, figures in result["figures"].items()
+        for name, figures in result["medians"].items()
     ]
     for name, ratios in result["ratios"].items():
         cells = ("" if ratios[c] is None else f"{ratios[c]:.2f}" for c in COLUMNS)

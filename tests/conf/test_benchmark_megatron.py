@@ -94,15 +94,15 @@ def test_our_strategies_are_measured_and_their_every_bit_compared(
     keys = check_benchmark({**KEYS, "contenders": ["zarr", "tensorstore"], "in_place": in_place})
     with Topology.alone() as topology:
         result = benchmark(config(tmp_path, "model.size=nano", "train.batch_size=2") | {"benchmark": keys}, topology)
-    assert list(result["figures"]) == ["zarr", "tensorstore"] and result["ratios"] == {}
-    assert all(min(row[c] for c in ("save_s", "load_cold_s", "load_warm_s")) > 0 for row in result["figures"].values())
+    assert list(result["medians"]) == ["zarr", "tensorstore"] and result["ratios"] == {}
+    assert all(min(row[c] for c in ("save_s", "load_cold_s", "load_warm_s")) > 0 for row in result["medians"].values())
     for measured in result["contenders"].values():
         assert measured["wrong"] == []
         assert measured["files"] > 0 and measured["bytes"] > result["state_bytes"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["benchmark_megatron.json"]
     assert json.loads((tmp_path / "benchmark_megatron.json").read_text()) == result
     show(result)
-    assert "tensor parallel 1 x data parallel 1" in " ".join(capsys.readouterr().out.split())
+    assert "TP 1 x DP 1, moments in flattened ranges" in " ".join(capsys.readouterr().out.split())
 
 
 def test_ranks_that_hold_parts_measure_together_and_ratios_are_the_others_figures_over_ours(tmp_path: Path) -> None:
@@ -110,7 +110,9 @@ def test_ranks_that_hold_parts_measure_together_and_ratios_are_the_others_figure
     cfg = config(tmp_path / "run", "model.size=nano", "parallel=ddp_tp", num_ranks=2) | {"benchmark": keys}
     result, _ = run_ranks(2, _benchmark, cfg)
     assert (result["tp"], result["dp"], result["ranks"]) == (2, 1, 2)
-    assert result["ratios"]["zarr"]["save_s"] == 2.0 / result["figures"]["zarr"]["save_s"]
+    assert result["layout"] == "TP 2 x DP 1, moments in flattened ranges"
+    assert result["tensors"] == len({shard.key for rank in held("ranges", 2, 1) for shard in shards_of(rank).values()})
+    assert result["ratios"]["zarr"]["save_s"] == 2.0 / result["medians"]["zarr"]["save_s"]
     wrong = {name: measured["wrong"] for name, measured in result["contenders"].items()}
     assert wrong == {"zarr": [], "megatron": ["model lost"]}, "what megatron-core loses is told, and ends nothing"
     assert result["versions"]["megatron"] == {"megatron-core": "0.10.0"}
@@ -123,13 +125,13 @@ def test_two_stage_loading_is_held_against_two_stage_loading(tmp_path: Path) -> 
         "benchmark": keys
     }
     result = run_ranks(2, _benchmark, cfg, process_group=True)[0]
-    assert list(result["figures"]) == names and (result["tp"], result["dp"]) == (1, 2)
+    assert list(result["medians"]) == names and (result["tp"], result["dp"]) == (1, 2)
     assert [result["contenders"][name]["wrong"] for name in names[:2]] == [[], []]
     assert list(result["ratios"]) == ["zarr", "zarr/two-stage"]
     for name in names[:2]:
         assert (
             result["ratios"][name]["load_warm_s"]
-            == (3.0 if "/" in name else 2.0) / result["figures"][name]["load_warm_s"]
+            == (3.0 if "/" in name else 2.0) / result["medians"][name]["load_warm_s"]
         )
 
 
