@@ -17,7 +17,7 @@ from ckpt.ranks.topology import Topology
 from recipes.benchmark import harness
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import PeakMemory, forget_cache, gathered, make_durable, timed
-from recipes.benchmark.tables import print_table, rounds_text, summarized, with_range
+from recipes.benchmark.tables import print_table, quotients, rounds_text, summarized, with_range
 from recipes.commands.converting import DESTINATIONS, ConvertKeys, convert_on_ranks, run_of
 
 COPY = "cp -r"
@@ -62,18 +62,21 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
             with harness.turn_folder(scratch, name, number, topology) as folder:
                 memory = PeakMemory()
                 seconds = timed(partial(work[name], folder), topology)
-                return {"s": seconds, "mib": max(gathered(memory.mib(), topology))}
+                return {"convert_s": seconds, "peak_mib": max(gathered(memory.mib(), topology))}
 
         rounds = harness.interleaved(work, keys["repeats"], take_turn, topology)
     figures = summarized(rounds)
+    copy, format_name = figures["medians"][COPY], str(backend.store)
     result = {
-        "from": str(backend.store),
+        "from": format_name,
+        "layout": f"saved as {format_name}",
+        "tensors": _num_tensors(keys, topology),
         "bytes": report.bytes,
         "ranks": topology.world_size,
         "repeats": keys["repeats"],
         "rounds": rounds,
         **figures,
-        "ratios": {name: figures["medians"][COPY]["s"] / row["s"] for name, row in figures["medians"].items()},
+        "ratios": {name: quotients(copy, row, ["convert_s"]) for name, row in figures["medians"].items()},
     }
     return harness.write_result(result, cfg, "benchmark_convert", topology)
 
@@ -81,7 +84,12 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
 def show(result: Mapping[str, Any]) -> None:
     """Print seconds, shares of the copy's speed, and memory, as a table."""
     rows = [
-        (name, with_range(name, "s", result), f"{ratio:.2f}", f"{result['medians'][name]['mib']:.0f}")
+        (
+            name,
+            with_range(name, "convert_s", result),
+            f"{ratio['convert_s']:.2f}",
+            f"{result['medians'][name]['peak_mib']:.0f}",
+        )
         for name, ratio in result["ratios"].items()
     ]
     print_table(
@@ -94,9 +102,14 @@ def show(result: Mapping[str, Any]) -> None:
 
 def _tensors(keys: Mapping[str, Any], topology: Topology) -> dict[str, torch.Tensor]:
     """Return this rank's part of the tensors."""
-    count = max(keys["mib"] // keys["tensor_mib"], topology.world_size)
     shape = (256, keys["tensor_mib"] * MIB // 1024)
-    return {f"w{at}": torch.rand(shape) for at in range(topology.rank, count, topology.world_size)}
+    return {
+        f"w{at}": torch.rand(shape) for at in range(topology.rank, _num_tensors(keys, topology), topology.world_size)
+    }
+
+
+def _num_tensors(keys: Mapping[str, Any], topology: Topology) -> int:
+    return int(max(keys["mib"] // keys["tensor_mib"], topology.world_size))
 
 
 def _copy(source: Path, topology: Topology, folder: Path) -> None:
