@@ -31,12 +31,12 @@ def quotients(one: Mapping[str, float], other: Mapping[str, float], columns: Ite
     return {column: one[column] / other[column] for column in columns if column in one and other.get(column)}
 
 
-def with_range(name: str, column: str, result: Mapping[str, Any]) -> str:
+def with_range(name: str, column: str, result: Mapping[str, Any], digits: int = 2) -> str:
     """Return a cell such as `0.11 (0.10..0.13)`: the median, the least and the most; empty of a figure that is not there."""
     if column not in result["medians"][name]:
         return ""
     least, most = result["ranges"][name][column]
-    return f"{result['medians'][name][column]:.2f} ({least:.2f}..{most:.2f})"
+    return f"{result['medians'][name][column]:.{digits}f} ({least:.{digits}f}..{most:.{digits}f})"
 
 
 def rounds_text(count: int) -> str:

@@ -23,8 +23,11 @@ from ckpt.state.sharing import EQUAL_COPIES
 from recipes.benchmark import harness
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import timed
-from recipes.benchmark.tables import print_table, rounds_text, summarized
+from recipes.benchmark.tables import print_table, rounds_text, summarized, with_range
 from recipes.training.training import Training
+
+LIMIT = "bare hash"
+OURS = (*(level.value for level in ValidationLevel), "doctor", "save")
 
 
 @dataclasses.dataclass
@@ -52,36 +55,57 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         level.value: partial(_compare, [_at(level, one) for one in components], topology) for level in ValidationLevel
     }
     work["doctor"] = partial(work["none"], look=True)
-    work["bare hash"] = partial(_hash, components)
+    work[LIMIT] = partial(_hash, components)
     work["save"] = partial(coordinator.save_checkpoint, checkpoint_id="1")
     try:
         repeats = cfg["benchmark"]["repeats"]
-        rounds = harness.interleaved(work, repeats, lambda name, _: {"s": timed(work[name], topology)}, topology)
+        rounds = harness.interleaved(work, repeats, lambda name, _: {"total_s": timed(work[name], topology)}, topology)
     finally:
         if topology.is_lead:
             shutil.rmtree(cfg["checkpoint_root"], ignore_errors=True)
+    held = _tensors(components)
+    num_bytes = sum(one.nbytes for one in held)
+    rounds = with_cost(rounds, num_bytes)
     result = {
-        "parallel": training.layout.name,
+        "layout": training.layout.name,
         "ranks": topology.world_size,
-        "bytes_per_rank": sum(one.nbytes for one in _tensors(components)),
-        "tensors_per_rank": len(_tensors(components)),
+        "bytes": num_bytes,  # of one rank, like the tensors
+        "tensors": len(held),
         "rounds": rounds,
-        "medians": {name: row["s"] for name, row in summarized(rounds)["medians"].items()},
+        **summarized(rounds),
     }
     return harness.write_result(result, cfg, "benchmark_validation", topology)
 
 
+def with_cost(rounds: Mapping[str, Sequence[Figures]], num_bytes: int) -> dict[str, list[Figures]]:
+    """Add to each row the seconds that it adds to a save without any comparison, of the same round, and these per GB.
+
+    The bare hash and the save stand for themselves.
+    """
+
+    def cost(name: str, row: Figures, none: Figures) -> Figures:
+        more_s = row["total_s"] if name in (LIMIT, "save") else row["total_s"] - none["total_s"]
+        return row | {"more_s": more_s, "per_gb_s": more_s / num_bytes * 1e9}
+
+    return {
+        name: [cost(name, *pair) for pair in zip(rows, rounds["none"], strict=True)] for name, rows in rounds.items()
+    }
+
+
 def show(result: Mapping[str, Any]) -> None:
     """Print the medians, and the time that each adds to a save without any comparison, as a table."""
-    medians, gigabytes = result["medians"], result["bytes_per_rank"] / 1e9
+    medians = result["medians"]
     where = "on 1 rank" if result["ranks"] == 1 else f"on each of {result['ranks']} ranks"
-    rows = []
-    for name, median in medians.items():
-        more = median if name in ("bare hash", "save") else median - medians["none"]
-        share = "" if name == "save" else f"{more / medians['save']:.1%}"
-        rows.append((name, f"{median:.4f}", f"{more:.4f}", f"{more / gigabytes:.4f}", share))
+    rows = [
+        (
+            name,
+            *(with_range(name, figure, result, digits=4) for figure in ("total_s", "more_s", "per_gb_s")),
+            "" if name == "save" else f"{row['more_s'] / medians['save']['total_s']:.1%}",
+        )
+        for name, row in medians.items()
+    ]
     print_table(
-        f"{gigabytes:.2f} GB in {result['tensors_per_rank']} tensors {where}, {result['parallel']}, {result['machine']['cores']} cores, "
+        f"{result['bytes'] / 1e9:.2f} GB in {result['tensors']} tensors {where}, {result['layout']}, {result['machine']['cores']} cores, "
         f"{rounds_text(len(result['rounds']['none']))}",
         ["", "s", "s more than none", "s per GB", "of a save"],
         rows,

@@ -424,7 +424,11 @@ def test_the_costs_are_measured_beside_a_save_that_leaves_nothing(
     cfg = config(tmp_path, "model.size=nano", "train.batch_size=2", f"data.path={Path(__file__).parent}")
     result = benchmark(cfg | {"benchmark": check_benchmark({"repeats": 2})}, Topology.alone())
     assert list(result["medians"]) == [*LEVELS, "doctor", "bare hash", "save"]
-    assert all(len(rows) == 2 and min(row["s"] for row in rows) > 0 for rows in result["rounds"].values())
+    assert all(len(rows) == 2 and min(row["total_s"] for row in rows) > 0 for rows in result["rounds"].values())
+    none, full, save = (result["rounds"][name][0] for name in ("none", "full", "save"))
+    assert (none["more_s"], save["more_s"]) == (0, save["total_s"])
+    assert full["more_s"] == full["total_s"] - none["total_s"]
+    assert full["per_gb_s"] == pytest.approx(full["more_s"] * 1e9 / result["bytes"])
     assert [path.name for path in tmp_path.iterdir()] == ["benchmark_validation.json"]
     show(result)
     assert "on 1 rank, ddp" in " ".join(capsys.readouterr().out.split())
