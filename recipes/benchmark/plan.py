@@ -17,11 +17,11 @@ def main(cfg: DictConfig) -> None:
     from recipes.benchmark.plan_costs import benchmark, keys_of, show
 
     keys = keys_of(cfg)
-    figures = benchmark(keys)
+    result = benchmark(keys)
     if keys.json:
-        print(json.dumps(figures, indent=2))
+        print(json.dumps(result, indent=2))
     else:
-        show(figures)
+        show(result)
 
 
 if __name__ == "__main__":

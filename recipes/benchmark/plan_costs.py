@@ -9,11 +9,12 @@ import json
 import math
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -29,8 +30,9 @@ from ckpt.ranks.topology import Phase
 from ckpt.saving.manifest_writer import entries_of
 from ckpt.state.collect import RankState, exchange_tables, settle_plain
 from ckpt.state.sharing import StateComponent
+from recipes.benchmark.harness import Figures, machine_facts
 from recipes.benchmark.measuring import PeakMemory
-from recipes.benchmark.tables import print_table
+from recipes.benchmark.tables import print_table, rounds_text, summarized
 from recipes.benchmark.weights import NamedTensors
 from recipes.support.local_ranks import start_forkserver
 
@@ -167,14 +169,22 @@ def record(world_size: int, act: Callable[[RecordedTopology], object], *, num_ph
     return recorded
 
 
-def benchmark(keys: PlanBenchmarkKeys) -> list[dict[str, Any]]:
-    """Measure every case, each in a process of its own, and return the figures."""
-    cases = [
-        (optimizer, SyntheticGPT(keys.tp, keys.pp, dp, keys.layers, keys.width, keys.vocab, optimizer == "sharded"))
-        for optimizer in keys.optimizer_state
-        for dp in keys.dp
-    ]
-    return [{"optimizer": optimizer, "dp": case.dp, **_in_new_process(case)} for optimizer, case in cases]
+def benchmark(keys: PlanBenchmarkKeys) -> Figures:
+    """Measure every case, each in a process of its own, and return the figures. A case that is given twice has two rounds."""
+    rounds: dict[str, list[Figures]] = {}
+    for optimizer in keys.optimizer_state:
+        for dp in keys.dp:
+            case = SyntheticGPT(keys.tp, keys.pp, dp, keys.layers, keys.width, keys.vocab, optimizer == "sharded")
+            figures = {"optimizer": optimizer, "dp": dp, **_in_new_process(case)}
+            rounds.setdefault(f"{case.world_size:,} ranks, {optimizer}", []).append(figures)
+    return {  # the last case stands for all: they plan the same state
+        "layout": f"{figures['parameters'] / 1e9:,.3f} billion parameters, TP {keys.tp} x PP {keys.pp}",
+        "tensors": figures["arrays"],
+        "bytes": figures["bytes"],
+        "rounds": rounds,
+        **summarized(rounds),
+        "machine": machine_facts(Path.cwd()),
+    }
 
 
 def measure(case: SyntheticGPT, summaries: bytes, recorded: Sequence[bytes]) -> dict[str, Any]:
@@ -255,9 +265,9 @@ def keys_of(cfg: DictConfig) -> PlanBenchmarkKeys:
     return keys
 
 
-_ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "distinct tables": lambda row: f"{row['distinct_tables']:,}",
-    "chunks": lambda row: f"{row['chunks']:,}",
+_ROWS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "distinct tables": lambda row: f"{row['distinct_tables']:,.0f}",
+    "chunks": lambda row: f"{row['chunks']:,.0f}",
     "received, MB": lambda row: f"{row['received_bytes'] / 1e6:.1f}",
     "read the tables, s": lambda row: f"{row['tables_s']:.3f}",
     "plan, s": lambda row: f"{row['plan_s']:.3f}",
@@ -273,14 +283,16 @@ _ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def show(figures: Sequence[dict[str, Any]]) -> None:
+def show(result: Mapping[str, Any]) -> None:
     """Print a table per kind of optimizer state, with a column per number of ranks."""
-    for optimizer in dict.fromkeys(row["optimizer"] for row in figures):
-        cases = [row for row in figures if row["optimizer"] == optimizer]
-        size = f"{cases[0]['parameters'] / 1e9:,.3f} billion parameters, {cases[0]['arrays']:,} arrays"
+    optimizer_of = {name: rows[0]["optimizer"] for name, rows in result["rounds"].items()}
+    rounds = rounds_text(max(map(len, result["rounds"].values())))
+    for optimizer in dict.fromkeys(optimizer_of.values()):
+        cases = [row for name, row in result["medians"].items() if optimizer_of[name] == optimizer]
         rows = [(heading, *map(cell, cases)) for heading, cell in _ROWS.items()]
-        headings = ["", *(f"{case['ranks']:,} ranks" for case in cases)]
-        print_table(f"{size}, optimizer state {optimizer}", headings, rows)
+        headings = ["", *(f"{case['ranks']:,.0f} ranks" for case in cases)]
+        title = f"{result['layout']}, {result['tensors']:,} arrays, optimizer state {optimizer}, {rounds}"
+        print_table(title, headings, rows)
 
 
 def _contribution(table: Table) -> RankState:

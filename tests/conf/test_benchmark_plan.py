@@ -37,22 +37,26 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return code
 
 
-def test_as_json_it_prints_only_json_with_a_case_per_row(
+def test_as_json_it_prints_only_json_with_rounds_per_case(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, *SMALL, "dp=[3]", "optimizer_state=[sharded]", "json=true") == 0
+    assert run(monkeypatch, *SMALL, "dp=[3,3]", "optimizer_state=[sharded]", "json=true") == 0
     out, err = capsys.readouterr()
-    (row,) = json.loads(out)
+    result = json.loads(out)
     assert err == ""
+    assert list(result["rounds"]) == list(result["medians"]) == ["12 ranks, sharded"]
+    row, _ = result["rounds"]["12 ranks, sharded"]
     layer = 12 * 64 * 64 + 13 * 64
     assert row["parameters"] == 2 * layer + 64 * 64 + 2 * 64
     assert (row["ranks"], row["distinct_tables"], row["arrays"]) == (12, 12, 5 * (2 * 12 + 3))
     assert row["bytes"] == 14 * row["parameters"] + 4 * (2 * 12 + 3)
     assert row["min_to_mean"] <= 1 <= row["max_to_mean"]
     assert row["total_s"] == pytest.approx(row["tables_s"] + row["plan_s"] + row["own_s"])
-    show([row])
+    assert (result["tensors"], result["bytes"]) == (row["arrays"], row["bytes"])
+    assert result["machine"]["cores"] >= 1
+    show(result)
     printed = " ".join(capsys.readouterr().out.split())
-    assert "0.000 billion parameters, 135 arrays, optimizer state sharded" in printed
+    assert "0.000 billion parameters, TP 2 x PP 2, 135 arrays, optimizer state sharded, medians of 2 rounds" in printed
     assert "12 ranks" in printed and f"{row['max_to_mean']:.4f}" in printed
 
 
