@@ -11,40 +11,88 @@ import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run by path, from anywhere
 
-from recipes.benchmark import background_contenders, contenders, update_contenders
+from recipes.benchmark import background_contenders, contenders, update_contenders, validation_costs
 from recipes.benchmark.tables import rounds_text, with_range
+from recipes.commands.converting import DESTINATIONS
 
 PAGE = Path(__file__).with_name("figures.md")
 RESULTS = Path(__file__).with_name("figures")
 
-_PLACE = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
-_SAVES_AND_LOADS = {
-    "save s": "save_s",
-    "load s, cold": "load_cold_s",
-    "load s, warm": "load_warm_s",
-    "save / load peak MiB": "save_peak_mib load_peak_mib",
-    "read / needed": "bytes_read bytes_needed",
-}
-_BACKGROUND = {
-    "first stall, s": "first_stall_s",
-    "later stall, s": "stall_s",
-    "steps, times": "slow_down",
-    "durable after s": "durable_s",
-    "peak MiB": "peak_mib",
-}
-_UPDATES = {
-    "offload s": "offload_s",
-    "gather s": "gather_s",
-    "transfer s": "transfer_s",
-    "reload s": "reload_s",
-    "whole update s": "update_s",
-}
-
 Result = Mapping[str, Any]
+
+
+class Kind(NamedTuple):
+    """Table of the results of one benchmark.
+
+    Attributes:
+        columns: heading -> names of the figures in the column, `<figure>_ratio` of a ratio. A column that no row has is left out.
+        ours: names of contenders that are ours, each without its part behind a comma.
+        digits: of seconds and ratios.
+    """
+
+    columns: Mapping[str, str]
+    ours: Collection[str]
+    digits: int = 2
+
+
+_PLACE = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+_SAVES_AND_LOADS = Kind(
+    {
+        "save s": "save_s",
+        "load s, cold": "load_cold_s",
+        "load s, warm": "load_warm_s",
+        "save / load peak MiB": "save_peak_mib load_peak_mib",
+        "read / needed": "bytes_read bytes_needed",
+        "megatron / ours: save, cold, warm": "save_s_ratio load_cold_s_ratio load_warm_s_ratio",
+    },
+    contenders.OURS,
+)
+_OTHERS = {  # by a figure that only this benchmark has
+    "stall_s": Kind(
+        {
+            "first stall, s": "first_stall_s",
+            "later stall, s": "stall_s",
+            "steps, times": "slow_down",
+            "durable after s": "durable_s",
+            "peak MiB": "peak_mib",
+        },
+        background_contenders.OURS,
+    ),
+    "transfer_s": Kind(
+        {
+            "offload s": "offload_s",
+            "gather s": "gather_s",
+            "transfer s": "transfer_s",
+            "reload s": "reload_s",
+            "whole update s": "update_s",
+        },
+        update_contenders.OURS,
+    ),
+    "convert_s": Kind(
+        {"s": "convert_s", "speed, relative to cp": "convert_s_ratio", "peak MiB": "peak_mib"},
+        DESTINATIONS,
+    ),
+    "per_gb_s": Kind(
+        {"s": "total_s", "s more than none": "more_s", "s per GB": "per_gb_s"},
+        validation_costs.OURS,
+        digits=3,
+    ),
+    "plan_s": Kind(
+        {
+            "chunks": "chunks",
+            "first save, s": "total_s",
+            "later saves, s": "cached_s",
+            "peak MiB": "peak_mib",
+            "bytes of the busiest / least busy writer, relative to the mean": "max_to_mean min_to_mean",
+        },
+        (),
+        digits=3,
+    ),
+}
 
 
 def page(text: str, results: Mapping[str, Result]) -> str:
@@ -63,55 +111,59 @@ def committed_results() -> dict[str, Result]:
 
 def table_of(result: Result) -> str:
     """Return what was measured, and on what, and the medians as a table, with least and most of the seconds."""
-    wanted, ours = _kind_of(result)
-    columns = {heading: names for heading, names in wanted.items() if _is_there(result, names)}
+    figures_of = {name: _figures_of(result, name) for name in result["medians"]}
+    known = {figure for figures in figures_of.values() for figure in figures}
+    kind = next((kind for figure, kind in _OTHERS.items() if figure in known), _SAVES_AND_LOADS)
+    columns = {heading: names.split() for heading, names in kind.columns.items() if known.intersection(names.split())}
     head = ["", *columns]
     rows = [
-        [f"**{name}**" if name in ours else name, *(_cell(result, name, names.split()) for names in columns.values())]
-        for name in result["medians"]
+        [
+            f"**{name}**" if name.split(", ")[0] in kind.ours else name,
+            *(_cell(result, name, wanted, figures, kind.digits) for wanted in columns.values()),
+        ]
+        for name, figures in figures_of.items()
     ]
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join([f"{_caption(result)}:", "", *(f"| {' | '.join(line)} |" for line in lines)])
 
 
-def _kind_of(result: Result) -> tuple[Mapping[str, str], Collection[str]]:
-    """Return the columns of a benchmark's table, and the contenders of it that are ours."""
-    figures = {figure for row in result["medians"].values() for figure in row}
-    if "stall_s" in figures:
-        return _BACKGROUND, background_contenders.OURS
-    return (_UPDATES, update_contenders.OURS) if "transfer_s" in figures else (_SAVES_AND_LOADS, contenders.OURS)
+def _figures_of(result: Result, name: str) -> dict[str, Any]:
+    """Return the medians of a contender, and its ratios of medians where the result has them by contender."""
+    ratios = result.get("ratios", {}).get(name, {})
+    return {**result["medians"][name], **{f"{figure}_ratio": ratio for figure, ratio in ratios.items()}}
 
 
 def _caption(result: Result) -> str:
     machine, rounds = result["machine"], max(map(len, result["rounds"].values()))
-    size, ranks = result.get("state_bytes", result.get("bytes", 0)) / 1e9, result.get("ranks")
-    loaded = result.get("load_ranks", ranks)
-    if ranks is None:
-        layout = f"{result['trainers']} trainers to {result['rollouts']} rollouts"
-    else:
-        layout = f"{result['layout']}, {ranks} ranks{f', loaded on {loaded}' if loaded != ranks else ''}"
+    size = result.get("state_bytes", result.get("bytes", 0)) / 1e9
     where = machine["accelerator"] or f"{machine['cores']} cores of {machine['processor']}"
-    state = f"{result['tensors']:,} tensors of {size:.2f} GB, {layout}"
+    state = f"{result['tensors']:,} tensors of {size:,.2f} GB, {_layout(result)}"
     return f"{state}; {rounds_text(rounds)}, {where}, {machine['file_system']}, torch {machine['torch']}, {machine['date']}"
 
 
-def _is_there(result: Result, names: str) -> bool:
-    return any(figure in row for row in result["medians"].values() for figure in names.split())
+def _layout(result: Result) -> str:
+    if "trainers" in result:
+        return f"{result['trainers']} trainers to {result['rollouts']} rollouts"
+    ranks, store = result.get("ranks"), result.get("store_mib_s")
+    parts = [result["layout"]]
+    parts += [f"{ranks} ranks"] if ranks else []
+    parts += [f"loaded on {result['load_ranks']}"] if result.get("load_ranks", ranks) != ranks else []
+    parts += [f"read at {store:g} MiB/s"] if store else []
+    return ", ".join(parts)
 
 
-def _cell(result: Result, name: str, figures: Sequence[str]) -> str:
-    medians = result["medians"][name]
-    if not any(figure in medians for figure in figures):
+def _cell(result: Result, name: str, wanted: Sequence[str], figures: Mapping[str, Any], digits: int) -> str:
+    if not any(figure in figures for figure in wanted):
         return ""
-    if figures == ["bytes_read", "bytes_needed"]:
-        return f"{medians['bytes_read'] / medians['bytes_needed']:.2f}"
-    if len(figures) == 1 and figures[0].endswith("_s"):
-        return with_range(name, figures[0], result)
-    return " / ".join(_shown(figure, medians[figure]) if figure in medians else "-" for figure in figures)
+    if wanted == ["bytes_read", "bytes_needed"]:
+        return f"{figures['bytes_read'] / figures['bytes_needed']:.2f}"
+    if len(wanted) == 1 and wanted[0].endswith("_s"):
+        return with_range(name, wanted[0], result, digits)
+    return " / ".join(_shown(figure, figures[figure], digits) if figure in figures else "-" for figure in wanted)
 
 
-def _shown(figure: str, value: float) -> str:
-    return f"{value:.0f}" if figure.endswith("_mib") else f"{value:.2f}"
+def _shown(figure: str, value: float, digits: int) -> str:
+    return f"{value:,.0f}" if figure.endswith(("_mib", "chunks")) else f"{value:.{digits}f}"
 
 
 if __name__ == "__main__":
