@@ -248,6 +248,8 @@ class VersionedEngine(CheckpointEngineWithCache):
             abandoned, self._open = self._open, None  # the thread may hang before it closes an update
             if abandoned is not None:
                 abandoned.open = nullcontext()  # an update and its context refer to each other
+                if abandoned.landing is not None:
+                    abandoned.landing.let_go()  # other rollouts of this host may still load from it
 
     def close(self) -> None:
         """Leave the other ranks and free all memory."""
@@ -492,6 +494,8 @@ class VersionedEngine(CheckpointEngineWithCache):
         if generation > self._generation:
             self._generation = generation
             self.transport.reset(self.landings[0])
+            if self.landings[0].place is not None:
+                self.landings[0].let_go()  # a rollout that the others have given up may still load from it
 
     def _offer(
         self, topology: Topology, step: int | None, offloaded: Offloaded | None, sink: Sink | None

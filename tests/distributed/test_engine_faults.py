@@ -24,7 +24,7 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 
-from ckpt.engine import CheckpointEngineRegistry, LiveModel, MasterMetadata, naive
+from ckpt.engine import CheckpointEngineRegistry, LiveModel, MasterMetadata, members, naive
 from ckpt.engine.base import NamedTensor, WeightVersion
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.engine.wire import transfer
@@ -556,6 +556,89 @@ def test_a_rollout_that_stands_still_is_named_and_learns_it_when_it_goes_on(
         assert kind == RankAbsentError.__name__, sentence
         assert (at, "rank 2 (pid " in sentence) == (2, True), sentence
         assert rank == 2 or took_s < TIMEOUT_S + GRACE_S, (rank, took_s)
+
+
+class Waiting(Refusing):
+    """A sink that waits in the middle of the load of step 2."""
+
+    def __init__(self, live: LiveModel, wait: Callable[[], object]) -> None:
+        super().__init__(live, "")
+        self._wait = wait
+
+    def load(self, weights: Iterable[NamedTensor], version: WeightVersion) -> None:
+        def slowly() -> Iterator[NamedTensor]:
+            for number, named in enumerate(weights):
+                if number == 2 and version.step == 2:
+                    self._wait()
+                yield named
+
+        super().load(slowly(), version)
+
+
+def _leave_it_behind(topology: Topology) -> list[str] | None:
+    """The others leave the last rollout in the middle of its load, and go on; returns the weights that it got and are not of step 2."""
+    is_last, store = topology.rank == topology.world_size - 1, topology.store_for("notes")
+    assert store is not None
+    held = Held(weights_of(0))
+
+    def wait() -> None:
+        store.set("loads", "")
+        store.get("go on")
+
+    sink: Any = Waiting(LiveModel(held), wait) if is_last else LiveModel(held)
+    with joined(topology, 1, 3, "broadcast") as engine:
+
+        def update(step: int) -> None:
+            if topology.rank == 0:
+                asyncio.run(engine.send_weights(weights_of(step).items(), step))
+            else:
+                asyncio.run(engine.receive_into(sink, step))
+
+        def second() -> None:
+            with suppress(CheckpointError):
+                update(2)
+
+        update(1)
+        assert topology.rank == 0 or engine.landings[0].place is not None, "they share memory"
+        task = threading.Thread(target=second)
+        task.start()
+        if not is_last:
+            store.get("loads")
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(members, "_LEAVE_S", 0.2)
+                _rejoin(engine, store, [0, 1, 2], topology.rank, 1)
+            update(3)
+            with topology.part("of those that go on", [0, 1, 2]) as others, others.phase("step 3 is there"):
+                pass
+            store.set("go on", "")
+        task.join()
+        with topology.phase("all are done"):
+            pass
+        return [name for name, one in held.state.items() if not one.equal(_wanted(2)[name])] if is_last else None
+
+
+def test_a_rollout_that_is_left_in_the_middle_of_its_load_loads_one_version() -> None:
+    assert run_ranks(4, _leave_it_behind)[-1] == []
+
+
+def _fail_while_sharing(topology: Topology) -> bool:
+    with joined(topology, 2, 2, "naive", "npu") as engine:
+        sink = Refusing(LiveModel(Held(weights_of(0))), "load" if topology.rank else "")
+
+        def update() -> None:
+            weights = {name: one.to(engine.device.torch_device) for name, one in weights_of(1).items()}
+            asyncio.run(engine.send_weights(weights.items(), 1))
+            assert engine.landings[0].place is not None
+            asyncio.run(engine.receive_into(sink, 1))
+
+        error_in(update)
+        return engine.landings[0].place is None
+
+
+@pytest.mark.full
+@pytest.mark.npu
+def test_rollouts_share_other_memory_after_a_failure_for_one_of_them_may_still_load_from_it() -> None:
+    assert run_ranks(2, _fail_while_sharing, device="npu") == [True, True]
 
 
 def _be_late(topology: Topology, name: str) -> float:
