@@ -431,10 +431,10 @@ class VersionedEngine(CheckpointEngineWithCache):
                 if is_new or not self._all_fit(said, sharing):
                     with topology.phase("prepare") as phase:
                         self._require_wanted(topology)
-                        update = self._agreed(topology, said, sharing)
+                        update = self._agreed(topology, said)
                         if sink is not None:
                             sink.check(update.layout)
-                        phase.payload = self._make_room(update, sharing)
+                        phase.payload = [self._make_room(update, sharing), self.landings[-1].holds]
                     update = self._shared(update, sharing, phase.payloads)
                     if is_new:
                         self.transport.ready(update)
@@ -442,7 +442,7 @@ class VersionedEngine(CheckpointEngineWithCache):
                 # Carry it to every rollout, and verify it there.
                 with topology.phase(PHASE):
                     self._require_wanted(topology)
-                    update = update or self._agreed(topology, said, sharing)
+                    update = update or self._agreed(topology, said)
                     self._require_base(update)
                     self.transport.carry(update)
                 carried = time.perf_counter()
@@ -565,32 +565,35 @@ class VersionedEngine(CheckpointEngineWithCache):
             landing.make_shared_room(update.layout)
         return landing.place
 
-    def _shared(self, update: Update, sharing: Mapping[int, int], places: Sequence[Sequence[Any] | None]) -> Update:
+    def _shared(self, update: Update, sharing: Mapping[int, int], said: Sequence[Sequence[Any]]) -> Update:
         """Map the memory of the rollout that receives for this host. Return the update with all ranks that receive. Collective.
 
+        If a rollout has new memory now, without the version before, everything is sent.
+
         Args:
-            places: of the ranks' memory, from JSON.
+            said: by rank, the place of its memory, from JSON, and the version that it holds.
         """
         self._sharing, receivers = dict(sharing), list(self.rollouts)
         if sharing:
             with update.topology.phase("share memory") as phase:
-                phase.payload = True
-                place = places[sharing.get(self.rank, self.rank)]
+                place, receives = said[sharing.get(self.rank, self.rank)][0], True
                 if update.landing is not None and sharing.get(self.rank, self.rank) != self.rank:
-                    phase.payload = place is None or not update.landing.join(MemoryFile(*place), update.layout)
-                    if phase.payload:
+                    receives = place is None or not update.landing.join(MemoryFile(*place), update.layout)
+                    if receives:
                         update.landing.make_room(update.layout)
-            receivers = [rank for rank in receivers if phase.payloads[rank]]
+                phase.payload = [receives, self.landings[-1].holds]
+            said = phase.payloads
+            receivers = [rank for rank in receivers if said[rank][0]]
         if receivers != list(self._receivers):
             self._receivers = receivers
             self._num_regroupings += 1
-        return replace(update, receivers=receivers, connections=self._connections_now)
+        changes = update.changes
+        if changes is not None and any(said[rank][1] != changes.base for rank in self.rollouts):
+            changes = None
+        return replace(update, receivers=receivers, changes=changes, connections=self._connections_now)
 
-    def _agreed(self, topology: Topology, said: Sequence[Mapping[str, Any]], sharing: Mapping[int, int]) -> Update:
-        """Return the update that all offers make together; equal on all ranks, errors too, except for the memory.
-
-        If rollouts now share memory in another way, everything is sent: some have new memory, without the version before.
-        """
+    def _agreed(self, topology: Topology, said: Sequence[Mapping[str, Any]]) -> Update:
+        """Return the update that all offers make together; equal on all ranks, errors too, except for the memory."""
         step = agreed_step(said)
         require_one_block(said)
         require_one_layout([said[rank] for rank in self.trainers])
@@ -598,7 +601,7 @@ class VersionedEngine(CheckpointEngineWithCache):
         assert layout is not None, "the phase layout has sent it"
         digests = agreed_digests([said[rank]["digests"] for rank in self.trainers], layout)
         changes = None
-        if self._block_bytes is not None and sharing == self._sharing:
+        if self._block_bytes is not None:
             changes = agreed_changes(said, layout, self.rollouts, self._block_bytes)
         landing = self._landing
         has_before = changes is not None and landing is not None and len(self.landings) > 1

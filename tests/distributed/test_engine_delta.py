@@ -342,6 +342,38 @@ def _part_and_meet(topology: Topology, name: str) -> list[int]:
     return sent
 
 
+def test_rollouts_of_one_host_that_part_and_meet_again_go_on_from_the_memory_that_they_share() -> None:
+    assert run_ranks(3, _part_and_share_again) == [[Weights().num_bytes, BLOCK]] * 3
+
+
+def _part_and_share_again(topology: Topology) -> list[int]:
+    with joined(topology, 1, 2, "broadcast", delta=True, delta_block_kib=BLOCK >> 10) as engine:
+        one = Run(engine)
+        sent = [one.update()]
+        engine.leave()
+        join(topology, engine, 1, 2)
+        one.weights.change("body", 0, 1)
+        return [*sent, one.update()]
+
+
+def test_a_rollout_that_had_the_memory_of_another_goes_on_alone_in_memory_of_its_own() -> None:
+    whole = Weights().num_bytes
+    assert run_ranks(3, _go_on_alone) == [[whole, whole, BLOCK], None, [whole, whole, BLOCK]]
+
+
+def _go_on_alone(topology: Topology) -> list[int] | None:
+    with joined(topology, 1, 2, "broadcast", delta=True, delta_block_kib=BLOCK >> 10) as engine:
+        one = Run(engine)
+        sent = [one.update()]
+        if topology.rank == 1:
+            return None
+        _rejoin(engine, topology.store_for("again"), [0, 2], topology.rank, 1)
+        for _ in range(2):
+            one.weights.change("body", 0, 1)
+            sent.append(one.update())
+        return sent
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("where", ["between buckets", "load"])
 @pytest.mark.parametrize("name", ["broadcast", "kimi_ckpt_engine"])
