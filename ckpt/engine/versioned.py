@@ -71,7 +71,7 @@ class VersionedEngine(CheckpointEngineWithCache):
     `_update` is the whole path from left to right. While the update is open it is suspended at its `yield`.
 
     Rollouts of one host share one copy of the weights in host memory: the first of them receives and verifies it, the others map it. Those
-    that may write to what they are given do not: with `cached`, and where `receive_weights` yields host tensors.
+    that may write to what they are given do not: with `cached`, and where `receive_weights` yields host tensors, or, colocated, could.
 
     Args:
         bucket_size: size of a bucket in bytes, at most; None: `bucket_mib`.
@@ -137,7 +137,6 @@ class VersionedEngine(CheckpointEngineWithCache):
         self._known: WeightLayout | None = None  # last layout that all ranks were sent
         self._sharing: dict[int, int] = {}  # see `agreed_sharing`; those of the last phase "prepare"
         self._receivers: Sequence[int] = ()  # the rollouts that buckets are sent to
-        self._num_regroupings = 0
         self._open: Update | None = None
         self._generation = 0  # of connections; each failure begins another
 
@@ -271,7 +270,7 @@ class VersionedEngine(CheckpointEngineWithCache):
             phase.payload = [self.buckets.room(), uuid.uuid4().hex]
         self._bucket_bytes = min(room for room, _ in phase.payloads)
         self._connections = f"ckpt-engine-{phase.payloads[0][1]}"
-        self._generation = self._num_regroupings = 0
+        self._generation = 0
         self._known = None
         self._sharing, self._receivers = {}, self.rollouts
         self._owners = self.transport.owners(topology, self.trainers)
@@ -573,7 +572,7 @@ class VersionedEngine(CheckpointEngineWithCache):
         Args:
             said: by rank, the place of its memory, from JSON, and the version that it holds.
         """
-        self._sharing, receivers = dict(sharing), list(self.rollouts)
+        self._sharing, self._receivers = dict(sharing), self.rollouts
         if sharing:
             with update.topology.phase("share memory") as phase:
                 place, receives = said[sharing.get(self.rank, self.rank)][0], True
@@ -583,14 +582,11 @@ class VersionedEngine(CheckpointEngineWithCache):
                         update.landing.make_room(update.layout)
                 phase.payload = [receives, self.landings[-1].holds]
             said = phase.payloads
-            receivers = [rank for rank in receivers if said[rank][0]]
-        if receivers != list(self._receivers):
-            self._receivers = receivers
-            self._num_regroupings += 1
+            self._receivers = [rank for rank in self.rollouts if said[rank][0]]
         changes = update.changes
         if changes is not None and any(said[rank][1] != changes.base for rank in self.rollouts):
             changes = None
-        return replace(update, receivers=receivers, changes=changes, connections=self._connections_now)
+        return replace(update, receivers=self._receivers, changes=changes)
 
     def _agreed(self, topology: Topology, said: Sequence[Mapping[str, Any]]) -> Update:
         """Return the update that all offers make together; equal on all ranks, errors too, except for the memory."""
@@ -616,13 +612,8 @@ class VersionedEngine(CheckpointEngineWithCache):
             landing=landing,
             receivers=self._receivers,
             before=self.landings[-1] if has_before else None,
-            connections=self._connections_now,
+            connections=f"{self._connections}-{self._generation}",
         )
-
-    @property
-    def _connections_now(self) -> str:
-        """A name for connections between the ranks that talk to each other at present."""
-        return f"{self._connections}-{self._generation}-{self._num_regroupings}"
 
     def _require_base(self, update: Update) -> None:
         """Check that the landing holds the version that the changes are based on; from now on it holds none."""

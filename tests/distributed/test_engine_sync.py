@@ -506,6 +506,26 @@ def transport_groups(engine: VersionedEngine) -> list[str]:
     return sorted(engine.transport.groups._made or {})
 
 
+def test_groups_are_used_again_when_rollouts_share_as_they_did_before() -> None:
+    run(1, 2, "broadcast", _in_turns)
+
+
+def _in_turns(topology: Topology, num_trainers: int, num_rollouts: int, name: str) -> None:
+    """Every other update the rollouts hand out host tensors, and so receive each for itself."""
+    with joined(topology, num_trainers, num_rollouts, name) as engine:
+        live = live_model() if engine.rank in engine.rollouts else None
+        groups = {}
+        for step in range(1, 7):
+            if live is not None and step % 2:
+                require_same(asyncio.run(collected(engine.receive_weights())), MixedModel(step).state_dict())
+            else:
+                update(engine, step, live)
+            groups[step] = transport_groups(engine)
+        assert groups[2] == groups[6], "no group is made that was there before"
+        with topology.phase("all have it"):
+            pass
+
+
 @pytest.mark.parametrize("settings", [{}, {"delta": True}])
 def test_rollouts_that_hand_out_host_tensors_have_memory_of_their_own(settings: dict[str, Any]) -> None:
     """A consumer of `receive_weights` writes to what it is given, as some do; the other rollouts do not see that."""

@@ -25,6 +25,7 @@ from ckpt.engine.wire.delta import Runs, bytes_of, without
 from ckpt.engine.wire.group import Groups, OwnGroup
 from ckpt.engine.wire.pool import digest_of_bucket
 from ckpt.errors import CheckpointError, CorruptCheckpointError, RankAbsentError, RankLeftError, sentence
+from ckpt.format.manifest import digest_of
 from ckpt.memory.device import same_device
 from ckpt.ranks.topology import Topology
 from ckpt.ranks.waiting import poll_until
@@ -153,7 +154,9 @@ class Transfer:
 
     def _carry(self, tell: Callable[[int], None]) -> None:
         prefix = self.update.connections
-        groups = {owner: self.groups.of(f"{prefix}-{owner}", ranks) for owner, ranks in self.members.items()}
+        # Which rollouts receive may change and change back: a group is used again by the same ranks.
+        names = {owner: f"{prefix}-{owner}-{digest_of(repr(ranks).encode())}" for owner, ranks in self.members.items()}
+        groups = {owner: self.groups.of(names[owner], ranks) for owner, ranks in self.members.items()}
         coming: deque[tuple[int, Callable[[], None]]] = deque()
         for bucket in self._mine:
             if len(coming) == IN_FLIGHT:
