@@ -39,20 +39,6 @@ def agreed_step(said: Sequence[Mapping[str, Any]]) -> int:
     return int(step)
 
 
-def agreed_sharing(said: Sequence[Mapping[str, Any]], nodes: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Return {rollout: the rollout of its host whose memory it reads, maybe itself}; the others have memory of their own.
-
-    Args:
-        nodes: the ranks of each host.
-    """
-    found: dict[int, int] = {}
-    for ranks in nodes:
-        sharing = [rank for rank in ranks if said[rank].get("shares")]
-        if len(sharing) > 1:
-            found |= dict.fromkeys(sharing, sharing[0])
-    return found
-
-
 def require_one_layout(said: Sequence[Mapping[str, Any]]) -> None:
     """Check that all trainers send the same weights, given their offers."""
     for rank, one in enumerate(said):

@@ -15,22 +15,13 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
 import torch
 from torch._C._distributed_c10d import Store
 
-from ckpt.engine.agreed import (
-    OPERATION,
-    agreed_digests,
-    agreed_sharing,
-    agreed_step,
-    require_one_layout,
-    to_step,
-    version_digest,
-)
+from ckpt.engine.agreed import OPERATION, agreed_digests, agreed_step, require_one_layout, to_step, version_digest
 from ckpt.engine.base import CheckpointEngineWithCache, MasterMetadata, NamedTensor, SyncReport, Weights, WeightVersion
 from ckpt.engine.members import Members, Place, Result, done
 from ckpt.engine.offload import Offloaded, TravelTypes
@@ -40,9 +31,9 @@ from ckpt.engine.wire.buffers import Buckets
 from ckpt.engine.wire.delta import BLOCK_KIB, agreed_changes, require_one_block
 from ckpt.engine.wire.layout import WeightLayout
 from ckpt.engine.wire.pool import HostPool, ReceivedStream, digest_of_bucket
+from ckpt.engine.wire.receivers import Receivers, agreed_sharing
 from ckpt.engine.wire.transfer import PHASE
 from ckpt.errors import CheckpointError, ConfigurationError
-from ckpt.format.held import MemoryFile
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import tied_names
@@ -135,8 +126,7 @@ class VersionedEngine(CheckpointEngineWithCache):
         self.landings = [ReceivedStream() for _ in range(1 + cached)]
         self.pool: HostPool | None = None
         self._known: WeightLayout | None = None  # last layout that all ranks were sent
-        self._sharing: dict[int, int] = {}  # see `agreed_sharing`; those of the last phase "prepare"
-        self._receivers: Sequence[int] = ()  # the rollouts that buckets are sent to
+        self._receivers = Receivers(0, (), self.landings)
         self._open: Update | None = None
         self._generation = 0  # of connections; each failure begins another
 
@@ -272,7 +262,7 @@ class VersionedEngine(CheckpointEngineWithCache):
         self._connections = f"ckpt-engine-{phase.payloads[0][1]}"
         self._generation = 0
         self._known = None
-        self._sharing, self._receivers = {}, self.rollouts
+        self._receivers = Receivers(self.rank, self.rollouts, self.landings)
         self._owners = self.transport.owners(topology, self.trainers)
         self._sends_as = self._owners[0] if self.rank in self.trainers and self.rank not in self._owners else self.rank
         if self.pool is not None and not self.pool.is_of(self._sends_as, self._bucket_bytes):
@@ -427,14 +417,17 @@ class VersionedEngine(CheckpointEngineWithCache):
                             phase.payload = offloaded.layout.as_rows()
                     self._known = WeightLayout.from_rows(phase.payloads[0])
                 sharing = agreed_sharing(said, topology.nodes)
-                if is_new or not self._all_fit(said, sharing):
+                fits = all(one["fits"] == said[0]["layout"] for one in said)
+                if is_new or not fits or not self._receivers.are_settled(said, sharing):
                     with topology.phase("prepare") as phase:
                         self._require_wanted(topology)
                         update = self._agreed(topology, said)
                         if sink is not None:
                             sink.check(update.layout)
-                        phase.payload = [self._make_room(update, sharing), self.landings[-1].holds]
-                    update = self._shared(update, sharing, phase.payloads)
+                        phase.payload = self._receivers.make_room(update.layout, sharing)
+                    held = self._receivers.settle(topology, update.layout, sharing, phase.payloads)
+                    said = [one | {"holds": version} for one, version in zip(said, held, strict=True)]
+                    update = self._agreed(topology, said)
                     if is_new:
                         self.transport.ready(update)
                 gathered = time.perf_counter()
@@ -544,50 +537,6 @@ class VersionedEngine(CheckpointEngineWithCache):
         """Whether the layout must be sent: some rank does not have it, or got it before a failure."""
         return any((one["known"], one["generation"]) != (said[0]["layout"], self._generation) for one in said)
 
-    def _all_fit(self, said: Sequence[Mapping[str, Any]], sharing: Mapping[int, int]) -> bool:
-        """Whether all ranks could receive the layout at once, and each rollout has the memory that it had."""
-        if sharing != self._sharing or any(one["fits"] != said[0]["layout"] for one in said):
-            return False
-        others = [rank for rank in sharing if rank not in self._receivers]
-        return all(said[rank]["place"] == said[sharing[rank]]["place"] is not None for rank in others)
-
-    def _make_room(self, update: Update, sharing: Mapping[int, int]) -> MemoryFile | None:
-        """Allocate memory to receive in. Return its place, if other rollouts of this host will read it."""
-        landing, shares_with = update.landing, sharing.get(self.rank)
-        if landing is None:
-            return None
-        if shares_with is None:
-            if landing.place is not None:
-                landing.let_go()
-            landing.make_room(update.layout)
-        elif shares_with == self.rank:
-            landing.make_shared_room(update.layout)
-        return landing.place
-
-    def _shared(self, update: Update, sharing: Mapping[int, int], said: Sequence[Sequence[Any]]) -> Update:
-        """Map the memory of the rollout that receives for this host. Return the update with all ranks that receive. Collective.
-
-        If a rollout has new memory now, without the version before, everything is sent.
-
-        Args:
-            said: by rank, the place of its memory, from JSON, and the version that it holds.
-        """
-        self._sharing, self._receivers = dict(sharing), self.rollouts
-        if sharing:
-            with update.topology.phase("share memory") as phase:
-                place, receives = said[sharing.get(self.rank, self.rank)][0], True
-                if update.landing is not None and sharing.get(self.rank, self.rank) != self.rank:
-                    receives = place is None or not update.landing.join(MemoryFile(*place), update.layout)
-                    if receives:
-                        update.landing.make_room(update.layout)
-                phase.payload = [receives, self.landings[-1].holds]
-            said = phase.payloads
-            self._receivers = [rank for rank in self.rollouts if said[rank][0]]
-        changes = update.changes
-        if changes is not None and any(said[rank][1] != changes.base for rank in self.rollouts):
-            changes = None
-        return replace(update, receivers=self._receivers, changes=changes)
-
     def _agreed(self, topology: Topology, said: Sequence[Mapping[str, Any]]) -> Update:
         """Return the update that all offers make together; equal on all ranks, errors too, except for the memory."""
         step = agreed_step(said)
@@ -610,7 +559,7 @@ class VersionedEngine(CheckpointEngineWithCache):
             changes=changes,
             pool=self.pool if self.rank in self.trainers else None,
             landing=landing,
-            receivers=self._receivers,
+            receivers=self._receivers.ranks,
             before=self.landings[-1] if has_before else None,
             connections=f"{self._connections}-{self._generation}",
         )
