@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run by path, from anywhere
 from recipes.benchmark import background_contenders, contenders, update_contenders, validation_costs
 from recipes.benchmark.tables import rounds_text, with_range
 from recipes.commands.converting import DESTINATIONS
+from recipes.support.tables import counted
 
 PAGE = Path(__file__).with_name("figures.md")
 RESULTS = Path(__file__).with_name("figures")
@@ -143,7 +144,7 @@ def _caption(result: Result) -> str:
 
 def _layout(result: Result) -> str:
     if "trainers" in result:
-        return f"{result['trainers']} trainers to {result['rollouts']} rollouts"
+        return f"{counted(result['trainers'], 'trainer')} to {counted(result['rollouts'], 'rollout')}"
     ranks, store = result.get("ranks"), result.get("store_mib_s")
     parts = [result["layout"]]
     parts += [f"{ranks} ranks"] if ranks else []

@@ -62,7 +62,7 @@ def test_saves_beside_training_and_updates_have_columns_of_their_own(writer: Mod
     update = _result(kimi={"transfer_s": 0.4, "update_s": 0.5}) | {"trainers": 2, "rollouts": 1, "bytes": 5e8}
     del update["ranks"]
     assert writer.table_of(update).splitlines()[2] == "|  | transfer s | whole update s |"
-    assert "2 trainers to 1 rollouts" in writer.table_of(update)
+    assert "2 trainers to 1 rollout" in writer.table_of(update)
 
 
 def test_a_name_that_two_benchmarks_have_is_ours_in_one_of_them(writer: ModuleType) -> None:
