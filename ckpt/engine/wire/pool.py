@@ -167,10 +167,18 @@ class ReceivedStream:
         return self._memory[start:stop]
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each weight under its name, then each alias: host tensors over this memory, valid until the iterator ends."""
+        """Yield each weight under its name, then each alias: host tensors over this memory, valid until the iterator ends.
+
+        The memory is that of now, also if the first weight is requested when there is another one.
+        """
         with self._lock:
             assert self._layout is not None, "make_room comes first"
-            layout, memory, readers = self._layout, self._memory, self._readers
+            return self._read(self._layout, self._memory, self._readers)
+
+    def _read(
+        self, layout: WeightLayout, memory: torch.Tensor, readers: list[None]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        with self._lock:
             readers.append(None)
         firsts = dict.fromkeys(layout.aliases.values(), memory)
         try:

@@ -256,6 +256,18 @@ def test_a_reader_that_ends_early_reads_no_more(made: list[int]) -> None:
     assert made == [1024, 1024]
 
 
+def test_a_reader_that_begins_late_reads_the_memory_of_its_update() -> None:
+    pool, landing = HostPool(0, 256), ReceivedStream()
+    old = {"a": torch.randn(100)}
+    layout, _ = sent([pool], old, 256, [0])
+    landed([pool], layout, landing)
+    late = landing.weights()
+    landing.let_go()
+    layout, _ = sent([pool], {"a": torch.zeros(100)}, 256, [0])
+    landed([pool], layout, landing)
+    require_equal(dict(late), old)
+
+
 def test_a_landing_without_room_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     import ckpt.engine.wire.pool as module
 
