@@ -273,7 +273,7 @@ TROUBLES: dict[str, tuple[Callable[[Run], str], str]] = {
     "an export fails": (lambda one: one.fail(_half_way(one.weights)), "a bug in the export"),
     "a bit falls over at a rollout": (
         _flip_in_the_landing,
-        "bucket 3 of 8, with embed, arrived on rank [23] with other bytes",
+        "bucket 3 of 8, with embed, arrived on rank RECEIVER with other bytes",
     ),
     "a bit falls over on its way": (
         _flip_in_a_message,
@@ -296,11 +296,13 @@ TROUBLES: dict[str, tuple[Callable[[Run], str], str]] = {
 def test_everything_travels_behind_a_failure_and_where_a_rollout_may_hold_something_else(
     name: str, settings: dict[str, Any]
 ) -> None:
+    receiver = "3" if settings.get("cached") else "2"  # for the last rollout: itself, or the first of the host
     for of_rank in run(name, 2, 2, _troubles, **settings):
         for trouble, (sentence, before, after, whole) in of_rank.items():
             assert (before, after[0]) == (BLOCK, whole), (trouble, before, after)
             assert after[1] == BLOCK, f"and then what has changed: {trouble}"
-            assert re.search(TROUBLES[trouble][1], sentence), f"{trouble}: {sentence}"
+            expected = TROUBLES[trouble][1].replace("RECEIVER", receiver)
+            assert re.search(expected, sentence), f"{trouble}: {sentence}"
 
 
 def _troubles(one: Run) -> dict[str, tuple[str, int, list[int], int]]:
