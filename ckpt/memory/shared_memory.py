@@ -6,13 +6,12 @@ import itertools
 import os
 import secrets
 import weakref
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 
 from ckpt.errors import ConfigurationError
-from ckpt.format.held import MemoryFile, open_memory
+from ckpt.format.held import MemoryFile
 from ckpt.storage import host_memory
 from ckpt.storage.host_memory import can_be_shared, shared, whole_huge_pages
 
@@ -83,13 +82,8 @@ def place_of(host: torch.Tensor) -> MemoryFile | None:
 
 def memory_at(place: MemoryFile) -> torch.Tensor | None:
     """Map a segment of another process of this host, flat uint8; None: it is not there any more, or belongs to another user."""
-    with suppress(OSError):
-        if (fd := open_memory(place, os.O_RDWR)) is not None:
-            try:
-                return mapped(fd)
-            finally:
-                os.close(fd)
-    return None
+    memory = host_memory.mapped_at(place)
+    return None if memory is None else torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def mapped(fd: int) -> torch.Tensor:

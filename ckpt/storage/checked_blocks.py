@@ -17,12 +17,13 @@ import struct
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from mmap import mmap
 
 import xxhash
 
-from ckpt.format.held import MemoryFile, open_memory
+from ckpt.format.held import MemoryFile
 from ckpt.format.records import ChunkExtent
-from ckpt.storage.host_memory import can_be_shared, mapped, shared
+from ckpt.storage.host_memory import can_be_shared, mapped, mapped_at, shared
 
 _NUM_MARKS = 1 << 17
 _MARK_BYTES = 8
@@ -38,9 +39,9 @@ class CheckedBlocks:
         place: for the other ranks of the host, to `join`.
     """
 
-    def __init__(self, fd: int, place: MemoryFile) -> None:
+    def __init__(self, memory: mmap, place: MemoryFile) -> None:
         self.place = place
-        self._marks = memoryview(mapped(fd, _NUM_MARKS * _MARK_BYTES)).cast("Q")
+        self._marks = memoryview(memory).cast("Q")
 
     @classmethod
     def make(cls) -> CheckedBlocks | None:
@@ -51,7 +52,8 @@ class CheckedBlocks:
                 fd = shared(name, _NUM_MARKS * _MARK_BYTES)
                 try:
                     inode = os.fstat(fd).st_ino
-                    made = cls(fd, MemoryFile(os.getpid(), fd, inode, _NUM_MARKS * _MARK_BYTES, name))
+                    place = MemoryFile(os.getpid(), fd, inode, _NUM_MARKS * _MARK_BYTES, name)
+                    made = cls(mapped(fd, place.size), place)
                 except BaseException:
                     os.close(fd)
                     raise
@@ -62,13 +64,8 @@ class CheckedBlocks:
     @classmethod
     def join(cls, place: MemoryFile) -> CheckedBlocks | None:
         """Map the table that another rank has made; None: it is not on this host, or belongs to another user."""
-        with suppress(OSError):
-            if (fd := open_memory(place, os.O_RDWR)) is not None:
-                try:
-                    return cls(fd, place)
-                finally:
-                    os.close(fd)
-        return None
+        memory = mapped_at(place)
+        return None if memory is None or len(memory) != _NUM_MARKS * _MARK_BYTES else cls(memory, place)
 
     def of(self, fd: int, chunk: ChunkExtent, numbers: range) -> Sequence[int]:
         """Return the marks of blocks of a chunk, by number, in the file that is open, as it is now."""

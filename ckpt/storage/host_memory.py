@@ -11,6 +11,8 @@ import os
 import sys
 from contextlib import suppress
 
+from ckpt.format.held import MemoryFile, open_memory
+
 HUGE_PAGE = 2 << 20
 _MADV_POPULATE_WRITE = 23
 
@@ -46,6 +48,17 @@ def shared(name: str, num_bytes: int) -> int:
 def mapped(fd: int, num_bytes: int) -> mmap.mmap:
     """Map shared memory. The descriptor may be closed afterwards."""
     return _on_huge_pages(mmap.mmap(fd, num_bytes))
+
+
+def mapped_at(place: MemoryFile) -> mmap.mmap | None:
+    """Map shared memory of another process of this host; None: it is not there any more, or belongs to another user."""
+    with suppress(OSError):
+        if (fd := open_memory(place, os.O_RDWR)) is not None:
+            try:
+                return mapped(fd, place.size)
+            finally:
+                os.close(fd)
+    return None
 
 
 def populate(address: int, num_bytes: int) -> None:
