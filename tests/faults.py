@@ -33,14 +33,13 @@ from ckpt.catalog.ledger import ROOT_OWNER
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import CheckpointError
 from ckpt.loading.direct import DirectLoad
-from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.topology import Phase, Topology
 from tests.distributed.test_elastic import Queue
 from tests.distributed.test_elastic import component as elastic_component
 from tests.distributed.test_patterns import LARGE, blank, groups_of, seed_of, state_of
 from tests.pace import patience
-from tests.states import Held, coordinator, random_bits, same_bits
+from tests.states import Held, coordinator, random_bits, same_bits, spreading
 
 OPERATIONS = ("save", "load")
 AWAITED = ("is absent", "hangs")
@@ -263,7 +262,7 @@ class State:
             group = "dp" if pattern == "per_group" else None
             component = StateComponent(pattern, self.held, pattern, process_group_name=group)
         groups = groups_of(topology) if pattern == "per_group" else None
-        strategy = TwoStageLoad(transport=ThroughStore(topology)) if pattern in TWO_STAGE else DirectLoad()
+        strategy = spreading(transport=ThroughStore(topology)) if pattern in TWO_STAGE else DirectLoad()
         self.coordinator: CheckpointCoordinator = coordinator(
             topology,
             root,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ckpt.backends.zarr import ZarrBackend
 from ckpt.format.dtypes import raw_bytes
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.strategy import LoadingStrategy
+from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 
@@ -49,6 +51,15 @@ def backend_named(name: str) -> Backend:
 
 def cpu() -> Device:
     return Device(type="cpu", collectives="gloo")
+
+
+def spreading(**options: Any) -> TwoStageLoad:
+    """A two-stage load whose ranks spread what they share, also if the page cache has it: that is asked about `os.preadv` alone."""
+    return TwoStageLoad(read_at=_read_at, **options)
+
+
+def _read_at(fd: int, buffers: Sequence[memoryview], at: int) -> int:
+    return os.preadv(fd, buffers, at)
 
 
 def coordinator(

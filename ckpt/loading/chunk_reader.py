@@ -73,6 +73,10 @@ class ChunkReader:
         if not chunk.raw or sum([one.part.out.nbytes for one in parts]) >= chunk.length:
             self._extents.read_ahead(chunk, most_bytes)
 
+    def is_cached(self, chunk: ChunkExtent, ranges: Sequence[tuple[int, int]]) -> bool:
+        """Whether the page cache of this host seems to have these bytes [start, stop) of a chunk, as they are wanted. Does not fail."""
+        return chunk.raw and self._extents.is_cached(chunk, ranges)
+
     def read(self, parts: Sequence[StoredPart], ranges: Sequence[tuple[int, int]] | None = None) -> None:
         """Fill the parts of one chunk, on any device.
 

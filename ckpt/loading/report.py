@@ -104,7 +104,8 @@ class LoadReport:
         path: of the checkpoint that was loaded.
         checkpoint_id: the id it was saved under; the name of the folder, for one without a manifest.
         load_s: of the slowest rank, in seconds.
-        bytes_read: from storage, summed over ranks; less than `bytes_needed` where ranks share reads.
+        bytes_read: from storage, summed over ranks; less than `bytes_needed` where ranks share reads. What a two-stage load finds in
+            the page cache counts once per host.
         bytes_needed: by all ranks together.
         config_text: the config of the run that saved it; "" if it gave none.
         fell_back_from: damaged newer checkpoints that were passed over, newest first.

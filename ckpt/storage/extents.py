@@ -38,6 +38,9 @@ HOT_BYTES = 1 << 20
 
 MAX_OPEN_FILES = 64
 
+PROBED_BYTES = 2 << 20
+"""The page cache is asked for one byte of so many. The kernel reads ahead, and drops, less at once."""
+
 _CAN_READ_AHEAD = hasattr(os, "posix_fadvise") and hasattr(os, "RWF_NOWAIT")
 _Array = np.ndarray[Any, Any]
 
@@ -162,6 +165,19 @@ class ExtentReader:
             fd = self._open(chunk.file, chunk.file)
             if not _is_cached(fd, chunk.offset + num_bytes - 1):
                 os.posix_fadvise(fd, chunk.offset, num_bytes, os.POSIX_FADV_WILLNEED)
+
+    def is_cached(self, chunk: ChunkExtent, stretches: Sequence[tuple[int, int]]) -> bool:
+        """Whether the kernel seems to have some ranges of a raw chunk in its page cache: their last bytes, and one in each 2 MiB before.
+
+        False for a reader with a `read_at` of its own, and where the system cannot tell. Does not wait, and does not fail.
+        """
+        if self._read_at is not os.preadv or not _CAN_READ_AHEAD:
+            return False
+        with suppress(OSError, CorruptCheckpointError):  # which `read` finds, too
+            fd = self._open(chunk.file, chunk.file)
+            probes = (at for start, stop in stretches for at in (*range(start, stop, PROBED_BYTES), stop - 1))
+            return all(_is_cached(fd, chunk.offset + at) for at in probes)
+        return False
 
     def unit_of(self, chunk: ChunkExtent) -> int:
         """Return the granularity of reads of a chunk, in bytes: a block under one digest, if digests are checked."""

@@ -30,7 +30,6 @@ import torch.distributed as dist
 from ckpt.errors import CheckpointError
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.strategy import LoadingStrategy
-from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.addresses import LOOPBACK
 from ckpt.ranks.stores import serve
 from ckpt.ranks.topology import Topology
@@ -38,6 +37,7 @@ from ckpt.saving.save_settings import SaveSettings
 from tests.adversarial import held_state, shim
 from tests.adversarial.driver import Case, Child, Ended, Outcome, in_child
 from tests.adversarial.shim import Action, Kind, Orders, named
+from tests.states import spreading
 
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
@@ -272,7 +272,7 @@ def _save(topology: Topology, scenario: Scenario, root: Path) -> tuple[str, str]
 
 
 def _load(topology: Topology, root: Path, strategy: str) -> tuple[str, str]:
-    chosen: LoadingStrategy = DirectLoad() if strategy == "direct" else TwoStageLoad()
+    chosen: LoadingStrategy = DirectLoad() if strategy == "direct" else spreading()
     try:
         held_state.load(root / "checkpoint-1", root, topology, 2, strategy=chosen)
     except CheckpointError as error:

@@ -29,7 +29,6 @@ from ckpt.dist_checkpointing.strategies.zarr import ZarrLoadShardedStrategy, Zar
 from ckpt.errors import CorruptCheckpointError, ReplicationError
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.strategy import LoadingStrategy
-from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
 from ckpt.saving.background.async_utils import AsyncCallsQueue, AsyncRequest
@@ -39,7 +38,7 @@ from tests.device.devices import ADVERSARY, CUDA, NPU, why_too_many
 from tests.device.memory import AWKWARD, Kind, Memory, require_same, state_of, tiny, values_of
 from tests.device.saves import Saved, coordinator, require_saved, torch_device
 from tests.ranks import run_ranks
-from tests.states import Held, random_bits
+from tests.states import Held, random_bits, spreading
 
 pytestmark = pytest.mark.parametrize("device", [NPU, CUDA])
 
@@ -208,7 +207,7 @@ def _strategy(cpu_transfer: bool | None) -> LoadingStrategy:
     """Directly, or in two stages through as few slots as there may be."""
     if cpu_transfer is None:
         return DirectLoad(max_in_flight_mib=1)
-    return TwoStageLoad(cpu_transfer=cpu_transfer, max_in_flight_mib=8)
+    return spreading(cpu_transfer=cpu_transfer, max_in_flight_mib=8)
 
 
 def test_an_optional_component_is_whole_when_the_load_returns(saved: Saved, device: str) -> None:

@@ -12,13 +12,12 @@ import pytest
 from ckpt.errors import DeviceMemoryError
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.strategy import LoadingStrategy
-from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.topology import Topology
 from tests.device.devices import ADVERSARY
 from tests.device.memory import AWKWARD, Filled, Heard, Memory, values_of
 from tests.device.saves import Saved, coordinator, require_saved, torch_device
 from tests.ranks import run_ranks
-from tests.states import Held
+from tests.states import Held, spreading
 
 pytestmark = pytest.mark.npu
 
@@ -28,7 +27,7 @@ ENOUGH = 200 << 10
 
 
 @pytest.mark.parametrize(
-    "strategy", [DirectLoad(max_in_flight_mib=1), TwoStageLoad(max_in_flight_mib=8)], ids=["direct", "two-stage"]
+    "strategy", [DirectLoad(max_in_flight_mib=1), spreading(max_in_flight_mib=8)], ids=["direct", "two-stage"]
 )
 def test_a_load_takes_a_smaller_bucket_and_says_so(saved: Saved, strategy: LoadingStrategy) -> None:
     path = saved(AWKWARD, 2)

@@ -17,13 +17,12 @@ from ckpt.dist_checkpointing.strategies.two_stage import TwoStageDataParallelLoa
 from ckpt.errors import ConfigurationError
 from ckpt.loading.two_stage.slots import DeviceSlots
 from ckpt.loading.two_stage.spread_worker import SpreadWorker
-from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.topology import Topology
 from tests.device.devices import ADVERSARY
 from tests.device.memory import AWKWARD, Memory, values_of
 from tests.device.saves import Saved, coordinator, torch_device
 from tests.ranks import run_ranks
-from tests.states import Held
+from tests.states import Held, spreading
 
 pytestmark = pytest.mark.npu
 
@@ -37,7 +36,7 @@ def test_once_ranks_wait_for_each_other_none_waits_for_its_whole_device(saved: S
 
 def _load_and_watch(topology: Topology, path: Path, cpu_transfer: bool) -> None:
     memory = Memory(AWKWARD, 1, torch_device("npu", topology))
-    strategy = TwoStageLoad(cpu_transfer=cpu_transfer, max_in_flight_mib=8)
+    strategy = spreading(cpu_transfer=cpu_transfer, max_in_flight_mib=8)
     loader = coordinator(topology, path.parent, Held(memory.tensors()), device="npu", strategy=strategy)
     run, wait_for = SpreadWorker.run, ckpt.memory.device.wait_for
     waited: list[torch.device] = []

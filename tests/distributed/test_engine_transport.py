@@ -19,7 +19,7 @@ from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.topology import Topology
 from tests.ranks import run_ranks
-from tests.states import Held, coordinator, cpu, random_bits, same_bits
+from tests.states import Held, coordinator, cpu, random_bits, same_bits, spreading
 
 SHAPES = {f"w{number}": (257, 4001 + number) for number in range(6)}
 """Of 3.9 MiB each: all of them are several blocks of 4 MiB, which are read and checked as one, for each of three hosts."""
@@ -56,7 +56,7 @@ def load_three_times(topology: Topology, root: Path, options: dict[str, Any]) ->
     assert not torch.distributed.is_initialized()
     wanted, held = saved(topology, root)
     size = sum(tensor.nbytes for tensor in wanted.values())
-    strategy = TwoStageLoad(**options)
+    strategy = spreading(**options)
     with made(topology, root, held, backend=KimiEngineBackend(), strategy=strategy) as checkpoints:
         for _ in range(3):
             for tensor in held.values():
@@ -151,7 +151,7 @@ def count_under_way(topology: Topology, root: Path) -> int:
     assert store is not None
     engine = EngineTransport(store, "test", topology.rank, device=cpu(), timeout_s=20.0)
     recorded = Recorded(engine)
-    strategy = TwoStageLoad(max_in_flight_mib=32, transport=recorded)
+    strategy = spreading(max_in_flight_mib=32, transport=recorded)
     with made(topology, root, held, backend=ZarrBackend(), strategy=strategy) as checkpoints:
         checkpoints.load_checkpoint()
     require_same(held, wanted)

@@ -19,6 +19,7 @@ from ckpt.backends.zarr import ZarrBackend
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, RankAbsentError
 from ckpt.format.manifest import CheckpointManifest, Index
 from ckpt.format.stored import read_index, read_manifest
+from ckpt.loading.chunk_reader import ChunkReader
 from ckpt.loading.report import Status
 from ckpt.loading.two_stage import two_stage
 from ckpt.loading.two_stage.host_link import HostLink
@@ -32,7 +33,7 @@ from ckpt.ranks.topology import Topology
 from ckpt.storage.wanted_bytes import WantedBytes
 from recipes.benchmark.measuring import PeakMemory
 from tests.ranks import Dead, run_ranks
-from tests.states import ALL_DTYPES, BACKENDS, Held, coordinator, global_index, random_bits, same_bits
+from tests.states import ALL_DTYPES, BACKENDS, Held, coordinator, global_index, random_bits, same_bits, spreading
 
 HOSTS = {"one host": [4], "two and two": [2, 2], "one and three": [1, 3], "each its own": [1, 1, 1, 1]}
 _PATTERNS = ("replicated", "per_rank", "global", "per_group")
@@ -198,7 +199,7 @@ def test_each_instance_of_a_group_reads_for_itself(tmp_path: Path) -> None:
 def _grown(topology: Topology, root: Path, mib: int) -> tuple[float, int]:
     """Load, and return how much this rank's memory grew at most, in MiB, and the size of what it loaded."""
     held = Held({f"w{n}": random_bits((64, 1 << 16), torch.float32, n) for n in range(7)})
-    strategy = TwoStageLoad(max_in_flight_mib=mib)
+    strategy = spreading(max_in_flight_mib=mib)
     made = coordinator(topology, root, [StateComponent("model", held, "replicated")], strategy=strategy)
     path = made.save_checkpoint(checkpoint_id="1")
     made.load_checkpoint(path)  # what is imported and made once is there now
@@ -213,6 +214,61 @@ def test_memory_in_flight_stays_within_its_setting(tmp_path: Path, nodes: list[i
     for grown, loaded in run_ranks(3, _grown, tmp_path, 16, nodes=nodes, process_group=True):
         assert loaded == 112
         assert grown <= max(nodes) * 16 + 8 < loaded
+
+
+def _cached(
+    topology: Topology, root: Path, backend: str, not_here: Sequence[int], damaged: bool
+) -> tuple[int, int, str]:
+    """Load what the page cache has, but on some ranks, who are told that it has not; return the bytes read, blocks read by this rank
+    to be spread, and the error."""
+    held, parts = components("replicated", topology, is_large=True)
+    made = coordinator(topology, root, parts, backend=backend, strategy=TwoStageLoad())
+    path = Path(made.save_checkpoint(checkpoint_id="1"))
+    with topology.phase("damage, and read all"):
+        if topology.is_lead:
+            *_, file = sorted(path.rglob("*"), key=lambda one: one.stat().st_size if one.is_file() else 0)
+            data = bytearray(file.read_bytes())
+            data[20_000_000] ^= damaged
+            file.write_bytes(data)
+            assert all(one.read_bytes() is not None for one in path.rglob("*") if one.is_file())
+    saved = emptied(held)
+    spread = []
+    fetch = ChunkReader.fetch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChunkReader, "fetch", lambda *given: spread.append(1) or fetch(*given))
+        if topology.rank in not_here:
+            patch.setattr(ChunkReader, "is_cached", lambda *_: False)
+        if damaged:
+            with pytest.raises(CorruptCheckpointError) as caught:
+                made.load_checkpoint(path)
+            return 0, len(spread), str(caught.value)
+        made.load_checkpoint(path)
+    require_loaded(held, saved)
+    assert made.last_load is not None
+    return made.last_load.bytes_read, len(spread), ""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_the_page_cache_has_goes_through_no_slot(tmp_path: Path, backend: str) -> None:
+    outcomes = run_ranks(3, _cached, tmp_path, backend, (), False)
+    assert outcomes == [(stored_bytes(tmp_path / "checkpoint-1"), 0, "")] * 3
+
+
+@pytest.mark.parametrize(("nodes", "not_here", "copies"), [([4], (1, 2), 2), ([2, 2], (2, 3), 2), ([1, 3], (3,), 3)])
+def test_ranks_whose_page_cache_has_nothing_spread_it_among_them(
+    tmp_path: Path, nodes: list[int], not_here: tuple[int, ...], copies: int
+) -> None:
+    """Each host with a page cache counts what it has once, and so do the others together."""
+    outcomes = run_ranks(4, _cached, tmp_path, "zarr", not_here, False, nodes=nodes, process_group=True)
+    assert {read for read, _, _ in outcomes} == {copies * stored_bytes(tmp_path / "checkpoint-1")}
+    if len(not_here) > 1:
+        assert [rank for rank, (_, spread, _) in enumerate(outcomes) if spread] == list(not_here)
+
+
+def test_damage_that_is_in_the_page_cache_is_found_on_every_rank(tmp_path: Path) -> None:
+    first, *others = run_ranks(3, _cached, tmp_path, "zarr", (), True)
+    assert first[1] == 0 and "large: bytes 16777216 to 20971520 of" in first[2]
+    assert others == [first, first]
 
 
 def _refused(topology: Topology, root: Path, options: dict[str, Any]) -> str:
@@ -310,7 +366,7 @@ def _damaged(topology: Topology, root: Path, required: bool) -> tuple[str, str] 
         StateComponent("model", model, "replicated"),
         StateComponent("ema", ema, "replicated", required=required),
     ]
-    made = coordinator(topology, root, parts, strategy=TwoStageLoad(), pattern_check="off")
+    made = coordinator(topology, root, parts, strategy=spreading(), pattern_check="off")
     path = Path(made.save_checkpoint(checkpoint_id="1"))
     with topology.phase("damage"):
         if topology.is_lead:
@@ -349,7 +405,7 @@ def _one_cannot_place(topology: Topology, root: Path, options: dict[str, Any]) -
     ema = Held({"e": random_bits((64, 18_000), torch.float32, 9)})
     parts = [StateComponent("model", model, "replicated"), StateComponent("ema", ema, "replicated", required=False)]
     made = coordinator(
-        topology, root, parts, strategy=TwoStageLoad(**options), process_groups=pairs(topology), pattern_check="off"
+        topology, root, parts, strategy=spreading(**options), process_groups=pairs(topology), pattern_check="off"
     )
     path = made.save_checkpoint(checkpoint_id="1")
     if topology.rank == 1:
@@ -432,7 +488,7 @@ def _some_want_nothing(topology: Topology, root: Path) -> None:
     """Rank 2 wants nothing, rank 0 and 1 overlap, in a checkpoint of more ranks' making than is loaded here."""
     held = Held({"all": global_index((64, 40_000)), f"of rank {topology.rank}": global_index((10, 9000))})
     part = StateComponent("model", held, "per_rank")
-    made = coordinator(topology, root, [part], strategy=TwoStageLoad(), pattern_check="off")
+    made = coordinator(topology, root, [part], strategy=spreading(), pattern_check="off")
     if topology.rank == 2:
         held.state.clear()
     path = made.save_checkpoint(checkpoint_id="1")
@@ -447,7 +503,7 @@ def test_ranks_that_need_nothing_take_part(tmp_path: Path) -> None:
 
 def _summarized(topology: Topology, root: Path) -> dict[str, tuple[float, float]]:
     _, parts = components("replicated", topology)
-    strategy = TwoStageLoad()
+    strategy = spreading()
     made: CheckpointCoordinator = coordinator(topology, root, parts, strategy=strategy)
     made.load_checkpoint(made.save_checkpoint(checkpoint_id="1"))
     if topology.rank == 1:

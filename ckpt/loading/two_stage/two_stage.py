@@ -4,7 +4,8 @@
 
 Ranks of a host share the memory of their slots; between hosts a transport carries each block once per host. Ranks read different
 blocks at the same time, each as many bytes as the others, while earlier blocks are spread and placed. A rank reads by itself the
-bytes that it alone wants, and those that its host holds in memory since they were saved.
+bytes that it alone wants, and those that its host holds in memory since they were saved. It reads all by itself if the page cache of
+its host has all of it: from there to its tensors is one copy, through a slot it is two.
 """
 
 from __future__ import annotations
@@ -99,15 +100,21 @@ class TwoStageLoad:
             CorruptCheckpointError: an index contradicts the manifest.
         """
         with ExitStack() as unless_prepared:
+            verify = verify and checkpoint.has_digests
+            reader = self._reader(checkpoint, topology, verify)
+            unless_prepared.callback(reader.close)
             with topology.phase("say what is wanted") as phase:
-                verify = verify and checkpoint.has_digests
                 mine = wants_of(requests, checkpoint, verify=verify)
+                wanted = mine.wants
+                if self._cpu_transfer:
+                    mine = mine.unless_cached(reader)
                 members = self._members(topology)
                 link = self._link_for(topology, members)
                 if link is not None:
                     unless_prepared.callback(link.close)
                 phase.payload = _Announcement(
-                    digest_of(json.dumps(mine.wants).encode()),
+                    digest_of(json.dumps([wanted, mine.is_cached]).encode()),
+                    max((want.unit for want in wanted), default=ALIGNMENT),
                     members,
                     link.address if link is not None else None,
                     self._settings(verify),
@@ -131,13 +138,26 @@ class TwoStageLoad:
             between_hosts = [instance for instance in group.instances if len(hosts[instance]) > 1]
             transport = self._transports.connect(topology, device, between_hosts, offers) if between_hosts else None
             with topology.phase("plan the read"):
-                if link is not None and len(here) == len(group.members):  # they share no memory
+                share_memory = len(here) < len(group.members) and any(rows for rows, _ in wants)
+                if link is not None and not share_memory:
                     link.close()
                     link = None
-                slots = self._slots(link, wants, device, num_hosts=len(here), alone=len(group.members) == 1)
+                unit = max(announced[rank].unit for rank in group.members)
+                slots = self._slots(link, unit, device, num_hosts=len(here), alone=len(group.members) == 1)
                 part = part_of(plan_spread(wants, slots.slot_bytes), here, topology.rank, mine.held)
             unless_prepared.pop_all()
-        reader = ChunkReader(
+        give_up = partial(self._transports.give_up, topology.rank)
+        is_counted = not mine.is_cached or topology.rank == min(_neighbours(topology, alike))
+        return TwoStageReading(
+            part, mine, reader, Filling(SLOT_BYTES), slots, link, transport, topology, self.timers, give_up, is_counted
+        )
+
+    def close(self) -> None:
+        """See `LoadingStrategy.close`."""
+        self._transports.close()
+
+    def _reader(self, checkpoint: Stored, topology: Topology, verify: bool) -> ChunkReader:
+        return ChunkReader(
             checkpoint,
             verify=verify,
             slab_bytes=SLOT_BYTES,
@@ -145,14 +165,6 @@ class TwoStageLoad:
             read_at=self._read_at,
             role="filling by the reader thread",
         )
-        give_up = partial(self._transports.give_up, topology.rank)
-        return TwoStageReading(
-            part, mine, reader, Filling(SLOT_BYTES), slots, link, transport, topology, self.timers, give_up
-        )
-
-    def close(self) -> None:
-        """See `LoadingStrategy.close`."""
-        self._transports.close()
 
     def _settings(self, verify: bool) -> dict[str, Any]:
         """The settings that every rank's plan follows from."""
@@ -181,7 +193,7 @@ class TwoStageLoad:
     def _slots(
         self,
         link: HostLink | None,
-        wants: Sequence[tuple[Sequence[Want], tuple[int, ...]]],
+        unit: int,
         device: Device,
         *,
         num_hosts: int,
@@ -192,7 +204,7 @@ class TwoStageLoad:
         in_host_memory = self._cpu_transfer or device.type == "cpu"
         return make_slots(
             self._in_flight_bytes,
-            unit=max((want.unit for rows, _ in wants for want in rows), default=ALIGNMENT),
+            unit=unit,
             between_hosts=num_hosts > 1,
             shared=None if link is None else link.memory[link.rank],
             device=None if in_host_memory else device.torch_device,
@@ -203,7 +215,8 @@ class _Announcement(NamedTuple):
     """What a rank tells all others first.
 
     Attributes:
-        wants: digest of its wants as JSON.
+        wants: digest of what it wants, and of whether that is cached.
+        unit: the most bytes that it wants read as one.
         members: the ranks for which each byte is read once.
         address: of its `HostLink`; None: it has none.
         settings: see `TwoStageLoad._settings`.
@@ -211,6 +224,7 @@ class _Announcement(NamedTuple):
     """
 
     wants: str
+    unit: int
     members: list[int]
     address: str | None
     settings: dict[str, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.gc_pause import gc_paused
 from ckpt.format.records import ChunkExtent
+from ckpt.loading.chunk_reader import ChunkReader
 from ckpt.loading.strategy import ReadRequest, Stored, StoredPart, by_chunk, bytes_of
 from ckpt.storage.wanted_bytes import ALIGNMENT, WantedBytes
 
@@ -61,6 +62,7 @@ class RankWants:
         places: chunk -> where its bytes belong; not of chunks in `held`.
         wants: of the chunks that are read from storage, for all ranks to know.
         held: chunks that lie in memory of this host: this rank reads them itself, and no rank spreads them.
+        is_cached: `held` is everything, as the page cache of this host has it.
         devices: of the rank's tensors.
         num_bytes: that the requests want.
     """
@@ -71,6 +73,18 @@ class RankWants:
     held: Sequence[ChunkRange]
     devices: AbstractSet[torch.device]
     num_bytes: int
+    is_cached: bool = False
+
+    def unless_cached(self, reader: ChunkReader) -> RankWants:
+        """Return the same, with nothing to spread if the page cache of this host has all that is wanted.
+
+        All or nothing, so that the ranks of a host, or of many, still want the same.
+        """
+        here = [self.parts[want.key][0].chunk for want in self.wants]
+        if not here or not all(map(reader.is_cached, here, [want.stretches for want in self.wants])):
+            return self
+        held = [*self.held, *(ChunkRange(want.key, 0, want.stretches[-1][1]) for want in self.wants)]
+        return replace(self, places={}, wants=(), held=held, is_cached=True)
 
 
 @gc_paused()
