@@ -16,7 +16,7 @@ from ckpt.errors import CheckpointError, MissingStateError, ReplicationError, Sh
 from ckpt.format.dtypes import as_integers, raw_bytes, torch_dtype, zarr_name
 from ckpt.memory.device import wait_for_all
 from ckpt.state.abilities import tied_names
-from ckpt.state.address import DTensorBoxes, local_tensor, place_of
+from ckpt.state.address import local_tensor, place_of
 from ckpt.state.flatten import TensorLeaf, flatten
 from ckpt.state.sharing import Stateful, find_aliases
 
@@ -90,9 +90,8 @@ class LiveModel:
                 f"the trainers send other weights than the rollout's model has: {_some(missing)} not sent, {_some(unexpected)} not "
                 "in the model; build both from the same configuration"
             )
-        boxes = DTensorBoxes()
         for name, first in known.items():
-            dtype, shape, _ = place_of(leaves[name], name, boxes)
+            dtype, shape, _ = place_of(leaves[name], name)
             weight = sent[first]
             if (shape, dtype) != (weight.shape, zarr_name(weight.dtype)):
                 hint = ""
@@ -157,14 +156,13 @@ def _copy(
     leaves: dict[str, TensorLeaf], weights: Iterable[NamedTensor], one_memory: dict[str, str], tied: dict[str, str]
 ) -> None:
     """Fill each memory of the model once: from the weight of its name, or from one that it is tied to."""
-    boxes = DTensorBoxes()
     filled: set[str] = set()
     sent: dict[str, torch.Tensor] = {}
 
     def fill(name: str, host: torch.Tensor) -> None:
         if (memory := one_memory.get(name, name)) not in filled:
             filled.add(memory)
-            box = place_of(leaves[name], name, boxes)[2]
+            box = place_of(leaves[name], name)[2]
             own = host if host.shape == box.shape else host[box.slices]
             as_integers(local_tensor(leaves[name])).copy_(as_integers(own), non_blocking=True)
 

@@ -30,7 +30,7 @@ from ckpt.loading.strategy import ReadRequest
 from ckpt.memory.device import empty_beside
 from ckpt.planning.plan import runs_of
 from ckpt.state.abilities import Elastic, Forgetful, Prepared, offers, tied_names
-from ckpt.state.address import DTensorBoxes, local_tensor, place_of
+from ckpt.state.address import local_tensor, place_of
 from ckpt.state.flatten import Leaves, Path, flatten, plain_and_paths, unflatten
 from ckpt.state.sharing import SharingPattern, StateComponent, find_aliases
 
@@ -281,7 +281,6 @@ class _Found:
 @torch.no_grad()  # for `local_tensor`
 def _match_tensors(one: Match, saved: SavedCopy, tied: Mapping[str, str], found: _Found, strict: bool) -> None:
     declared = tied_names(one.component.stateful)
-    boxes = DTensorBoxes()
     for key, leaf in one.leaves.tensors.items():
         if key in tied:
             continue
@@ -299,7 +298,7 @@ def _match_tensors(one: Match, saved: SavedCopy, tied: Mapping[str, str], found:
             continue
         name = entry.alias_of or saved.start + at
         label = f"{one.key}: {key}"
-        dtype, shape, box = place_of(leaf, name, boxes)
+        dtype, shape, box = place_of(leaf, name)
         if entry.dtype == dtype and entry.shape == shape:
             one.requests.append(ReadRequest(name, label, box, local_tensor(leaf)))
         elif strict:

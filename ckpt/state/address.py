@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -33,28 +34,22 @@ def _local_part(leaf: Any) -> torch.Tensor:
         return _local_part(leaf)
 
 
-def address_of(leaf: torch.Tensor | ShardedTensor, name: str, known: DTensorBoxes | None = None) -> Address:
+def address_of(leaf: torch.Tensor | ShardedTensor, name: str) -> Address:
     """Return the address of a leaf in its global array.
-
-    Args:
-        known: cache of boxes, for many leaves of one state dict.
 
     Raises:
         ShardingError: a DTensor holds a pending sum (Partial), which cannot be saved; a ShardedTensor has no data, or is flattened
             and therefore more than one box.
     """
-    return Address(name, *place_of(leaf, name, known))
+    return Address(name, *place_of(leaf, name))
 
 
-def place_of(
-    leaf: torch.Tensor | ShardedTensor, name: str, known: DTensorBoxes | None = None
-) -> tuple[str, tuple[int, ...], Box]:
+def place_of(leaf: torch.Tensor | ShardedTensor, name: str) -> tuple[str, tuple[int, ...], Box]:
     """Return (data type, global shape, box) of a leaf. The name is for messages. Arguments and errors as `address_of`."""
     if isinstance(leaf, ShardedTensor):
         return zarr_name(leaf.dtype), leaf.global_shape, _only_piece(leaf, name)[0]
     if is_dtensor(leaf):
-        box = (DTensorBoxes() if known is None else known).box_of(leaf, name)
-        return zarr_name(leaf.dtype), tuple(leaf.shape), box
+        return zarr_name(leaf.dtype), tuple(leaf.shape), _box_of(leaf, name)
     return _all_of(leaf.dtype, leaf.shape)
 
 
@@ -74,30 +69,36 @@ def _only_piece(leaf: ShardedTensor, name: str) -> tuple[Box, torch.Tensor]:
     return leaf.pieces()[0]
 
 
-class DTensorBoxes:
-    """Cache of DTensor boxes. Torch takes 0.3 ms to compute one, and the layers of a model share layouts.
+def _box_of(tensor: Any, name: str) -> Box:
+    """Return this rank's box of a DTensor. Kept for each layout: torch takes 0.3 ms to compute one, and the layers of a model share them.
 
-    For one state dict only: meshes are identified by id().
+    Raises as `address_of`.
     """
+    mesh = tensor.device_mesh
+    known = _boxes.get(mesh)
+    if known is None:
+        known = _boxes[mesh] = {}
+    # Meshes of equal ranks are one key, and a process that has initialized torch.distributed anew may have another rank.
+    layout = tensor.placements, tensor.shape, tuple(mesh.get_coordinate() or ())
+    box = known.get(layout)
+    if box is None:
+        box = known[layout] = _computed_box(tensor, name)
+    local = local_tensor(tensor).shape
+    if local != box.shape:
+        raise ShardingError(f"{name}: the local tensor has shape {tuple(local)}, its placements say {box.shape}")
+    return box
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, tuple[Any, ...], tuple[int, ...]], Box] = {}
 
-    def box_of(self, tensor: torch.Tensor, name: str) -> Box:
-        """Return this rank's box of the global tensor. Raises as `address_of`."""
-        from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+def _computed_box(tensor: Any, name: str) -> Box:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        assert isinstance(tensor, DTensor)
-        layout = (id(tensor.device_mesh), tensor.placements, tuple(tensor.shape))
-        if layout not in self._known:
-            if any(placement.is_partial() for placement in tensor.placements):
-                raise ShardingError(
-                    f"{name}: placements {tensor.placements} hold a pending sum; redistribute it before saving"
-                )
-            shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-            self._known[layout] = Box(tuple(offset), tuple(shape))
-        box, local = self._known[layout], tuple(local_tensor(tensor).shape)
-        if local != box.shape:
-            raise ShardingError(f"{name}: the local tensor has shape {local}, its placements say {box.shape}")
-        return box
+    assert isinstance(tensor, DTensor)
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise ShardingError(f"{name}: placements {tensor.placements} hold a pending sum; redistribute it before saving")
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Box(tuple(offset), tuple(shape))
+
+
+_boxes: WeakKeyDictionary[Any, dict[tuple[Any, ...], Box]] = WeakKeyDictionary()
+"""Mesh -> box by layout: placements, global shape, and this process's coordinate in the mesh."""

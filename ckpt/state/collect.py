@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+import msgspec
 import torch
 
 from ckpt.errors import ConfigurationError, ReplicationError, ShardingError, describe, rebuild, sentence
@@ -307,7 +308,12 @@ def exchange_distinct(
 
 
 def digest_of_json(tree: Any) -> str:
-    return digest_of(json.dumps(tree, separators=(",", ":")).encode())
+    """Return a digest of JSON values, for comparison between ranks of one run."""
+    try:
+        data = msgspec.json.encode(tree)
+    except UnicodeEncodeError:  # half of a surrogate pair, which `json` escapes
+        data = json.dumps(tree).encode()
+    return digest_of(data)
 
 
 def _declared_ties(component: StateComponent, leaves: Leaves) -> Mapping[str, str]:

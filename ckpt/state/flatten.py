@@ -228,9 +228,11 @@ def _steps_into(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _json(value: Any, label: str) -> Any:
+    if type(value) in _EXACT_IN_JSON:
+        return value
     if isinstance(value, enum.Enum):
         return {"~enum": _enum_to_json(value, label)}
-    if value is None or isinstance(value, bool | str) or type(value) is int:
+    if isinstance(value, str):
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"~float": repr(value)}
@@ -443,7 +445,8 @@ _UNKNOWN_ENUMS: dict[type[UnknownObject], tuple[str, str]] = {}
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 _NAMESPACE_OF: dict[str, type[Any]] = {kind.__name__: kind for kind in _NAMESPACES}
 _INVALID_DATA = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError)
-_SAME_IN_JSON = frozenset((str, int, float, bool, type(None)))
+_EXACT_IN_JSON = frozenset((str, int, bool, type(None)))
+_SAME_IN_JSON = _EXACT_IN_JSON | {float}
 _NOT_FINITE = {repr(number): number for number in (math.nan, math.inf, -math.inf)}
 _FROM_TAG: dict[str, Callable[[Any], Any]] = {
     "~float": lambda data: _NOT_FINITE[data],
@@ -473,7 +476,7 @@ def _flatten_into(leaves: Leaves, value: Any, start: str, path: Path, label: str
     for step, child in _children(value):
         key = f"{start}{step[0] if type(step) is tuple else step}"
         below = (*path, step)
-        if not isinstance(child, _TENSORS) and _is_entered(child):
+        if type(child) not in _SAME_IN_JSON and not isinstance(child, _TENSORS) and _is_entered(child):
             _flatten_into(leaves, child, f"{key}.", below, label)
         else:
             _add_leaf(leaves, child, key, below, label)
@@ -505,7 +508,7 @@ def _children(value: Any) -> Iterable[tuple[PathPart, Any]]:
 
 def _is_entered(value: Any) -> bool:
     """Whether to flatten a value that is no tensor: a dictionary with entries, or a list or namespace that holds a tensor."""
-    if isinstance(value, dict | Mapping):  # dict first: Mapping's own check is slow
+    if isinstance(value, (dict, Mapping)):  # dict first: Mapping's own check is slow
         return bool(value)
     return _is_entered_for_tensors(value) and _holds_tensor(value)
 

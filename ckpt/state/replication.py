@@ -26,7 +26,7 @@ import xxhash
 from ckpt.errors import ConfigurationError, ReplicationError
 from ckpt.format.dtypes import is_dtensor, raw_bytes
 from ckpt.state.abilities import RankPrivate, offers
-from ckpt.state.address import DTensorBoxes, address_of, local_tensor
+from ckpt.state.address import address_of, local_tensor
 from ckpt.state.flatten import TensorLeaf
 from ckpt.state.sharded_tensor import ShardedTensor
 
@@ -175,11 +175,10 @@ def fingerprints(
         progress: called after each tensor.
     """
     found = {}
-    boxes = DTensorBoxes()
     for key, leaf in tensors.items():
         local = local_tensor(leaf)
         digest = _digest_of_sample(local) if level is ValidationLevel.QUICK else _digest_of_all(local)
-        found[key] = Fingerprint(str(local.dtype).removeprefix("torch."), tuple(local.shape), digest, _place(leaf, boxes))
+        found[key] = Fingerprint(str(local.dtype).removeprefix("torch."), tuple(local.shape), digest, _place(leaf))
         progress()
     return found
 
@@ -390,11 +389,11 @@ def _ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _place(leaf: TensorLeaf, boxes: DTensorBoxes) -> str | None:
+def _place(leaf: TensorLeaf) -> str | None:
     """Return the position of a leaf in a larger tensor; None for a whole tensor."""
     if not is_piece(leaf):
         return None
-    address = address_of(leaf, "piece", boxes)
+    address = address_of(leaf, "piece")
     sides = ", ".join(f"{side.start}:{side.stop}" for side in address.box.slices)
     return f"[{sides}] of {list(address.global_shape)}"
 

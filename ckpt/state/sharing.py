@@ -15,7 +15,7 @@ from ckpt.format.names import COMPONENT_KEY
 from ckpt.planning.tables import Address
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import Elastic, offers
-from ckpt.state.address import DTensorBoxes, address_of, local_tensor
+from ckpt.state.address import address_of, local_tensor
 from ckpt.state.flatten import Leaves, TensorLeaf
 from ckpt.state.replication import ValidationLevel, check_level
 from ckpt.state.sharded_tensor import ShardedTensor
@@ -326,14 +326,13 @@ def addresses(component: StateComponent, leaves: Leaves, topology: Topology) -> 
     has_own = component.pattern in OWN_COPIES
     gives_plain = contributes(component, topology)
     found = {}
-    boxes = DTensorBoxes()
     for key, leaf in leaves.tensors.items():
         sharded = isinstance(leaf, ShardedTensor) or is_dtensor(leaf)
         if not sharded and not gives_plain:
             continue
         if sharded and has_own:
             _require_inside(component, key, leaf, topology)
-        found[key] = address_of(leaf, start + key, boxes)
+        found[key] = address_of(leaf, start + key)
     return found
 
 

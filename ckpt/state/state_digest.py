@@ -15,7 +15,7 @@ from ckpt.planning.plan import half_tied
 from ckpt.planning.tables import Address
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import tied_names
-from ckpt.state.address import DTensorBoxes, address_of, local_tensor
+from ckpt.state.address import address_of, local_tensor
 from ckpt.state.flatten import TensorLeaf, flatten
 from ckpt.state.sharing import Stateful, find_aliases
 
@@ -45,8 +45,7 @@ def state_digest(statefuls: Mapping[str, Stateful], topology: Topology) -> str:
         aliases = find_aliases(leaves, tied_names(stateful))
         tensors |= {f"{component}.{key}": leaf for key, leaf in leaves.items() if key not in aliases}
         tied |= {f"{component}.{alias}": f"{component}.{first}" for alias, first in aliases.items()}
-    boxes = DTensorBoxes()
-    found = {name: address_of(leaf, name, boxes) for name, leaf in tensors.items()}
+    found = {name: address_of(leaf, name) for name, leaf in tensors.items()}
     with topology.phase("digest addresses") as phase:
         phase.payload = [[[name, a.box.offsets, a.box.shape] for name, a in found.items()], tied]
     holders: dict[tuple[str, Box], list[int]] = defaultdict(list)

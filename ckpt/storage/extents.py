@@ -308,7 +308,6 @@ class ExtentReader:
 
     def _fill(self, fd: int, chunk: ChunkExtent, start: int, pieces: Sequence[memoryview], name: str) -> None:
         """Fill all of `pieces` with the chunk's bytes from `start` on."""
-        path = self._root / chunk.file
         at = chunk.offset + start
         missing = list(pieces)
         is_held = chunk.file in self._held
@@ -317,10 +316,10 @@ class ExtentReader:
             try:
                 got = read_at(fd, missing[:1024], at)
             except OSError as error:
-                raise OSError(error.errno, error.strerror, str(path)) from error
+                raise OSError(error.errno, error.strerror, str(self._root / chunk.file)) from error
             if got == 0:
                 raise CorruptCheckpointError(
-                    f"{name}: {path} ends at byte {at}, where bytes {chunk.offset} to {chunk.offset + chunk.length} "
+                    f"{name}: {self._root / chunk.file} ends at byte {at}, where bytes {chunk.offset} to {chunk.offset + chunk.length} "
                     "were saved. Load an earlier checkpoint.",
                     file=chunk.file,
                 )

@@ -13,7 +13,7 @@ import torch
 
 from ckpt.format.box import Box, overlap
 from ckpt.ranks.topology import Topology
-from ckpt.state.address import DTensorBoxes, address_of, local_tensor
+from ckpt.state.address import address_of, local_tensor
 from ckpt.state.flatten import flatten
 from ckpt.state.sharing import Stateful, find_aliases
 from recipes.benchmark.measuring import gathered
@@ -69,7 +69,6 @@ class ByteRun:
 def places_of(statefuls: Mapping[str, Stateful]) -> dict[Place, torch.Tensor]:
     """Return the tensors of this rank by their places; tied ones once, empty ones not at all."""
     found: dict[Place, torch.Tensor] = {}
-    boxes = DTensorBoxes()
     for component, stateful in statefuls.items():
         tensors = flatten(stateful.state_dict(), component).tensors
         tied = find_aliases(tensors, getattr(stateful, "tied_names", {}))
@@ -77,7 +76,7 @@ def places_of(statefuls: Mapping[str, Stateful]) -> dict[Place, torch.Tensor]:
             name = f"{component}/{tied.get(key, key)}"
             local = local_tensor(leaf)
             if local.numel():
-                found[name, address_of(leaf, name, boxes).box] = local
+                found[name, address_of(leaf, name).box] = local
     return found
 
 
