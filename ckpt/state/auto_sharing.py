@@ -79,7 +79,7 @@ class AutoSharing:
         with self._topology.phase("sharing") as phase:
             for component in components:
                 phase.component = component.key
-                seen[component.key] = _seen(component)
+                seen[component.key] = _seen(component, self._topology.world_size)
             phase.component = None
             phase.payload = {key: _summary(leaves) for key, leaves in seen.items()}
         found: dict[str, Sharing] = {}
@@ -119,10 +119,10 @@ def _declared(component: StateComponent) -> Sharing | None:
 
 
 @torch.no_grad()
-def _seen(component: StateComponent) -> Mapping[str, Fingerprint]:
+def _seen(component: StateComponent, world_size: int) -> Mapping[str, Fingerprint]:
     """The state of this rank; nothing of an optional component that fails, which is not saved."""
     try:
-        return look_at(component)
+        return look_at(component, world_size)
     except Exception:
         if component.required:
             raise

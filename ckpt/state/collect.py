@@ -196,7 +196,7 @@ def collect(
             aliases += [(start + alias, start + first) for alias, first in tied.items()]
             mine.plain[component.key] = _plain_rows(component, leaves, tied)
         is_seen = look and component.key not in known
-        _add_fingerprints(mine, component, leaves, compare_all, is_seen, topology.progress)
+        _add_fingerprints(mine, component, leaves, compare_all, is_seen, topology)
         topology.progress()
     mine.table = Table(tuple(parts), tuple(aliases))
     return mine
@@ -475,30 +475,32 @@ def _add_fingerprints(
     leaves: Leaves,
     compare_all: bool,
     look: bool,
-    progress: Callable[[], None],
+    topology: Topology,
 ) -> None:
     """Hash the tensors of a component for the comparison and for the doctor. No tensor is hashed twice by every bit."""
+    size, progress = topology.world_size, topology.progress
     key, private = component.key, mine.private[component.key]
     tensors = {name: leaf for name, leaf in leaves.tensors.items() if name not in private}
     level = level_of(component, validate_all=compare_all)
     prints: dict[str, Fingerprint] = {}
     if level is not ValidationLevel.NONE:
-        prints = fingerprints(tensors, level, progress)
+        # At the level "full" the hashes also show whether a tensor is changed during the write.
+        prints = fingerprints(tensors, level, progress, world_size=None if level is ValidationLevel.FULL else size)
         mine.copies[key] = Copies(level, tensors, prints)
     if look:
         if not level.covers(ValidationLevel.TENSOR):
-            prints = fingerprints(tensors, ValidationLevel.TENSOR, progress)
+            prints = fingerprints(tensors, ValidationLevel.TENSOR, progress, world_size=size)
         mine.seen[key] = prints | _plain_fingerprints(component, leaves, private)
 
 
-def look_at(component: StateComponent) -> dict[str, Fingerprint]:
+def look_at(component: StateComponent, world_size: int) -> dict[str, Fingerprint]:
     """Return the fingerprints of all of a component on this rank, as `collect` takes them for the doctor."""
     leaves = flatten(component.stateful.state_dict(), component.key)
     wait_for_all(_memory_of(leaves))
     private = private_keys(component.stateful, leaves.paths)
     tied = find_aliases(leaves.tensors, tied_names(component.stateful))
     tensors = {key: leaf for key, leaf in leaves.tensors.items() if key not in tied and key not in private}
-    return fingerprints(tensors) | _plain_fingerprints(component, leaves, private)
+    return fingerprints(tensors, world_size=world_size) | _plain_fingerprints(component, leaves, private)
 
 
 def _plain_fingerprints(component: StateComponent, leaves: Leaves, private: Collection[str]) -> dict[str, Fingerprint]:

@@ -65,7 +65,7 @@ class Fingerprint(NamedTuple):
     Attributes:
         dtype: torch's name of the data type; "" for a plain value.
         shape: of the piece that the rank holds; for a plain value, its length as JSON.
-        digest: of its bits, or of a sample of them.
+        digest: of its bits, or of a sample of them; "" for a piece of a larger tensor that no other rank can hold.
         place: position in a larger tensor, such as "[0:4, 0:3] of [8, 3]"; None for a whole tensor.
     """
 
@@ -166,6 +166,8 @@ def fingerprints(
     tensors: Mapping[str, TensorLeaf],
     level: ValidationLevel = ValidationLevel.TENSOR,
     progress: Callable[[], None] = lambda: None,
+    *,
+    world_size: int | None = None,
 ) -> dict[str, Fingerprint]:
     """Return the fingerprints of tensors: xxh3-128 of every bit, or of a sample at the level "quick".
 
@@ -173,11 +175,16 @@ def fingerprints(
 
     Args:
         progress: called after each tensor.
+        world_size: number of ranks whose fingerprints will be compared; a piece that this rank alone holds of them is not hashed.
+            None: every tensor is hashed.
     """
     found = {}
     for key, leaf in tensors.items():
         local = local_tensor(leaf)
-        digest = _digest_of_sample(local) if level is ValidationLevel.QUICK else _digest_of_all(local)
+        if world_size is not None and _is_held_once(leaf, world_size):
+            digest = ""
+        else:
+            digest = _digest_of_sample(local) if level is ValidationLevel.QUICK else _digest_of_all(local)
         found[key] = Fingerprint(str(local.dtype).removeprefix("torch."), tuple(local.shape), digest, _place(leaf))
         progress()
     return found
@@ -387,6 +394,13 @@ def _shown(value: Any) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
+
+
+def _is_held_once(leaf: Any, world_size: int) -> bool:
+    """Whether a leaf is a DTensor that is cut along every dimension of a mesh of all ranks: each has another piece of it."""
+    if isinstance(leaf, ShardedTensor) or not is_dtensor(leaf) or leaf.device_mesh.size() != world_size:
+        return False
+    return all(placement.is_shard() for placement in leaf.placements)
 
 
 def _place(leaf: TensorLeaf) -> str | None:

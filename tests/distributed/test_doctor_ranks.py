@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import recipes.doctor
 from ckpt import StateComponent
@@ -18,6 +20,7 @@ from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import CheckpointError, ConfigurationError, ReplicationError
 from ckpt.format.stored import read_manifest
 from ckpt.ranks.topology import Topology
+from ckpt.state import replication
 from ckpt.state.pattern_check import examine
 from recipes.commands import patterns
 from tests.conf.configs import config
@@ -210,6 +213,40 @@ def save_twice(topology: Topology, root: Path, validate: bool) -> list[str]:
 def test_the_doctor_looks_at_the_first_save_only(tmp_path: Path) -> None:
     """What later differs is the business of validate_replication, which costs at every save."""
     assert run_threads(2, save_twice, tmp_path, False) == [[], []]
+
+
+def _hashed_in_the_first_save(topology: Topology, root: Path, is_torn: bool) -> tuple[list[int], str]:
+    """Save DTensors that are cut over all ranks, over pairs with a copy in each, and held whole; return the bytes of each tensor
+    hashed, and the error."""
+    whole, pairs = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
+    state = {
+        "over all": distribute_tensor(random_bits((40, 8), torch.float32, 1), whole, [Shard(0)]),
+        "over both": distribute_tensor(random_bits((48, 8), torch.float32, 2), pairs, [Shard(0), Shard(1)]),
+        "over pairs": distribute_tensor(random_bits((56, 8), torch.float32, 3), pairs, [Replicate(), Shard(0)]),
+        "whole": random_bits((64, 8), torch.float32, 4),
+    }
+    if is_torn and topology.rank == 3:
+        state["over pairs"].to_local()[5, 5] += 1
+    hashed, digest_of_all = [], replication._digest_of_all
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replication, "_digest_of_all", lambda local: hashed.append(local.nbytes) or digest_of_all(local))
+        made = coordinator(topology, root, [StateComponent("model", Held(state), "sharded")])
+        try:
+            made.save_checkpoint(checkpoint_id="1")
+        except ReplicationError as error:
+            return hashed, str(error)
+    return hashed, ""
+
+
+def test_pieces_that_no_other_rank_can_hold_are_not_hashed(tmp_path: Path) -> None:
+    outcomes = run_ranks(4, _hashed_in_the_first_save, tmp_path, False, process_group=True)
+    assert outcomes == [([28 * 8 * 4, 64 * 8 * 4], "")] * 4
+
+
+def test_pieces_that_other_ranks_hold_are(tmp_path: Path) -> None:
+    outcomes = run_ranks(4, _hashed_in_the_first_save, tmp_path, True, process_group=True)
+    assert len({said for _, said in outcomes}) == 1
+    assert "ranks 1 and 3 both hold `over pairs` [28:56, 0:8] of [56, 8], and not the same" in outcomes[0][1]
 
 
 def save_sharded_twice(topology: Topology, root: Path) -> str:
