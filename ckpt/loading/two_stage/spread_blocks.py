@@ -165,6 +165,12 @@ def plan_spread(wants: Sequence[tuple[Sequence[Want], Ranks]], slot_bytes: int) 
     return Spread(own, in_order)
 
 
+def first_wanted_bytes(wants: Sequence[tuple[Sequence[Want], Ranks]], rank: int) -> int:
+    """Count the bytes that a rank wants and no rank below it does: of all ranks together, the bytes that any of them wants."""
+    segments = chain.from_iterable(segments for *_, segments in _segments(wants))
+    return sum(stop - start for ranks, start, stop in segments if ranks[0] == rank)
+
+
 class _Unread(NamedTuple):
     """Bytes that several ranks want and no rank reads yet: a block, or parts of blocks to be.
 

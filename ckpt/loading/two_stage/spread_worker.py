@@ -60,7 +60,7 @@ class TwoStageReading:
         topology: told whenever something has moved; `timeout_s` is how long other ranks may be silent.
         timers: `run` adds the seconds of each of `STEPS`.
         give_up: called when `run` has failed, and transfers may still be under way.
-        is_counted: whether `run` returns the bytes read; False where another rank of this host reads the same ones from the page cache.
+        counted_bytes: what `run` returns as bytes read; None: what this rank has read.
     """
 
     part: RankPart
@@ -73,7 +73,7 @@ class TwoStageReading:
     topology: Topology
     timers: Timers
     give_up: Callable[[], None]
-    is_counted: bool = True
+    counted_bytes: int | None = None
 
     def run(self) -> ReadStats:
         """See `Reading.run`. Closes sockets at its end, from which neighbours that wait for a rank that failed learn of it, long before
@@ -92,7 +92,8 @@ class TwoStageReading:
             for name, taken in seconds.items():
                 self.timers[name].append(taken)
             self.close()
-        return ReadStats(self.reader.bytes_read if self.is_counted else 0, self.wants.num_bytes)
+        counted = self.reader.bytes_read if self.counted_bytes is None else self.counted_bytes
+        return ReadStats(counted, self.wants.num_bytes)
 
     def close(self) -> None:
         """See `Reading.close`."""

@@ -14,6 +14,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from ckpt.loading.strategy import ReadRequest, Stored, in_flight_bytes
 from ckpt.loading.two_stage.host_link import HostLink
 from ckpt.loading.two_stage.network import KeptTransports, Transport
 from ckpt.loading.two_stage.slots import SLOT_BYTES, Slots, make_slots
-from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, part_of, plan_spread
+from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, first_wanted_bytes, part_of, plan_spread
 from ckpt.loading.two_stage.spread_worker import TwoStageReading
 from ckpt.loading.two_stage.timing import Timers, timed
 from ckpt.loading.two_stage.wants import Want, wants_of
@@ -113,7 +114,8 @@ class TwoStageLoad:
                 if link is not None:
                     unless_prepared.callback(link.close)
                 phase.payload = _Announcement(
-                    digest_of(json.dumps([wanted, mine.is_cached]).encode()),
+                    digest_of(json.dumps(wanted).encode()),
+                    mine.is_cached,
                     max((want.unit for want in wanted), default=ALIGNMENT),
                     members,
                     link.address if link is not None else None,
@@ -127,14 +129,16 @@ class TwoStageLoad:
             with topology.phase("meet") as phase:
                 alike = [rank for rank in group.members if announced[rank].wants == announced[topology.rank].wants]
                 has_met = _has_met(link, announced, _neighbours(topology, group.members))
-                phase.payload = [mine.wants if topology.rank == min(alike) else None, has_met, self._transports.offer()]
+                phase.payload = [wanted if topology.rank == min(alike) else None, has_met, self._transports.offer()]
             rows_of, met, offers = zip(*phase.payloads, strict=True)
             hosts = {
                 instance: _by_host(topology, instance, share=all(met[rank] for rank in instance))
                 for instance in group.instances
             }
             here = hosts[group.members]
-            wants = _wants_of(group.members, [one.wants for one in announced], rows_of)
+            all_wants = _wants_of(group.members, [one.wants for one in announced], rows_of)
+            cached = {rank for rank in group.members if announced[rank].is_cached}
+            wants = _of_ranks(all_wants, set(group.members) - cached)
             between_hosts = [instance for instance in group.instances if len(hosts[instance]) > 1]
             transport = self._transports.connect(topology, device, between_hosts, offers) if between_hosts else None
             with topology.phase("plan the read"):
@@ -147,9 +151,12 @@ class TwoStageLoad:
                 part = part_of(plan_spread(wants, slots.slot_bytes), here, topology.rank, mine.held)
             unless_prepared.pop_all()
         give_up = partial(self._transports.give_up, topology.rank)
-        is_counted = not mine.is_cached or topology.rank == min(_neighbours(topology, alike))
+        counted = None
+        if mine.is_cached:  # each byte once, whichever of this host's ranks read it
+            here_cached = cached & set(_neighbours(topology, group.members))
+            counted = first_wanted_bytes(_of_ranks(all_wants, here_cached), topology.rank)
         return TwoStageReading(
-            part, mine, reader, Filling(SLOT_BYTES), slots, link, transport, topology, self.timers, give_up, is_counted
+            part, mine, reader, Filling(SLOT_BYTES), slots, link, transport, topology, self.timers, give_up, counted
         )
 
     def close(self) -> None:
@@ -215,7 +222,8 @@ class _Announcement(NamedTuple):
     """What a rank tells all others first.
 
     Attributes:
-        wants: digest of what it wants, and of whether that is cached.
+        wants: digest of what it wants, as JSON.
+        is_cached: it reads all of that by itself, from the page cache of its host.
         unit: the most bytes that it wants read as one.
         members: the ranks for which each byte is read once.
         address: of its `HostLink`; None: it has none.
@@ -224,6 +232,7 @@ class _Announcement(NamedTuple):
     """
 
     wants: str
+    is_cached: bool
     unit: int
     members: list[int]
     address: str | None
@@ -260,6 +269,14 @@ def _wants_of(
     for rank in members:
         alike.setdefault(digests[rank], []).append(rank)
     return [(strict_json.convert(rows[ranks[0]], list[Want]), tuple(ranks)) for ranks in alike.values()]
+
+
+def _of_ranks(
+    wants: Sequence[tuple[Sequence[Want], tuple[int, ...]]], ranks: AbstractSet[int]
+) -> list[tuple[Sequence[Want], tuple[int, ...]]]:
+    """The sets of wants that some of these ranks have, each with those that do."""
+    chosen = [(rows, tuple(rank for rank in those if rank in ranks)) for rows, those in wants]
+    return [(rows, those) for rows, those in chosen if those]
 
 
 def _require_alike(settings: Sequence[Mapping[str, Any]]) -> None:

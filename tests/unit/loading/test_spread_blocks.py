@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, Spread, part_of, plan_spread
+from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, Spread, first_wanted_bytes, part_of, plan_spread
 from ckpt.loading.two_stage.wants import ChunkRange, Want
 
 UNIT = 16
@@ -81,6 +81,15 @@ def test_every_wanted_byte_is_read_once_in_the_group(wants: list[tuple[list[Want
     assert set(counted.values()) <= {1}
     wanted = [ChunkRange(want.key, a, b) for rows, _ in wants for want in rows for a, b in want.stretches]
     assert set(counted) == set(_bytes_of(wanted))
+
+
+@pytest.mark.usefixtures("turns")
+@given(_wants())
+@settings(max_examples=25)
+def test_every_wanted_byte_is_counted_by_one_rank(wants: list[tuple[list[Want], tuple[int, ...]]]) -> None:
+    wanted = [ChunkRange(want.key, a, b) for rows, _ in wants for want in rows for a, b in want.stretches]
+    ranks = [rank for _, some in wants for rank in some]
+    assert sum(first_wanted_bytes(wants, rank) for rank in ranks) == len(_bytes_of(wanted))
 
 
 @pytest.mark.usefixtures("turns")
