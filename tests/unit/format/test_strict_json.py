@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 import gc
+import json
 import os
 import sys
 import threading
