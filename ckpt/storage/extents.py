@@ -157,9 +157,8 @@ class ExtentReader:
         It does not for a reader with a `read_at` of its own, nor for a file in memory, nor if the bytes seem to be there: to be asked
         for 8 MiB that are there takes the kernel 1 ms, to look at one byte 1 us.
         """
-        has_own_way = self._read_at is not os.preadv or chunk.file in self._held or not _CAN_READ_AHEAD
         num_bytes = min(chunk.length, most_bytes)
-        if has_own_way or chunk.file in self._files or num_bytes == 0:
+        if not self._is_read_through_cache(chunk) or chunk.file in self._files or num_bytes == 0:
             return
         with suppress(OSError, CorruptCheckpointError):  # which `read` finds, too
             fd = self._open(chunk.file, chunk.file)
@@ -169,15 +168,20 @@ class ExtentReader:
     def is_cached(self, chunk: ChunkExtent, stretches: Sequence[tuple[int, int]]) -> bool:
         """Whether the kernel seems to have some ranges of a raw chunk in its page cache: their last bytes, and one in each 2 MiB before.
 
-        False for a reader with a `read_at` of its own, and where the system cannot tell. Does not wait, and does not fail.
+        False for a reader with a `read_at` of its own, for a file in memory, and where the system cannot tell. Does not wait, and does
+        not fail.
         """
-        if self._read_at is not os.preadv or not _CAN_READ_AHEAD:
+        if not self._is_read_through_cache(chunk):
             return False
         with suppress(OSError, CorruptCheckpointError):  # which `read` finds, too
             fd = self._open(chunk.file, chunk.file)
             probes = (at for start, stop in stretches for at in (*range(start, stop, PROBED_BYTES), stop - 1))
             return all(_is_cached(fd, chunk.offset + at) for at in probes)
         return False
+
+    def _is_read_through_cache(self, chunk: ChunkExtent) -> bool:
+        """Whether reads of a chunk go through the kernel's page cache, and the kernel can be asked about it."""
+        return self._read_at is os.preadv and _CAN_READ_AHEAD and chunk.file not in self._held
 
     def unit_of(self, chunk: ChunkExtent) -> int:
         """Return the granularity of reads of a chunk, in bytes: a block under one digest, if digests are checked."""

@@ -10,7 +10,6 @@ its host has all of it: from there to its tensors is one copy, through a slot it
 
 from __future__ import annotations
 
-import json
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,6 @@ import torch
 from ckpt.backends.base import Backend
 from ckpt.errors import ConfigurationError
 from ckpt.format import strict_json
-from ckpt.format.manifest import digest_of
 from ckpt.loading.chunk_reader import ChunkReader
 from ckpt.loading.strategy import ReadRequest, Stored, in_flight_bytes
 from ckpt.loading.two_stage.host_link import HostLink
@@ -37,6 +35,7 @@ from ckpt.loading.two_stage.wants import Want, wants_of
 from ckpt.memory.copies import Filling
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology, first_difference, group_of
+from ckpt.state.collect import digest_of_json
 from ckpt.storage.extents import ReadAt
 from ckpt.storage.host_memory import can_be_shared
 from ckpt.storage.wanted_bytes import ALIGNMENT
@@ -57,7 +56,7 @@ class TwoStageLoad:
         transport: carries blocks between hosts. "torch": torch.distributed, in groups of its default one. "engine": the transport
             that carries weights to rollouts (ckpt/engine), which needs none. None: "engine" where the coordinator's backend says so,
             else "torch".
-        read_at: how bytes come from an open file.
+        read_at: how bytes come from an open file. Only of `os.preadv` it is known that they come through the page cache.
 
     Attributes:
         timers: seconds of this rank: `prepare`; then `storage`, `network` and `place`, which run beside each other, and `wait`. See
@@ -114,7 +113,7 @@ class TwoStageLoad:
                 if link is not None:
                     unless_prepared.callback(link.close)
                 phase.payload = _Announcement(
-                    digest_of(json.dumps(wanted).encode()),
+                    digest_of_json(wanted),
                     mine.is_cached,
                     max((want.unit for want in wanted), default=ALIGNMENT),
                     members,
