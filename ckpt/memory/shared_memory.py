@@ -46,7 +46,9 @@ def shared_memory(num_bytes: int) -> torch.Tensor:
         OSError: there is not enough of it.
     """
     if not can_be_shared():
-        raise ConfigurationError("saves.writer='process' needs Linux, for memfd_create; give saves.writer='thread'")
+        raise ConfigurationError(
+            "memory that two processes share needs Linux, for memfd_create; saves do without it with saves.writer='thread'"
+        )
     name = f"ckpt-staging-{secrets.token_hex(8)}"
     fd = shared(name, whole_huge_pages(max(num_bytes, 1)))
     try:

@@ -91,8 +91,8 @@ def _kill_in_a_save(run_dir: Path, victims: str, random: Random, overrides: list
             for process in ours:
                 with contextlib.suppress(psutil.NoSuchProcess):  # some end by themselves when the first are gone
                     process.kill()
-        left = left_after(a_second() / 2, lambda: [process for process in ours if _lives(process)])
-        assert left == [], f"half a second later there are {left}"
+        left = left_after(a_second(), lambda: [process for process in ours if _lives(process)])
+        assert left == [], f"a second later there are {left}"
         assert left_after(0.0, lambda: marked(run_dir)) == []
     finally:
         for process in marked(run_dir):
