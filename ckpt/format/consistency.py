@@ -22,7 +22,7 @@ from ckpt.format.box import Box, chunk_box, num_chunks
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.manifest import ArrayEntry, CheckpointManifest, ComponentManifest, Index, PackedPiece
 from ckpt.format.names import COMPONENT_KEY, PLAIN_NAME, is_inner_path
-from ckpt.format.records import CLIPPED_STORES, stored_shape
+from ckpt.format.records import ALIGNMENT, CLIPPED_STORES, stored_shape
 from ckpt.format.strict_json import MAX_INT, Refused
 
 MAX_FILE_BYTES = 1 << 30
@@ -215,6 +215,8 @@ def check_extents(index: Index) -> None:
             raise Refused(
                 f"{len(extent.digests)} digests are given for {length} bytes of {file!r:.80} in blocks of {extent.block_bytes}"
             )
+        if extent.raw and extent.block_bytes % ALIGNMENT:
+            raise Refused(f"blocks of {extent.block_bytes} bytes would split elements of {file!r:.80}")
         record = index.files.get(file)
         if record is None or offset + length > record.size:
             size = "not listed" if record is None else f"{record.size} bytes long"

@@ -58,6 +58,10 @@ class Expected:
     contents: Sequence[Content]
 
 
+ALIGNMENT = 16
+"""Size of the largest element. Blocks of raw chunks are multiples of it, so that what is read at a time splits no element."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkExtent:
     """The place of a chunk's bytes in a file, and their digests.

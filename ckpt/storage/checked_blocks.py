@@ -4,9 +4,12 @@
     rank 1   reads block 7 from the page cache, finds the mark, hashes nothing
 
 A mark stands for a place in a file, in the state that the file was in both before and after the block was read, and for the digest that
-was found there. It is used by a reader before and after whose read the file was in that state, too. A file in memory of a rank (pool.py)
-is longer as soon as the next save begins to overwrite it. The table of marks is shared memory of one load. It takes any number of
-blocks: a mark may replace another one, whose block is then hashed once more.
+was found there. It is used by a reader before and after whose read the file was in that state, too, and for whom the page cache has the
+bytes: a file system without one may give each reader other bytes. A file in memory of a rank (pool.py) is longer as soon as the next save
+begins to overwrite it.
+
+The table of marks is shared memory of one load. It takes any number of blocks: a mark may replace another one, whose block is then hashed
+once more.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from ckpt.errors import CorruptCheckpointError
 from ckpt.format.box import Box, flat_boxes, overlap, whole
 from ckpt.format.dtypes import bits_of, raw_bytes
 from ckpt.format.gc_pause import gc_paused
-from ckpt.format.records import ChunkExtent
+from ckpt.format.records import ALIGNMENT, ChunkExtent
 from ckpt.storage.runs import TensorRun, WantedBox, find_runs
 
 DIRECT_BYTES = 256 << 10
@@ -30,9 +30,6 @@ always read into the tensor."""
 
 GAP_BYTES = 1 << 20
 """Gaps between wanted bytes from this size on are skipped."""
-
-ALIGNMENT = 16
-"""Slabs start at multiples of the largest element size, so that no element is split."""
 
 _Array = np.ndarray[Any, Any]
 

@@ -41,13 +41,18 @@ class HostLink:
         self.rank = rank
         self.memory: dict[int, torch.Tensor] = {}
         self.sockets: dict[int, socket.socket] = {}
-        self._fd = shared("ckpt-in-flight", num_bytes)
-        self.memory[rank] = mapped(self._fd)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.address = f"ckpt-{secrets.token_hex(16)}"
-        # A name of the kernel's, not of a file system; it goes with the socket.
-        self._listener.bind("\0" + self.address)
-        self._listener.listen(4096)
+        self._fd = -1
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._fd = shared("ckpt-in-flight", num_bytes)
+            self.memory[rank] = mapped(self._fd)
+            # A name of the kernel's, not of a file system; it goes with the socket.
+            self._listener.bind("\0" + self.address)
+            self._listener.listen(4096)
+        except BaseException:
+            self.close()
+            raise
 
     def reach(self, addresses: Sequence[tuple[int, str]]) -> bool:
         """Call the ranks below this one; return whether all of them are there.
@@ -78,8 +83,7 @@ class HostLink:
         others = [rank for rank in sorted(ranks) if rank != self.rank]
         try:
             for _ in range(sum(rank > self.rank for rank in others)):
-                made, _ = _patiently(self._listener, lambda: self._listener.accept(), others, topology)
-                _require_same_user(made)
+                made = self._answered(others, topology)
                 hello = _patiently(made, partial(made.recv, _HELLO.size), others, topology)
                 self.sockets[_sender_in(hello)] = made
             for rank in others:
@@ -88,6 +92,14 @@ class HostLink:
             if isinstance(error, RankLeftError):  # which is a TimeoutError, and so an OSError
                 raise
             raise RankLeftError(f"a rank of this host left before it had shared its memory: {error}") from error
+
+    def _answered(self, others: Sequence[int], topology: Topology) -> socket.socket:
+        """Answer the next call of this user. Other users can see the address, and call, too; they are turned away."""
+        while True:
+            made, _ = _patiently(self._listener, self._listener.accept, others, topology)
+            if _is_of_this_user(made):
+                return made
+            made.close()
 
     def send(self, rank: int, kind: int, parcel: int, slot: int) -> None:
         """Say a few words. There is room for all that can be under way at a time.
@@ -159,8 +171,7 @@ def _sender_in(hello: bytes) -> int:
     return int(sender)
 
 
-def _require_same_user(made: socket.socket) -> None:
+def _is_of_this_user(made: socket.socket) -> bool:
     credentials = made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, user, _ = struct.unpack("3i", credentials)
-    if user != os.geteuid():
-        raise ConnectionError(f"user {user} answered in place of a rank of this host")
+    return bool(user == os.geteuid())

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
@@ -97,11 +97,11 @@ class TwoStageReading:
 
     def close(self) -> None:
         """See `Reading.close`."""
-        self.slots.close()
-        self.reader.close()
-        self.filling.close()
-        if self.link is not None:
-            self.link.close()
+        with ExitStack() as closing:  # all, also if one fails; the link first, as neighbours may be waiting
+            for close in (self.filling.close, self.reader.close, self.slots.close):
+                closing.callback(close)
+            if self.link is not None:
+                closing.callback(self.link.close)
 
 
 class SpreadWorker:
@@ -308,7 +308,7 @@ class SpreadWorker:
 
     def _read(self, begin: Callable[[], None]) -> None:
         """The reader thread: first the blocks, which other ranks wait for, then what this rank alone wants, by chunk."""
-        begin()
+        self._attempt(begin)
         for block in self._job.part.reads:
             slot = self._free_reading.get()
             if slot is None:

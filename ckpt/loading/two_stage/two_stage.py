@@ -23,6 +23,7 @@ import torch
 from ckpt.backends.base import Backend
 from ckpt.errors import ConfigurationError
 from ckpt.format import strict_json
+from ckpt.format.records import ALIGNMENT
 from ckpt.loading.chunk_reader import ChunkReader
 from ckpt.loading.strategy import ReadRequest, Stored, in_flight_bytes
 from ckpt.loading.two_stage.host_link import HostLink
@@ -38,7 +39,6 @@ from ckpt.ranks.topology import Topology, first_difference, group_of
 from ckpt.state.collect import digest_of_json
 from ckpt.storage.extents import ReadAt
 from ckpt.storage.host_memory import can_be_shared
-from ckpt.storage.wanted_bytes import ALIGNMENT
 
 
 class TwoStageLoad:

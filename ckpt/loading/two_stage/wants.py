@@ -12,10 +12,10 @@ import torch
 
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.gc_pause import gc_paused
-from ckpt.format.records import ChunkExtent
+from ckpt.format.records import ALIGNMENT, ChunkExtent
 from ckpt.loading.chunk_reader import ChunkReader
 from ckpt.loading.strategy import ReadRequest, Stored, StoredPart, by_chunk, bytes_of
-from ckpt.storage.wanted_bytes import ALIGNMENT, WantedBytes
+from ckpt.storage.wanted_bytes import WantedBytes
 
 ChunkKey = tuple[str, int]
 """File and offset: no two chunks share them."""

@@ -202,6 +202,7 @@ IN_INDEX: dict[str, Change] = {
     "length beyond": chunk(3, 10**18),
     "block of 0": chunk(4, 0),
     "block of 16 with one digest": chunk(4, 16),
+    "block that splits elements": chunk(4, 4194319),
     "no digest": chunk(5, ""),
     "digest is no hex": chunk(5, "not hexadecimal!"),
     "digest is cut": chunk(5, "0123"),

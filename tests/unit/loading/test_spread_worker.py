@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import cast
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from ckpt.errors import CorruptCheckpointError
 from ckpt.format.records import ChunkExtent
 from ckpt.loading.chunk_reader import ChunkReader
 from ckpt.loading.strategy import StoredPart
+from ckpt.loading.two_stage import spread_worker
 from ckpt.loading.two_stage.slots import Slots
 from ckpt.loading.two_stage.spread_blocks import Spread, SpreadBlock, part_of
 from ckpt.loading.two_stage.spread_worker import STEPS, SpreadWorker, TwoStageReading
@@ -52,12 +54,12 @@ class FakeEndpoints:
         self.own.append(ranges)
 
 
-def worker(endpoints: FakeEndpoints, blocks: int, slots: int) -> SpreadWorker:
+def reading(endpoints: FakeEndpoints, blocks: int, slots: int) -> TwoStageReading:
     travel = [SpreadBlock(n, 0, (0,), (ChunkRange(("f", 0), n * SLOT, (n + 1) * SLOT),)) for n in range(blocks)]
     own = [ChunkRange(("a", 0), 0, 10), ChunkRange(("a", 0), 20, 30), ChunkRange(("b", 0), 0, 5)]
     keys = {piece.key for piece in [*own, *(block.pieces[0] for block in travel)]}
     places = {key: WantedBytes(ChunkExtent(*key, 0, ()), []) for key in keys}
-    job = TwoStageReading(
+    return TwoStageReading(
         part=part_of(Spread({0: own}, travel), [[0]], rank=0),
         wants=RankWants({key: [cast(StoredPart, None)] for key in keys}, places, [], [], set(), 0),
         reader=cast(ChunkReader, endpoints),
@@ -69,7 +71,10 @@ def worker(endpoints: FakeEndpoints, blocks: int, slots: int) -> SpreadWorker:
         timers=defaultdict(list),
         give_up=lambda: None,
     )
-    return SpreadWorker(job, dict.fromkeys(STEPS, 0.0))
+
+
+def worker(endpoints: FakeEndpoints, blocks: int, slots: int) -> SpreadWorker:
+    return SpreadWorker(reading(endpoints, blocks, slots), dict.fromkeys(STEPS, 0.0))
 
 
 def test_the_next_block_is_read_while_one_is_put_in_place() -> None:
@@ -131,6 +136,39 @@ def test_whatever_ends_the_reader_is_raised_by_the_calling_thread() -> None:
     endpoints.read = ended  # type: ignore[method-assign]
     with pytest.raises(SystemExit, match="enough"):
         worker(endpoints, blocks=2, slots=1).run()
+
+
+def test_a_device_that_fails_as_the_reader_begins_is_raised_by_the_calling_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost() -> Callable[[], None]:
+        def use() -> None:
+            raise RuntimeError("the device is lost")
+
+        return use
+
+    monkeypatch.setattr(spread_worker, "same_device", lost)
+    endpoints = FakeEndpoints()
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        worker(endpoints, blocks=2, slots=1).run()
+    assert not endpoints.begun[0].is_set(), "nothing is read"
+
+
+def test_all_of_a_reading_is_closed_if_one_part_fails_and_the_link_first() -> None:
+    """Neighbours that wait for a rank learn from its sockets that it has gone."""
+    closed = []
+
+    class Closing:
+        def __init__(self, name: str, fails: bool = False) -> None:
+            self.name, self.fails = name, fails
+
+        def close(self) -> None:
+            closed.append(self.name)
+            if self.fails:
+                raise RuntimeError("the device is lost")
+
+    parts: Any = {name: Closing(name, name == "slots") for name in ("filling", "reader", "slots", "link")}
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        replace(reading(FakeEndpoints(), blocks=1, slots=1), **parts).close()
+    assert closed == ["link", "slots", "reader", "filling"]
 
 
 def test_an_interrupt_ends_both_threads() -> None:

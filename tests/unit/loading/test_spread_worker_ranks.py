@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter, defaultdict
@@ -27,9 +31,10 @@ from ckpt.format.box import Box, chunk_box, num_chunks
 from ckpt.format.digests import BlockDigests
 from ckpt.format.dtypes import item_bytes, torch_dtype
 from ckpt.format.held import NOTHING_HELD
-from ckpt.format.records import ArraySpec, ChunkExtent
+from ckpt.format.records import ALIGNMENT, ArraySpec, ChunkExtent
 from ckpt.loading.chunk_reader import ChunkReader
 from ckpt.loading.strategy import ReadRequest, StoredPart
+from ckpt.loading.two_stage import host_link
 from ckpt.loading.two_stage.host_link import DONE, READY, HostLink
 from ckpt.loading.two_stage.slots import MAX_SLOTS, Slots
 from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, part_of, plan_spread
@@ -39,7 +44,6 @@ from ckpt.memory.copies import Filling
 from ckpt.planning.plan import needed_chunks
 from ckpt.ranks.topology import Topology
 from ckpt.storage.runs import WantedBox
-from ckpt.storage.wanted_bytes import ALIGNMENT
 from tests.states import random_bits, same_bits
 
 pytestmark = pytest.mark.usefixtures("collected")
@@ -442,3 +446,39 @@ def test_all_that_two_ranks_may_have_said_of_their_slots_fits_a_socket() -> None
         links[0].send(1, DONE, slot, slot)
     for link in links:
         link.close()
+
+
+_CALL = """
+import socket, sys
+for address in sys.argv[1:]:
+    one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    one.connect(chr(0) + address)
+    one.send(bytes(4))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_calls_of_other_users_are_turned_away() -> None:
+    """They see the addresses in /proc/net/unix."""
+    links = [HostLink(rank, 64) for rank in range(3)]
+    addresses = [(link.rank, link.address) for link in links]
+    python = shutil.which("python3", path="/usr/bin") or sys.executable
+    subprocess.run([python, "-c", _CALL, *(address for _, address in addresses)], user=65534, check=True, timeout=20)
+    assert all(link.reach(addresses) for link in links)
+    with ThreadPoolExecutor(len(links)) as ranks:
+        list(ranks.map(lambda link: link.join(range(len(links)), Topology.alone()), links))
+    assert [sorted(link.sockets) for link in links] == [[1, 2], [0, 2], [0, 1]]
+    for link in links:
+        link.close()
+
+
+def test_a_link_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(host_link, "mapped", refused)
+    before = _held()
+    for _ in range(3):
+        with pytest.raises(OSError, match="too many open files"):
+            HostLink(0, 64)
+    assert _held() == before

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -212,17 +213,22 @@ def test_a_byte_that_is_changed_in_place_is_found_though_the_files_time_is_set_b
 
 
 @pytest.mark.parametrize("moment", ["after the read", "before the read"])
-def test_a_file_that_changes_while_a_block_is_read_gets_no_mark_and_uses_none(tmp_path: Path, moment: str) -> None:
+def test_a_file_that_changes_while_a_block_is_read_gets_no_mark_and_uses_none(
+    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise a mark would be for the state of the file after the change, and the bytes from before it, or the other way round."""
     array = numbers(64)
     chunk = store(tmp_path, array.tobytes())
     table = made()
+    preadv = os.preadv
 
-    def changing(fd: int, buffers: Sequence[memoryview], at: int) -> int:
+    def changing(fd: int, buffers: Sequence[memoryview], at: int, *flags: int) -> int:
+        if flags:
+            return preadv(fd, buffers, at, *flags)
         time.sleep(0.02)
         if moment == "before the read":
             _flip_in_place(tmp_path / chunk.file, 5)
-        num_bytes = os.preadv(fd, buffers, at)
+        num_bytes = preadv(fd, buffers, at)
         if moment == "after the read":
             _flip_in_place(tmp_path / chunk.file, 5)
         return num_bytes
@@ -230,14 +236,49 @@ def test_a_file_that_changes_while_a_block_is_read_gets_no_mark_and_uses_none(tm
     if moment == "before the read":
         read(tmp_path, chunk, array, table)
     wanted = part(array, whole(array.shape))
-    with ExtentReader(tmp_path, checked=table, read_at=changing) as reader:
+    monkeypatch.setattr(os, "preadv", changing)
+    with ExtentReader(tmp_path, checked=table, read_at=os.preadv) as reader:
         if moment == "before the read":
             with pytest.raises(CorruptCheckpointError, match="are not those that were saved"):
                 reader.read(chunk, [wanted])
         else:
             reader.read(chunk, [wanted])  # its bytes are right
+    monkeypatch.undo()
     with pytest.raises(CorruptCheckpointError, match="are not those that were saved"):
         read(tmp_path, chunk, array, table)
+
+
+def _flipped(preadv: Callable[..., int], fd: int, buffers: Sequence[memoryview], at: int) -> int:
+    num_bytes = preadv(fd, buffers, at)
+    buffers[0][5] ^= 1
+    return num_bytes
+
+
+@pytest.mark.parametrize("how", ["a reader with a way of its own", "a file system without a page cache"])
+def test_bytes_that_another_rank_may_not_have_got_are_hashed(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is as it was when its block was marked, but this reader's bytes are not those of the page cache."""
+    array = numbers(64)
+    chunk = store(tmp_path, array.tobytes())
+    table = made()
+    read(tmp_path, chunk, array, table)
+    preadv = os.preadv
+
+    def uncached(fd: int, buffers: Sequence[memoryview], at: int, *flags: int) -> int:
+        if flags:
+            raise OSError(errno.EOPNOTSUPP, "this file system does not say what it has in memory")
+        return _flipped(preadv, fd, buffers, at)
+
+    read_at: Callable[..., int] = partial(_flipped, preadv)
+    if how == "a file system without a page cache":
+        read_at = uncached
+        monkeypatch.setattr(os, "preadv", uncached)
+    with (
+        ExtentReader(tmp_path, checked=table, read_at=read_at) as reader,
+        pytest.raises(CorruptCheckpointError, match="are not those that were saved"),
+    ):
+        reader.read(chunk, [part(array, whole(array.shape))])
 
 
 def test_a_table_that_cannot_be_mapped_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
