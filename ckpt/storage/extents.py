@@ -74,8 +74,8 @@ class ExtentReader:
         slab_bytes: bytes per read; None: `SLAB_BYTES`.
         landing: copies bytes to tensors on devices; None: all tensors are on the host.
         held: files in memory, which are not read from the folder.
-        checked: blocks that other ranks of this host have checked, which are not hashed again where all get them from the kernel's page
-            cache, or from memory; None, or with a `read_at` of its own: all are hashed here.
+        checked: blocks that other ranks of this host have checked in the kernel's page cache or in files in memory, which are not hashed
+            again where this one gets them from there; None: all are hashed here.
         in_order: files are read from their beginning to their end, so that the kernel may read further ahead than it does by default.
 
     Attributes:
@@ -97,7 +97,7 @@ class ExtentReader:
     ) -> None:
         self._in_order = in_order
         self._held = held
-        self._checked = checked if read_at is os.preadv else None
+        self._checked = checked
         self._slab_bytes = slab_bytes or SLAB_BYTES
         self._landing = landing
         self.bytes_read = 0
@@ -305,14 +305,15 @@ class ExtentReader:
         if not self._verify:
             return
         is_unchanged = marks and marks == self._marks(fd, chunk, start, num_bytes)
-        if not is_unchanged or self._checked is None:
-            self._check_blocks(chunk, start, pieces, name_of)
-        elif not self._checked.has(marks) or not self._is_shared(fd, chunk, start + num_bytes - 1):
-            self._check_blocks(chunk, start, pieces, name_of)
-            self._checked.add(marks)
+        table = self._checked if is_unchanged and self._is_shared(fd, chunk, start + num_bytes - 1) else None
+        if table is not None and table.has(marks):
+            return
+        self._check_blocks(chunk, start, pieces, name_of)
+        if table is not None:
+            table.add(marks)
 
     def _is_shared(self, fd: int, chunk: ChunkExtent, last: int) -> bool:
-        """Whether bytes up to this one, which have been read, are in memory that all ranks of this host read: marks are of these bytes."""
+        """Whether bytes up to this one, which have been read, came from memory that all ranks of this host read: marks are for these."""
         return chunk.file in self._held or (self._is_read_through_cache(chunk) and _is_cached(fd, chunk.offset + last))
 
     def _fill(self, fd: int, chunk: ChunkExtent, start: int, pieces: Sequence[memoryview], name: str) -> None:

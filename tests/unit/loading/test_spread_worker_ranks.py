@@ -462,7 +462,7 @@ def test_calls_of_other_users_are_turned_away() -> None:
     """They see the addresses in /proc/net/unix."""
     links = [HostLink(rank, 64) for rank in range(3)]
     addresses = [(link.rank, link.address) for link in links]
-    python = shutil.which("python3", path="/usr/bin") or sys.executable
+    python = shutil.which("python3", path="/usr/bin") or sys.executable  # one that other users may run
     subprocess.run([python, "-c", _CALL, *(address for _, address in addresses)], user=65534, check=True, timeout=20)
     assert all(link.reach(addresses) for link in links)
     with ThreadPoolExecutor(len(links)) as ranks:

@@ -281,6 +281,17 @@ def test_bytes_that_another_rank_may_not_have_got_are_hashed(
         reader.read(chunk, [part(array, whole(array.shape))])
 
 
+def test_bytes_that_another_rank_may_not_get_are_not_marked(tmp_path: Path, hashed: list[int]) -> None:
+    """They were right, but those in the page cache have not been looked at."""
+    array = numbers(64)
+    chunk = store(tmp_path, array.tobytes())
+    table = made()
+    with ExtentReader(tmp_path, checked=table, read_at=lambda fd, buffers, at: os.preadv(fd, buffers, at)) as reader:
+        reader.read(chunk, [part(array, whole(array.shape))])
+    read(tmp_path, chunk, array, table)
+    assert sum(hashed) == 2 * array.nbytes
+
+
 def test_a_table_that_cannot_be_mapped_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(fd: int, num_bytes: int) -> None:
         raise OSError(errno.ENOMEM, "no memory")
