@@ -5,6 +5,7 @@ Files:
     waiting                 waits that stop if the other process has died
     addresses, stores       this machine's addresses; servers of the store, and connections to it
     store_client            values of any size in the store
+    meeting                 names the part of the store that this life of a job uses
     heartbeat               signs of life of each rank, and the detection of absent ranks
     agreement               each rank reports success or an error; all get the same result
     topology                ranks, hosts, process groups and phases: what the rest of the package uses

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,14 +22,12 @@ class _Job:
     Attributes:
         timeout_s: of process groups that are joined from now on.
         joined: the default process group, and the topology that its ranks have joined; None: not joined yet.
-        numbers: of joins, which are named by them.
         alone: the topology of each thread without torch.distributed; nested calls get the same one.
     """
 
     def __init__(self) -> None:
         self.timeout_s = 300.0
         self.joined: tuple[dist.ProcessGroup, Topology] | None = None
-        self.numbers = itertools.count()
         self.alone = threading.local()
 
     def leave(self) -> None:
@@ -73,7 +70,7 @@ def current_topology() -> Topology:
     assert group is not None, "torch.distributed is initialized"
     if _job.joined is None or _job.joined[0] is not group:
         _job.leave()
-        store = PrefixStore(f"ckpt/{next(_job.numbers)}", dist.distributed_c10d._get_default_store())
+        store = PrefixStore("ckpt", dist.distributed_c10d._get_default_store())
         joined = Topology.join(store, dist.get_rank(), dist.get_world_size(), timeout_s=_job.timeout_s)
         _job.joined = group, joined
     return _job.joined[1]

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
 from ckpt.ranks.agreement import Agreement, PhaseOutcome, Result, conclude
 from ckpt.ranks.heartbeat import Heartbeat, PhaseIndex
+from ckpt.ranks.meeting import meet
 from ckpt.ranks.sigterm import Termination
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError
@@ -149,6 +150,10 @@ class Topology:
     ) -> Topology:
         """Join the job's other ranks. All ranks call it, with a store (or a prefix of one) that only this job uses.
 
+        Ranks that a launcher has restarted may find there what their earlier processes wrote, also if these were more or fewer: the
+        ranks first meet (meeting.py), and use a part of the store that no earlier process can have used. Two joins over one store,
+        one after the other, do not meet each other for the same reason.
+
         Where torch.distributed is initialized, `topology=None` of a coordinator does so through the store of the default process group.
 
         Args:
@@ -160,6 +165,29 @@ class Topology:
             RankAbsentError: a rank did not join within `timeout_s`; on all ranks.
         """
         host = host or socket.gethostname()
+        try:
+            client = StoreClient(store, writer=rank, timeout_s=timeout_s)
+            life = meet(client, rank, world_size, host=host, timeout_s=timeout_s)
+        except StoreGoneError as error:
+            raise _store_gone(None, rank, error) from error
+        own = PrefixStore(life, store)
+        return cls._joined(
+            own, rank, world_size, local_rank=local_rank, host=host, timeout_s=timeout_s, grace_s=grace_s
+        )
+
+    @classmethod
+    def _joined(
+        cls,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        local_rank: int | None,
+        host: str,
+        timeout_s: float,
+        grace_s: float,
+    ) -> Topology:
+        """Join the other ranks in a part of the store that nobody else has used."""
         topology = cls(rank, [host] * world_size, timeout_s=timeout_s, grace_s=grace_s)
         try:
             beats, client = (StoreClient(store, writer=rank, timeout_s=timeout_s) for _ in range(2))
@@ -212,9 +240,9 @@ class Topology:
 
     def _joined_anew(self, name: str, ranks: Sequence[int]) -> Topology:
         """Join these ranks in a part of the store; progress there counts here, too."""
-        if self._store is None:
+        if self._store is None or self._host is None:
             return Topology.alone(self.progress)
-        topology = Topology.join(
+        topology = Topology._joined(
             PrefixStore(name, self._store),
             list(ranks).index(self.rank),
             len(ranks),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
@@ -54,22 +55,16 @@ def _join_existing(job: Job, cfg: dict[str, Any], folder: RunFolder | None) -> d
     environment = Environment.read()
     try:
         store = _store_of(environment)
-        # One prefix per job: the second job of a sweep must not read the first one's addresses. The store counts the jobs.
-        jobs = StoreClient(store, writer=environment.rank, timeout_s=_STORE_S)
-        number = jobs.add(f"jobs/{environment.attempt}/{environment.rank}", 1)
     except StoreGoneError as error:
         raise RankAbsentError(
             f"rank {environment.rank} cannot reach the ranks' store at {environment.address}:{environment.port}: is rank 0 running, "
             "are MASTER_ADDR and MASTER_PORT the same on every rank, and can others reach rank 0's machine by MASTER_ADDR?",
             rank=environment.rank,
         ) from error
-    own = dist.PrefixStore(f"job-{environment.attempt}.{number}", store)
-    try:
-        with tracebacks_of_bugs():
-            return run_job(job, cfg, own, environment, take_from_lead=True, folder=folder)
-    finally:
+    with tracebacks_of_bugs(), ExitStack() as at_the_end:
         if not environment.store_is_held:
-            _let_go(own, environment)
+            at_the_end.callback(_let_go, environment, store)
+        return run_job(job, cfg, dist.PrefixStore("ckpt", store), environment, take_from_lead=True, folder=folder)
 
 
 @functools.cache
@@ -89,13 +84,13 @@ def _store_of(environment: Environment) -> dist.TCPStore:
         ) from error
 
 
-def _let_go(store: dist.PrefixStore, environment: Environment) -> None:
-    """Wait on rank 0, which holds the store, until all ranks are done with it, or for `_PATIENCE_S`."""
+def _let_go(environment: Environment, store: dist.TCPStore) -> None:
+    """Wait on rank 0, which holds the store, until all ranks are done with this job, or for `_PATIENCE_S`."""
     deadline = time.monotonic() + _PATIENCE_S
     try:
         mailbox = StoreClient(store, writer=environment.rank, timeout_s=_PATIENCE_S)
-        gone = mailbox.add("gone", 1)
-        while environment.rank == 0 and gone < environment.world_size and time.monotonic() < deadline:
+        gone = mailbox.add("gone", 1)  # of all jobs of a sweep
+        while environment.rank == 0 and gone % environment.world_size and time.monotonic() < deadline:
             time.sleep(0.02)
             gone = mailbox.add("gone", 0)
     except StoreGoneError:

@@ -50,7 +50,6 @@ class Environment:
         host: this rank's host; the agents of one torchrun on one machine count as hosts of their own.
         address, port: of the store.
         store_is_held: by the launcher, so that it outlives any rank; otherwise rank 0 holds it.
-        attempt: how often the launcher has restarted the ranks over this store.
     """
 
     rank: int
@@ -60,7 +59,6 @@ class Environment:
     address: str
     port: int
     store_is_held: bool
-    attempt: int
 
     @classmethod
     def read(cls) -> Environment:
@@ -75,7 +73,6 @@ class Environment:
             address=os.environ.get("MASTER_ADDR", "localhost"),
             port=number_of("MASTER_PORT"),
             store_is_held=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            attempt=number_of("TORCHELASTIC_RESTART_COUNT", default=0),
         )
 
 
@@ -116,7 +113,7 @@ def run_job(
     take_from_lead: bool,
     folder: RunFolder | None = None,
 ) -> dict[str, Any] | None:
-    """Join the other ranks in `store`, which this job alone uses, and run the job. Every rank calls it.
+    """Join the other ranks in `store`, which jobs may have used before, and run the job. Every rank calls it.
 
     Args:
         take_from_lead: run rank 0's `cfg`, as `RunFolder.opened` settled it, and not this rank's own.
@@ -139,7 +136,9 @@ def run_job(
             device.use(topology.local_rank)
             phase.payload = machine("net")
         num_members = cfg["launch"].get("in_process_group", topology.world_size)
-        of_group = dist.PrefixStore("process group", connection(store, cfg["agree"]["timeout_s"]))
+        own = topology.store_for("process group")
+        assert own is not None, "a topology that was joined has a store"
+        of_group = connection(own, cfg["agree"]["timeout_s"])
         is_one_machine = len(set(phase.payloads)) == 1
         address = LOOPBACK if is_one_machine else own_address_towards(environment.address, environment.port)
         with listening_on(address), _process_group(device.backends, of_group, topology, num_members):
