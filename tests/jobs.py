@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ckpt.memory.device import Device
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.topology import Topology
 from recipes.support.launch import launch
@@ -116,6 +118,48 @@ def exits_well(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
     if topology.rank == 1:
         sys.exit()
     return {"rank": topology.rank}
+
+
+class StoppingDevice(Device):
+    """A device that stops one rank, as SIGSTOP or a frozen cgroup does, at the moment when its process group is made."""
+
+    def __init__(self, stopped: int, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self._stopped = stopped
+        self._at_process_group = False
+
+    def use(self, local_rank: int) -> None:
+        super().use(local_rank)
+        self._at_process_group = local_rank == self._stopped
+
+    @property
+    def backends(self) -> str:
+        if self._at_process_group:
+            _stand_still()
+        return super().backends
+
+
+def _stand_still() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stands_still_in_training(cfg: dict[str, Any], topology: Topology) -> None:
+    for step in range(1000):
+        if topology.rank == cfg["stopped"] and step == 3:
+            _stand_still()
+        dist.all_reduce(torch.ones(3))
+
+
+def stands_still_in_a_save(cfg: dict[str, Any], topology: Topology) -> None:
+    with topology.operation(SAVE), topology.phase("write"):
+        if topology.rank == cfg["stopped"]:
+            _stand_still()
+
+
+def stands_still_at_the_end(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
+    if topology.rank == cfg["stopped"]:
+        multiprocessing.util.Finalize(None, _stand_still, exitpriority=100)
+    return {}
 
 
 def was_told_to_end(cfg: dict[str, Any], topology: Topology) -> None:

@@ -18,6 +18,7 @@ from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError
 
 _HINTED_SILENCE_S = 3.0  # after SIGTERM, which a launcher sends because a rank is gone: three missed beats
+_AFTER_AGREEMENT_S = 3.0  # a watch leaves it to an agreement that is under way to find the rank absent
 
 
 class PhaseIndex(NamedTuple):
@@ -79,8 +80,41 @@ def beat_key(rank: int) -> str:
     return f"beat/{rank}"
 
 
+class Watch:
+    """Watches the heartbeat of the next rank, so that somebody misses each rank also where no agreement waits for it.
+
+    Args:
+        rank: that is watched.
+        timeout_s: its longest silence.
+        tell: called once, in the heartbeat's thread, with what is wrong: the rank is silent, or the store.
+    """
+
+    def __init__(self, rank: int, timeout_s: float, tell: Callable[[str], None]) -> None:
+        self.rank = rank
+        self.tell = tell
+        self._timeout_s = timeout_s
+        self._number = -1
+        self._heard_s = self._looked_s = time.monotonic()
+
+    def look(self, beat: Beat | None, interval_s: float) -> bool:
+        """Return whether the rank is fine, and tell if not. Called every `interval_s`."""
+        now = time.monotonic()
+        if beat is None or beat.left or beat.number != self._number or now - self._looked_s > 3 * interval_s:
+            self._heard_s = now  # in the last case it was this process that stood still
+        self._looked_s = now
+        if beat is None or now - self._heard_s < self._timeout_s + _AFTER_AGREEMENT_S:
+            self._number = -1 if beat is None else beat.number
+            return True
+        self.tell(f"{beat.who} has been silent for {self._timeout_s:g} s, last seen {beat.place}")
+        return False
+
+
 class Heartbeat:
-    """This rank's heartbeat: a daemon thread that publishes phase and progress every `interval_s`."""
+    """This rank's heartbeat: a daemon thread that publishes phase and progress every `interval_s`.
+
+    Attributes:
+        watch: of another rank's heartbeat; None: none.
+    """
 
     def __init__(self, client: StoreClient, rank: int, *, host: str, interval_s: float) -> None:
         pid = os.getpid()
@@ -89,6 +123,7 @@ class Heartbeat:
         self._interval_s = interval_s
         self._lock = threading.Lock()
         self._stopped = threading.Event()
+        self.watch: Watch | None = None
         self._thread = threading.Thread(target=self._run, name=f"heartbeat of rank {rank}", daemon=True)
 
     def start(self) -> None:
@@ -124,9 +159,20 @@ class Heartbeat:
             self.say(left=True)
 
     def _run(self) -> None:
-        with suppress(StoreGoneError):  # the rank itself learns of it, with a sentence, at its next agreement
+        try:
             while not self._stopped.wait(self._interval_s):
                 self.say()
+                if (watch := self.watch) is not None and not watch.look(self._beat_of(watch.rank), self._interval_s):
+                    self.watch = None
+        except StoreGoneError as error:
+            # The rank itself learns of it, with a sentence, at its next agreement, if it comes to one.
+            if self.watch is not None and error.is_silent:
+                self.watch.tell(str(error))
+
+    def _beat_of(self, rank: int) -> Beat | None:
+        with self._lock:
+            data = self._client.peek(beat_key(rank))
+        return None if data is None else Beat.decode(data)
 
 
 @dataclass(slots=True)

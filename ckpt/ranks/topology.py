@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
 from ckpt.ranks.agreement import Agreement, PhaseOutcome, Result, conclude
-from ckpt.ranks.heartbeat import Heartbeat, PhaseIndex
+from ckpt.ranks.heartbeat import Heartbeat, PhaseIndex, Watch
 from ckpt.ranks.meeting import meet
 from ckpt.ranks.sigterm import Termination
 from ckpt.ranks.store_client import StoreClient
@@ -261,6 +261,15 @@ class Topology:
             name: equal on all ranks, and unique.
         """
         return None if self._store is None else PrefixStore(name, self._store)
+
+    def watch(self, tell: Callable[[str], None]) -> None:
+        """From now on call `tell`, once and in another thread, if the next rank or the store is silent for longer than `timeout_s`.
+
+        For programs that call collectives of their own, which a rank that hangs would stop without a word: each rank watches another
+        one, also outside of phases. `tell` may end the process.
+        """
+        if self._agreement is not None and self.world_size > 1:
+            self._agreement.heartbeat.watch = Watch((self.rank + 1) % self.world_size, self.timeout_s, tell)
 
     def expect_absence(self) -> None:
         """Assume that a launcher ends all ranks because one is gone: a shorter silence counts as absence."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import sys
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -54,7 +56,7 @@ def launch(job: Job, cfg: dict[str, Any], folder: RunFolder | None = None) -> di
 def _join_existing(job: Job, cfg: dict[str, Any], folder: RunFolder | None) -> dict[str, Any] | None:
     environment = Environment.read()
     try:
-        store = _store_of(environment)
+        store = _store_of(environment, cfg["agree"]["timeout_s"])
     except StoreGoneError as error:
         raise RankAbsentError(
             f"rank {environment.rank} cannot reach the ranks' store at {environment.address}:{environment.port}: is rank 0 running, "
@@ -64,17 +66,26 @@ def _join_existing(job: Job, cfg: dict[str, Any], folder: RunFolder | None) -> d
     with tracebacks_of_bugs(), ExitStack() as at_the_end:
         if not environment.store_is_held:
             at_the_end.callback(_let_go, environment, store)
-        return run_job(job, cfg, dist.PrefixStore("ckpt", store), environment, take_from_lead=True, folder=folder)
+        own = dist.PrefixStore("ckpt", store)
+        return run_job(job, cfg, own, environment, take_from_lead=True, end=_end_process, folder=folder)
+
+
+def _end_process(error: RankAbsentError) -> None:
+    print(error, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(1)
+
+
+def _store_of(environment: Environment, timeout_s: float) -> dist.TCPStore:
+    """Return the store of the ranks that exist. Rank 0 holds it, unless the launcher does."""
+    if environment.rank != 0 or environment.store_is_held:
+        return reach(environment.address, environment.port, timeout_s=timeout_s)
+    return _held_store(environment)
 
 
 @functools.cache
-def _store_of(environment: Environment) -> dist.TCPStore:
-    """Return the store of the ranks that exist, which all jobs of this process share.
-
-    Rank 0 holds it, unless the launcher does, and listens only on the address that MASTER_ADDR names.
-    """
-    if environment.rank != 0 or environment.store_is_held:
-        return reach(environment.address, environment.port, timeout_s=_STORE_S)
+def _held_store(environment: Environment) -> dist.TCPStore:
+    """Start the store, which all jobs of this process share. It listens only on the address that MASTER_ADDR names."""
     try:
         return serve(environment.address, environment.port, timeout_s=_STORE_S, is_shared=True)
     except OSError as error:

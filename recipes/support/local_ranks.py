@@ -27,6 +27,7 @@ from multiprocessing.context import ForkServerProcess
 from types import FrameType
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -45,6 +46,8 @@ _LINGER_S = 1.0
 _TOLD_TO_END_KEY = "told to end"  # set when a rank has got SIGTERM, saved, and ends
 _STORE_S = 300.0
 _MORE_THAN_GRACE_S = 5.0
+_LATER_THAN_RANKS_S = 4.0  # the other ranks say more about a rank that is silent
+_LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ def run_local_ranks(job: Job, cfg: dict[str, Any], num_ranks: int, held: Inherit
         ranks = [context.Process(target=_rank_main, args=(start, rank)) for rank in range(num_ranks)]
         try:
             with _signals_raised():
-                outcome = _supervised(ranks, results, grace_s(cfg) + _MORE_THAN_GRACE_S)
+                outcome = _supervised(ranks, results, cfg["agree"]["timeout_s"], grace_s(cfg) + _MORE_THAN_GRACE_S)
         except _AskedToEnd as asked:  # the ranks have ended; now the signal gets its default action
             sys.stdout.flush()
             if not store.check([_TOLD_TO_END_KEY]):
@@ -120,12 +123,13 @@ def run_local_ranks(job: Job, cfg: dict[str, Any], num_ranks: int, held: Inherit
 
 
 def _supervised(
-    ranks: Sequence[ForkServerProcess], results: Connection, patience_s: float
+    ranks: Sequence[ForkServerProcess], results: Connection, timeout_s: float, patience_s: float
 ) -> dict[str, Any] | _Failure | None:
     """Start the ranks and wait until all have ended with exit code 0, or one with another; then signal the others.
 
     Args:
         results: where rank 0's result arrives.
+        timeout_s: that a rank may stand still, stopped by a signal, where no other rank notices.
         patience_s: seconds that a rank may take to end after a signal, before it is killed.
     """
     outcome: dict[str, Any] | None = None
@@ -133,8 +137,9 @@ def _supervised(
     try:
         for rank in ranks:
             rank.start()
+        stands_still_since: dict[int, float] = {}
         while running := [rank.sentinel for rank in ranks if rank.exitcode is None]:
-            if results in wait([results, *running]):
+            if results in wait([results, *running], _LOOK_S):
                 outcome = results.recv()
             ended = [(rank, process.exitcode) for rank, process in enumerate(ranks)]
             if failed := [_Failure(rank, exitcode) for rank, exitcode in ended if exitcode]:
@@ -142,12 +147,36 @@ def _supervised(
                 if failed[0].exitcode == TOLD_TO_END:
                     _join(ranks, time.monotonic() + patience_s)
                 return failed[0]
+            if (stopped := _stopped_for(timeout_s + _LATER_THAN_RANKS_S, ranks, stands_still_since)) is not None:
+                return _Failure(stopped, -signal.SIGSTOP)
         return results.recv() if results.poll() else outcome
     except _AskedToEnd as asked:
         number = asked.args[0]
         raise
     finally:
         _end([rank for rank in ranks if rank.pid is not None], number, patience_s)
+
+
+def _stopped_for(seconds: float, ranks: Sequence[ForkServerProcess], since: dict[int, float]) -> int | None:
+    """Return the first rank that has been stopped by a signal for this long, also before it has met the others or after it has left.
+
+    Args:
+        since: of each rank that was stopped at the last call, which was a moment ago.
+    """
+    now = time.monotonic()
+    for rank, process in enumerate(ranks):
+        if not _is_stopped(process):
+            since.pop(rank, None)
+        elif now - since.setdefault(rank, now) > seconds:
+            return rank
+    return None
+
+
+def _is_stopped(process: ForkServerProcess) -> bool:
+    try:
+        return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+    except psutil.Error:
+        return False
 
 
 def _join(ranks: Sequence[ForkServerProcess], until: float) -> None:
@@ -157,13 +186,13 @@ def _join(ranks: Sequence[ForkServerProcess], until: float) -> None:
 
 
 def _end(ranks: Sequence[ForkServerProcess], number: signal.Signals, patience_s: float) -> None:
-    """Send a signal to the ranks, and kill those that run after `patience_s`, or all if this is interrupted."""
+    """Send a signal to the ranks; kill those that stand still, those that run after `patience_s`, or all if this is interrupted."""
     until = time.monotonic() + patience_s
     try:
         for rank in ranks:
             if rank.is_alive() and rank.pid is not None:
                 with suppress(ProcessLookupError):
-                    os.kill(rank.pid, number)
+                    os.kill(rank.pid, signal.SIGKILL if _is_stopped(rank) else number)
         _join(ranks, until)
     finally:
         for rank in ranks:
@@ -271,8 +300,13 @@ def _rank_main(start: _Start, rank: int) -> None:
         with _reported(store, environment):
             return start.job(cfg, topology)
 
+    def end(error: RankAbsentError) -> None:
+        another = reach(LOOPBACK, start.port, timeout_s=_STORE_S)  # the main thread may use the other connection
+        with _reported(another, environment):
+            raise error
+
     with _reported(store, environment):
-        result = run_job(job, start.cfg, store, environment, take_from_lead=False)
+        result = run_job(job, start.cfg, store, environment, take_from_lead=False, end=end)
         if rank == 0:
             start.result.send(result)
 
@@ -368,6 +402,7 @@ def _death(store: dist.TCPStore, rank: int, exitcode: int) -> RankAbsentError:
     known = {int(number): number.name for number in signal.Signals}
     killed = f"was killed by {known.get(-exitcode, f'signal {-exitcode}')}"
     how = killed if exitcode < 0 else f"ended with exit code {exitcode}"
+    how = "was stopped by a signal, and did not go on," if exitcode == -signal.SIGSTOP else how
     where = beat.place if beat else "before it had joined the other ranks"
     hint = "; the kernel does that when memory runs out" if exitcode == -signal.SIGKILL else ""
     return RankAbsentError(f"rank {rank} {how} {where}{hint}", rank=rank, phase=beat.phase if beat else None)

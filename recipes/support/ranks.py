@@ -111,12 +111,14 @@ def run_job(
     environment: Environment,
     *,
     take_from_lead: bool,
+    end: Callable[[RankAbsentError], None],
     folder: RunFolder | None = None,
 ) -> dict[str, Any] | None:
     """Join the other ranks in `store`, which jobs may have used before, and run the job. Every rank calls it.
 
     Args:
         take_from_lead: run rank 0's `cfg`, as `RunFolder.opened` settled it, and not this rank's own.
+        end: ends this process with an error; called in another thread, for this one may wait for a rank that stands still.
         folder: of the run; rank 0 opens it while the job runs. None: it is open already, or the job writes nothing.
     """
     topology = Topology.join(
@@ -128,6 +130,7 @@ def run_job(
         timeout_s=cfg["agree"]["timeout_s"],
         grace_s=grace_s(cfg),
     )
+    topology.watch(lambda message: end(RankAbsentError(message)))
     with topology, ExitStack() as open_until_the_end:
         if take_from_lead:
             cfg = _taken_from_lead(cfg, topology, folder, open_until_the_end)

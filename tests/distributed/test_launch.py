@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from ckpt.errors import ConfigurationError
+from ckpt.errors import ConfigurationError, RankAbsentError
 from ckpt.ranks.addresses import LOOPBACK
 from ckpt.ranks.heartbeat import WAITING, Heartbeat, PhaseIndex
 from ckpt.ranks.sigterm import TOLD_TO_END
@@ -28,7 +28,16 @@ from recipes.support.launch import launch
 from recipes.support.local_ranks import _death
 from recipes.support.ranks import RANK_VARIABLES, listening_on, rank_of_environment, ranks_exist
 from tests import jobs
-from tests.jobs import SAVE, adds_up, config, outcome_of, was_told_to_end
+from tests.jobs import (
+    SAVE,
+    adds_up,
+    config,
+    outcome_of,
+    stands_still_at_the_end,
+    stands_still_in_a_save,
+    stands_still_in_training,
+    was_told_to_end,
+)
 from tests.pace import patience
 from tests.ranks import forkserver
 
@@ -56,6 +65,40 @@ def _jobs(*arguments: str, launcher: list[str] | None = None, **environment: str
 def _outcomes(process: subprocess.Popen[str]) -> tuple[list[Any], str]:
     printed, errors = process.communicate(timeout=120)
     return [json.loads(line) for line in printed.splitlines()], errors
+
+
+# A rank that stands still
+
+
+def _check_stopped(job: Any, num_ranks: int, stopped: int, place: str, **more: Any) -> None:
+    """The run ends within its time and 5 s (and what this machine is slower), and names the rank that stands still."""
+    cfg = config(num_ranks, stopped=stopped, **more)
+    cfg["agree"]["timeout_s"] = 3.0
+    began = time.monotonic()
+    with pytest.raises(RankAbsentError, match=f"rank {stopped} .*{place}"):
+        launch(job, cfg)
+    assert time.monotonic() - began < patience(3.0 + 5.0)
+
+
+@pytest.mark.parametrize(("num_ranks", "stopped"), [(2, 0), (2, 1), pytest.param(8, 5, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("job", "place"),
+    [
+        (stands_still_in_training, r"has been silent for 3 s, last seen outside of any save or load"),
+        (stands_still_in_a_save, r"(made no progress|silent) .*in phase write of save of checkpoint-00000020"),
+        (stands_still_at_the_end, r"was stopped by a signal, and did not go on"),
+    ],
+)
+def test_a_run_ends_in_time_and_names_the_rank_that_stands_still(
+    job: Any, place: str, num_ranks: int, stopped: int
+) -> None:
+    _check_stopped(job, num_ranks, stopped, place)
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_rank_that_stands_still_while_the_process_group_is_made_is_named(stopped: int) -> None:
+    device = config(1)["device"] | {"_target_": "tests.jobs.StoppingDevice", "stopped": stopped}
+    _check_stopped(adds_up, 2, stopped, "has been silent for 3 s, last seen", device=device)
 
 
 # The end

@@ -1,0 +1,172 @@
+"""Launchers that restart ranks over the store of the life before: every save is of one life, and the run ends as an undisturbed one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.catalog.verify import verify_checkpoint
+from recipes.support.ranks import RANK_VARIABLES
+from tests.e2e.restarting import AGENT, FOLDER
+from tests.e2e.runs import REPO, TEXT, checkpoint, run, summary_of
+from tests.pace import patience
+from tests.states import same_bits
+
+HERE = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+STEPS = 8
+
+
+class Agents:
+    """Elastic agents of torchrun on this machine, each of two ranks and in a session of its own."""
+
+    def __init__(self, folder: Path, events: Sequence[str], program: Sequence[str], num: int = 1, **more: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._events = folder / "events"
+        self._events.mkdir()
+        for number, event in enumerate(events):
+            (self._events / f"{number}-{event}").touch()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        torchrun = [
+            sys.executable, "-m", "torch.distributed.run", f"--nnodes=1:{num}", "--nproc-per-node=2", "--max-restarts=3",
+            "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=run", "--local-addr=127.0.0.1",
+            "--monitor-interval=0.1",
+        ]  # fmt: skip
+        environment = {
+            "PYTHONPATH": str(REPO),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            EVENTS: str(self._events),
+        }
+        self._said = [folder / f"agent-{number}" for number in range(num)]
+        self._agents = []
+        for number, said in enumerate(self._said):
+            hosts = f"--rdzv-conf=is_host={number == 0},join_timeout=60,last_call_timeout=3,keep_alive_interval=1"
+            with said.open("w") as file:
+                self._agents.append(
+                    subprocess.Popen(
+                        [*torchrun, hosts, *program],
+                        cwd=folder,
+                        env=HERE | environment | more | {AGENT: str(number)},
+                        stdin=subprocess.DEVNULL,
+                        stdout=file,
+                        stderr=file,
+                        start_new_session=True,
+                    )
+                )
+            time.sleep(0.5)  # the first one holds the store
+
+    def ended(self, timeout_s: float = 150.0) -> str:
+        """Wait for all agents; all that were not killed must have ended well, and every event must have happened. Return their words."""
+        deadline = time.monotonic() + patience(timeout_s)
+        try:
+            codes = [agent.wait(max(0.1, deadline - time.monotonic())) for agent in self._agents]
+        except subprocess.TimeoutExpired:
+            codes = [1]
+        finally:
+            for agent in self._agents:
+                with suppress(ProcessLookupError):
+                    os.killpg(agent.pid, signal.SIGKILL)
+                agent.wait()
+        said = "".join(file.read_text(errors="replace") for file in self._said)
+        assert {code for code in codes if code != -signal.SIGKILL} == {0}, said
+        assert not [*self._events.iterdir()], said
+        return said
+
+
+STORES = {
+    # Torch's own group meets addresses of the life before over such a store, so no collective is called.
+    "one store": ([], {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0", "TORCH_GLOO_LAZY_INIT": "1"}),
+    "a store a life": (["ddp"], {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
+}
+
+
+def _loop(folder: Path, *events: str, store: str = "one store", num: int = 1) -> str:
+    words, environment = STORES[store]
+    program = ["-m", "tests.e2e.restarting", str(folder / "root"), str(STEPS), *words]
+    return Agents(folder, events, program, num, **environment).ended()
+
+
+def _check_same(straight: Path, disturbed: Path) -> None:
+    """All checkpoints in the second root are sound, the last one's step and state are those of the undisturbed run."""
+    last = [max(root.glob("checkpoint-*")) for root in (straight, disturbed)]
+    assert [one.name for one in last] == [f"checkpoint-{STEPS:08d}"] * 2
+    for one in disturbed.glob("checkpoint-*"):
+        assert verify_checkpoint(one).is_sound
+    wanted, got = ({name: ckpt.load(one)[name] for name in ("model", "optimizer")} for one in last)
+    for (name, value), (other_name, other) in zip(_tensors(wanted), _tensors(got), strict=True):
+        assert name == other_name
+        assert same_bits(value, other), name
+
+
+def _tensors(state: object, name: str = "") -> list[tuple[str, torch.Tensor]]:
+    if isinstance(state, torch.Tensor):
+        return [(name, state)]
+    inside = state.items() if isinstance(state, dict) else []
+    return [one for key, value in inside for one in _tensors(value, f"{name}.{key}")]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("straight")
+    _loop(folder)
+    return folder
+
+
+@pytest.mark.parametrize("store", ["one store", pytest.param("a store a life", marks=pytest.mark.full)])
+def test_a_loop_that_is_killed_in_a_save_and_then_fails_one_ends_as_if_undisturbed(
+    straight: Path, tmp_path: Path, store: str
+) -> None:
+    said = _loop(tmp_path, "kill-0.1-4", "fail-0.0-6", store=store)
+    assert said.count("No space left on device") >= 2, said  # both ranks of the second life raise
+    _check_same(straight / "root", tmp_path / "root")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("store", STORES)
+def test_a_loop_that_loses_one_of_two_machines_in_a_save_goes_on_with_the_other(
+    straight: Path, tmp_path: Path, store: str
+) -> None:
+    _loop(tmp_path, "agent-1.0-4", store=store, num=2)
+    _check_same(straight / "root", tmp_path / "root")
+
+
+def _recipe(folder: Path) -> list[str]:
+    events = "{_target_: tests.e2e.restarting.Events, sharing_pattern: per_rank, elastic: replica}"
+    return [
+        "-m", "recipes.train", f"output_dir={folder / 'run'}", f"data.path={TEXT}", "model.size=nano", "save.every=2",
+        f"train.steps={STEPS}", "resume=latest", f"+components.events={events}",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("num", "events"),
+    [
+        (1, ["kill-0.1-4", "fail-0.0-6"]),
+        pytest.param(2, ["kill-0.1-4", "agent-1.1-6"], marks=pytest.mark.full),
+        pytest.param(2, ["kill-1.1-4", "fail-0.0-6"], marks=pytest.mark.full),
+    ],
+)
+def test_a_recipe_whose_ranks_are_restarted_in_saves_ends_as_if_undisturbed(
+    tmp_path: Path, num: int, events: list[str]
+) -> None:
+    Agents(tmp_path, events, _recipe(tmp_path), num).ended()
+    run(tmp_path / "straight", "save.every=4", f"train.steps={STEPS}", ranks=2)
+    here, there = (summary_of(tmp_path / name) for name in ("run", "straight"))
+    if num == 1:
+        assert here["state_digest"] == there["state_digest"]
+        assert here["losses"] == there["losses"][-len(here["losses"]) :]
+    assert here["final_step"] == STEPS
+    assert verify_checkpoint(checkpoint(tmp_path / "run", STEPS)).is_sound
