@@ -137,6 +137,12 @@ _FAMILY: dict[str, type[CheckpointError]] = {
 }
 
 
+_STALE_ADDRESSES = (
+    "If torchrun has restarted the ranks, start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment: else torch may meet "
+    "addresses of the life before"
+)
+
+
 def sentence(error: BaseException) -> str:
     """Return what a person should read of an error, in one line.
 
@@ -149,6 +155,8 @@ def sentence(error: BaseException) -> str:
         where = f": {error.filename!r}" if error.filename else ""
         return f"{error.strerror}{where}"
     text = " ".join(str(error).split())
+    if "connectFullMesh failed" in text:  # gloo's: the addresses in its store are those of processes that have ended
+        text += f". {_STALE_ADDRESSES}"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -207,7 +207,8 @@ def left_behind() -> dict[str, Any]:
 def main(arguments: list[str]) -> None:
     for argument in arguments:
         name, _, number = argument.partition(":")
-        cfg = config(int(number or 1), folder=os.environ.get("FOLDER_OF_PIDS", ""))
+        stopped = int(os.environ.get("STOPPED", "-1"))
+        cfg = config(int(number or 1), folder=os.environ.get("FOLDER_OF_PIDS", ""), stopped=stopped)
         from tests import jobs  # by its own name, as a recipe's job would be, not as part of __main__
 
         line = json.dumps(

@@ -6,7 +6,6 @@ import functools
 import os
 import sys
 import time
-from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from recipes.support.run_folder import RunFolder, opened
 
 _STORE_S = 300.0
 _PATIENCE_S = 10.0  # how long rank 0, which holds the store, waits for the other ranks to be done with it
+_PATIENCE_AFTER_ERROR_S = 3.0  # one of them may be gone
 
 
 def launch(job: Job, cfg: dict[str, Any], folder: RunFolder | None = None) -> dict[str, Any] | None:
@@ -63,11 +63,16 @@ def _join_existing(job: Job, cfg: dict[str, Any], folder: RunFolder | None) -> d
             "are MASTER_ADDR and MASTER_PORT the same on every rank, and can others reach rank 0's machine by MASTER_ADDR?",
             rank=environment.rank,
         ) from error
-    with tracebacks_of_bugs(), ExitStack() as at_the_end:
+    patience_s = _PATIENCE_AFTER_ERROR_S
+    try:
+        with tracebacks_of_bugs():
+            own = dist.PrefixStore("ckpt", store)
+            result = run_job(job, cfg, own, environment, take_from_lead=True, end=_end_process, folder=folder)
+        patience_s = _PATIENCE_S
+        return result
+    finally:
         if not environment.store_is_held:
-            at_the_end.callback(_let_go, environment, store)
-        own = dist.PrefixStore("ckpt", store)
-        return run_job(job, cfg, own, environment, take_from_lead=True, end=_end_process, folder=folder)
+            _let_go(environment, store, patience_s)
 
 
 def _end_process(error: RankAbsentError) -> None:
@@ -95,11 +100,11 @@ def _held_store(environment: Environment) -> dist.TCPStore:
         ) from error
 
 
-def _let_go(environment: Environment, store: dist.TCPStore) -> None:
-    """Wait on rank 0, which holds the store, until all ranks are done with this job, or for `_PATIENCE_S`."""
-    deadline = time.monotonic() + _PATIENCE_S
+def _let_go(environment: Environment, store: dist.TCPStore, patience_s: float) -> None:
+    """Wait on rank 0, which holds the store, until all ranks are done with this job, or for `patience_s`."""
+    deadline = time.monotonic() + patience_s
     try:
-        mailbox = StoreClient(store, writer=environment.rank, timeout_s=_PATIENCE_S)
+        mailbox = StoreClient(store, writer=environment.rank, timeout_s=patience_s)
         gone = mailbox.add("gone", 1)  # of all jobs of a sweep
         while environment.rank == 0 and gone % environment.world_size and time.monotonic() < deadline:
             time.sleep(0.02)

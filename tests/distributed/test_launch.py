@@ -401,13 +401,39 @@ def _be_agent(said: Path) -> None:
     elastic_launch(chosen, jobs.main)(JOINED)
 
 
-@pytest.mark.full
-def test_ranks_that_nobody_holds_a_store_for_hold_it_themselves() -> None:
+def _by_hand(*arguments: str, **more: str) -> list[subprocess.Popen[str]]:
+    """Two ranks for which nobody holds a store."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "AGREE_S": "30"}
-    ranks = [_jobs(*JOINED, **environment, RANK=str(rank)) for rank in (0, 1)]
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **more}
+    return [_jobs(*arguments, **environment, RANK=str(rank)) for rank in (0, 1)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("job", ["stands_still_in_training", "stands_still_in_a_save"])
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_ranks_that_exist_end_in_time_and_name_the_one_that_stands_still(job: str, stopped: int) -> None:
+    ranks = _by_hand(job, AGREE_S="5", STOPPED=str(stopped))
+    try:
+        while psutil.Process(ranks[stopped].pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.05)
+        began = time.monotonic()
+        printed, errors = ranks[1 - stopped].communicate(timeout=patience(60))
+        assert time.monotonic() - began < patience(5.0 + 5.0)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    said = printed + errors
+    silent_store = "the store at 127.0.0.1:"  # rank 0 holds it
+    assert silent_store in said if stopped == 0 else "rank 1 (pid " in said, said
+    assert "Traceback" not in said
+
+
+@pytest.mark.full
+def test_ranks_that_nobody_holds_a_store_for_hold_it_themselves() -> None:
+    ranks = _by_hand(*JOINED, AGREE_S="30")
     said = [_outcomes(rank) for rank in ranks]
     _check_joined([outcome for outcomes, _ in said for outcome in outcomes], "".join(errors for _, errors in said))
 
