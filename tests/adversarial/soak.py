@@ -1,6 +1,7 @@
-"""Train for some minutes while something kills the launcher, one process, or all: `.ci/soak MINUTES`.
+"""Train for some minutes while something kills the launcher, one process, or all: `.ci/soak MINUTES [SEED [VICTIMS]]`.
 
-Each round is a training run of its own, killed in a few of its lives and resumed with `resume=latest` until it ends. Then its state
+Each round is a training run of its own, killed in a few of its lives and resumed with `resume=latest` until it ends; or one that torchrun
+restarts (`VICTIMS=torchrun` chooses these alone), which must end without another command. Then its state
 and losses must be those of a run that nobody disturbed, its checkpoints sound, and nothing may be left: processes, files in the
 temporary folder, segments of shared memory, folders in the checkpoint root. Every few rounds one process saves and loads all the
 while, and its memory, descriptors and threads must stay as they are. Ends with a table, and with exit code 1 if anything fell.
@@ -43,6 +44,7 @@ WAYS = {
     "keep_last": ["save.keep_last=2"],
 }
 VICTIMS = ("launcher", "one process", "everybody")
+BY_TORCHRUN = ("one rank of torchrun", "all ranks of torchrun")
 _GRACE_S = 20.0
 """For processes to end, on a machine with others on it."""
 _LONG_RUN_S = 10.0
@@ -73,10 +75,12 @@ class Soak:
     Args:
         folder: for the runs, and their temporary files.
         seed: of everything that is drawn by lot.
+        victims: a part of the names of those that are killed; "": any.
     """
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, victims: str) -> None:
         self._folder = folder
+        self._victims = [one for one in (*VICTIMS, *BY_TORCHRUN) if victims in one]
         self._random = Random(seed)
         self._straight = self._undisturbed()
         self.tried: Counter[str] = Counter()
@@ -84,7 +88,7 @@ class Soak:
 
     def round(self, number: int) -> None:
         """One run with some lives, and now and then a long one."""
-        way, victims = self._random.choice(list(WAYS)), self._random.choice(VICTIMS)
+        way, victims = self._random.choice(list(WAYS)), self._random.choice(self._victims)
         backend = self._random.choice(list(BACKENDS))
         row = f"{victims} killed, {way}"
         self._count(
@@ -119,26 +123,52 @@ class Soak:
         assert command.code == 0, command.err
         return summary_of(run_dir)
 
-    def _start(self, run_dir: Path, overrides: list[str]) -> Command:
+    def _start(self, run_dir: Path, overrides: list[str], launcher: list[str] | None = None) -> Command:
         temporary = run_dir.parent / f"{run_dir.name}.tmp"
         temporary.mkdir(exist_ok=True)
         environment = mark(run_dir) | {"TMPDIR": str(temporary), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-        return start(run_dir, *overrides, ranks=RANKS, environment=environment)
+        return start(run_dir, *overrides, ranks=RANKS, environment=environment, launcher=launcher or [])
 
     def _disturbed(self, number: int, backend: str, overrides: list[str], victims: str) -> None:
         run_dir = self._folder / f"run-{number}"
         overrides = [f"train.steps={STEPS}", "save.every=1", "resume=latest", *BACKENDS[backend], *overrides]
         shared_before = _segments()
-        for _ in range(self._random.randint(1, LIVES)):
-            self._life(run_dir, overrides, victims)
-            for path in committed(run_dir):
-                assert verify_checkpoint(path) == [], path
-        command = self._start(run_dir, overrides).ended(300)
-        assert command.code == 0, f"it does not go on: {command.err}"
+        if victims in BY_TORCHRUN:
+            self._restarted(run_dir, overrides, victims)
+        else:
+            for _ in range(self._random.randint(1, LIVES)):
+                self._life(run_dir, overrides, victims)
+                _require_sound(run_dir)
+            command = self._start(run_dir, overrides).ended(300)
+            assert command.code == 0, f"it does not go on: {command.err}"
+        _require_sound(run_dir)
         self._require_same_end(run_dir)
         names = [path.name for path in root_of(run_dir).iterdir() if not path.name.startswith("checkpoint-")]
         assert not names, f"in the checkpoint root is left: {names}"
         _require_nothing_left(run_dir, shared_before)
+
+    def _restarted(self, run_dir: Path, overrides: list[str], victims: str) -> None:
+        """Start a run under torchrun, and kill ranks in or after some of its saves; it must end well by itself."""
+        torchrun = [
+            "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", f"--max-restarts={LIVES}", "--rdzv-backend=c10d",
+            "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--monitor-interval=0.1",
+        ]  # fmt: skip
+        command = self._start(run_dir, overrides, torchrun)
+        try:
+            for _ in range(self._random.randint(1, LIVES)):
+                self._wait_for_saves(run_dir, command, self._random.randint(1, 3))
+                time.sleep(self._random.uniform(0, 0.4))
+                ranks = [process for process in marked(run_dir) if process.pid != command.process.pid]
+                for process in ranks if victims.startswith("all") else self._random.sample(ranks, min(1, len(ranks))):
+                    with contextlib.suppress(psutil.Error):
+                        process.kill()
+            command.ended(300)
+            assert command.code == 0, f"torchrun gave up: {command.err[-3000:]}"
+        finally:
+            for process in marked(run_dir):
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            command.ended(30)
 
     def _life(self, run_dir: Path, overrides: list[str], victims: str) -> None:
         """Start a run, and kill some of it in or after one of its next saves."""
@@ -211,12 +241,17 @@ LONG_RUNS = {
 }
 
 
-def soak(minutes: float, seed: int) -> int:
+def _require_sound(run_dir: Path) -> None:
+    for path in committed(run_dir):
+        assert verify_checkpoint(path) == [], path
+
+
+def soak(minutes: float, seed: int, victims: str = "") -> int:
     """Run rounds for so many minutes, at least one; print the table and return the exit code."""
     print(f"soak of {minutes:g} minutes, seed {seed}", flush=True)
     until = time.monotonic() + 60 * minutes
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        rounds = Soak(Path(folder), seed)
+        rounds = Soak(Path(folder), seed, victims)
         for number in _numbers(until):
             rounds.round(number)
         print(rounds.table())
@@ -258,4 +293,5 @@ def _is_mapped(name: str) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(soak(float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else int(time.time())))
+    given = dict(enumerate(sys.argv[1:]))
+    sys.exit(soak(float(given[0]), int(given.get(1, time.time())), given.get(2, "")))

@@ -52,10 +52,20 @@ def run(run_dir: Path, *overrides: str, ranks: int = 1, job: Job = train) -> dic
     return summary
 
 
-def start(run_dir: Path, *overrides: str, ranks: int = 1, environment: dict[str, str] | None = None) -> Command:
-    """Start `python -m recipes.train` in a process group of its own, in the folder above `run_dir`."""
+def start(
+    run_dir: Path,
+    *overrides: str,
+    ranks: int = 1,
+    environment: dict[str, str] | None = None,
+    launcher: Sequence[str] = (),
+) -> Command:
+    """Start `python -m recipes.train` in a process group of its own, in the folder above `run_dir`.
+
+    Args:
+        launcher: such as `-m torch.distributed.run` and its options, after which the same arguments come.
+    """
     return Command(
-        ["-m", "recipes.train", f"output_dir={run_dir}", *SMALL, f"launch.nproc_per_node={ranks}"],
+        [*launcher, "-m", "recipes.train", f"output_dir={run_dir}", *SMALL, f"launch.nproc_per_node={ranks}"],
         overrides,
         run_dir.parent,
         environment or {},
