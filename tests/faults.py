@@ -194,7 +194,7 @@ def run_jobs(topology: Topology, root: Path, jobs: Sequence[Callable[[Job], _T]]
     Args:
         root: job n works in root / str(n); a name that was not used before.
     """
-    connection = topology._client._store
+    connection = topology._client.connection
 
     def run(number: int) -> _T:
         store = dist.PrefixStore(f"{root}/{number}", connection)
@@ -215,7 +215,7 @@ class ThroughStore:
 
     def __init__(self, topology: Topology) -> None:
         self._rank = topology.rank
-        self._mailbox = StoreClient(topology._client._store, writer=topology.rank)
+        self._mailbox = StoreClient(topology._client.connection, writer=topology.rank)
         self._number = topology.made = getattr(topology, "made", 0) + 1  # type: ignore[attr-defined]  # all ranks make as many
         self._spread: Counter[int] = Counter()
 

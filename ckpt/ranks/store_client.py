@@ -32,25 +32,28 @@ class StoreClient:
     Args:
         writer: rank of this process.
         timeout_s: that the store may take to answer a call.
+
+    Attributes:
+        connection: the store, over the connection of this client.
     """
 
     def __init__(self, store: Store, *, writer: int, timeout_s: float = 300.0) -> None:
         self._where = where_is(store)
         self._timeout_s = timeout_s
         self._silence: str | None = None
-        self._store: Store = connection(store, timeout_s)
+        self.connection: Store = connection(store, timeout_s)
         # Only get and multi_get can wait, and only if another rank has just deleted a key.
-        self._store.set_timeout(timedelta(seconds=min(10.0, timeout_s)))
+        self.connection.set_timeout(timedelta(seconds=min(10.0, timeout_s)))
         self._writer = writer
         self._pieces: dict[str, list[str]] = {}
 
     def put(self, key: str, data: bytes, *, compress: bool = True) -> None:
-        self._call(self._store.set, key, self._packed(key, data, compress))
+        self._call(self.connection.set, key, self._packed(key, data, compress))
 
     def put_first(self, key: str, data: bytes) -> bytes:
         """Set a key that is not set yet; return its value, `data` or another rank's."""
         packed = self._packed(key, data, True)
-        there = self._call(self._store.compare_set, key, "", packed)
+        there = self._call(self.connection.compare_set, key, "", packed)
         if there == packed:
             return data
         self._delete_pieces(key)
@@ -58,29 +61,29 @@ class StoreClient:
 
     def peek(self, key: str) -> bytes | None:
         """Return the value, or None. (`compare_set` answers with the expected value if there is no key.)"""
-        packed = self._call(self._store.compare_set, key, _NOTHING, _NOTHING)
+        packed = self._call(self.connection.compare_set, key, _NOTHING, _NOTHING)
         try:
             return None if packed == _NOTHING.encode() else self._unpacked(key, packed)
         except _VanishedError:
             return None
 
     def has(self, keys: list[str]) -> bool:
-        return bool(self._call(self._store.check, keys))
+        return bool(self._call(self.connection.check, keys))
 
     def take(self, keys: list[str]) -> list[bytes] | None:
         """Return the values, or None if one of the keys is gone, which takes seconds to find out."""
         try:
-            found = self._call(self._store.multi_get, keys)
+            found = self._call(self.connection.multi_get, keys)
             return [self._unpacked(key, packed) for key, packed in zip(keys, found, strict=True)]
         except _VanishedError:
             return None
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, which begins at 0, and return the sum. Any thread."""
-        return self._call(self._store.add, key, amount)
+        return self._call(self.connection.add, key, amount)
 
     def delete(self, key: str) -> None:
-        self._call(self._store.delete_key, key)
+        self._call(self.connection.delete_key, key)
         self._delete_pieces(key)
 
     def _packed(self, key: str, data: bytes, compress: bool) -> bytes:
@@ -90,19 +93,19 @@ class StoreClient:
         pieces = [packed[at : at + _PIECE_BYTES] for at in range(0, len(packed), _PIECE_BYTES)]
         keys = [f"{key}/{self._writer}.{number}" for number in range(len(pieces))]
         for piece_key, piece in zip(keys, pieces, strict=True):
-            self._call(self._store.set, piece_key, piece)
+            self._call(self.connection.set, piece_key, piece)
         self._pieces[key] = keys
         return b"s" + json.dumps(keys).encode()
 
     def _unpacked(self, key: str, packed: bytes) -> bytes:
         if packed[:1] == b"s":
             self._pieces[key] = json.loads(packed[1:])
-            packed = b"".join(self._call(self._store.get, piece) for piece in self._pieces[key])
+            packed = b"".join(self._call(self.connection.get, piece) for piece in self._pieces[key])
         return zlib.decompress(packed[1:]) if packed[:1] == b"z" else packed[1:]
 
     def _delete_pieces(self, key: str) -> None:
         for piece in self._pieces.pop(key, ()):
-            self._call(self._store.delete_key, piece)
+            self._call(self.connection.delete_key, piece)
 
     def _call(self, method: Callable[..., _T], *args: Any) -> _T:
         if self._silence is not None:  # a late answer to that call would be read as the answer to this one

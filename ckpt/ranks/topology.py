@@ -170,7 +170,8 @@ class Topology:
             life = meet(client, rank, world_size, host=host, timeout_s=timeout_s)
         except StoreGoneError as error:
             raise _store_gone(None, rank, error) from error
-        own = PrefixStore(life, store)
+        # Over a connection, and not the given store itself: the server that this may hold ends when its program lets it go.
+        own = PrefixStore(life, client.connection)
         return cls._joined(
             own, rank, world_size, local_rank=local_rank, host=host, timeout_s=timeout_s, grace_s=grace_s
         )

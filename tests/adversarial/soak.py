@@ -277,7 +277,8 @@ def _segments() -> set[str]:
 
 def _require_nothing_left(run_dir: Path, shared_before: set[str]) -> None:
     names = _names(run_dir.parent / f"{run_dir.name}.tmp")
-    left = [name for name in names if not name.startswith("torchinductor_")]  # torch's cache, on purpose
+    of_torch = ("torchinductor_", "torchelastic_")  # its cache, and a folder of each torchrun
+    left = [name for name in names if not name.startswith(of_torch)]
     assert not left, f"in the temporary folder is left: {left}"
     shared = {name for name in _segments() - shared_before if not _is_mapped(name)}
     assert not shared, f"in /dev/shm is left: {shared}"

@@ -234,7 +234,7 @@ def _agree_often(topology: Topology, rounds: int) -> list[int]:
                 with topology.phase("everybody is through"):
                     pass
                 time.sleep(0.1)
-                keys.append(topology._client._store.num_keys())
+                keys.append(topology._client.connection.num_keys())
     return keys
 
 

@@ -351,7 +351,7 @@ def _bad_swap(
         topology.exchange("slivers", mine, sources[topology.rank])
     with topology.phase("between"):
         pass
-    return str(caught.value), topology._client._store.num_keys()
+    return str(caught.value), topology._client.connection.num_keys()
 
 
 @pytest.mark.parametrize(
