@@ -7,6 +7,12 @@ plain JSON, `rebuild` makes the same class with the same sentence on every rank.
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 
@@ -141,23 +147,52 @@ _STALE_ADDRESSES = (
     "If torchrun has restarted the ranks, start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment: else torch may meet "
     "addresses of the life before"
 )
+_FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 
 
 def sentence(error: BaseException) -> str:
     """Return what a person should read of an error, in one line.
 
-    Our own errors are sentences already. An `OSError` reads "No space left on device: 'path'". Anything else is given
-    with the name of its class, because "0" or "'weight'" alone says nothing.
+    Our own errors are sentences already. An `OSError` reads "No space left on device: 'path'", and of a full disk also how many bytes
+    were needed (see `needing`) and are free. Anything else is given with the name of its class, because "0" or "'weight'" alone says
+    nothing.
     """
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         where = f": {error.filename!r}" if error.filename else ""
-        return f"{error.strerror}{where}"
+        return f"{error.strerror}{where}{vars(error).get('room') or _room(error)}"
     text = " ".join(str(error).split())
     if "connectFullMesh failed" in text:  # gloo's: the addresses in its store are those of processes that have ended
         text += f". {_STALE_ADDRESSES}"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+@contextmanager
+def needing(what: object, num_bytes: Callable[[], int]) -> Iterator[None]:
+    """Have `sentence` say how many bytes the block needs for a file or a share, if the disk is full. Of nested blocks the outer counts."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            vars(error)["room"] = _room(error, f"{num_bytes():,} bytes are needed for {what}")
+        raise
+
+
+def _room(error: OSError, *needed: str) -> str:
+    """The bytes that are needed, and those that are free at the path of a full disk's error, if that is absolute; "" for other errors."""
+    said = list(needed)
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if error.errno == errno.EFBIG and most != resource.RLIM_INFINITY:
+        said.append(f"ulimit -f allows {most:,} bytes for a file")
+    elif error.errno in _FULL and isinstance(error.filename, str) and os.path.isabs(error.filename):
+        for path in (error.filename, *map(str, Path(error.filename).parents)):
+            with suppress(OSError):  # the file was not made, or is gone
+                found = os.statvfs(path)
+                said.append(f"{found.f_bavail * found.f_frsize:,} bytes are free")
+                said += ["no file more can be made"] if found.f_files and not found.f_favail else []
+                break
+    return f" ({', '.join(said)})" if said else ""
 
 
 def describe(error: BaseException) -> dict[str, Any]:

@@ -343,6 +343,8 @@ class Checkpointer:
         for one in self._ledger.committed():
             try:
                 manifest = read_manifest(one.path)
+            except CheckpointNotFoundError:  # removed meanwhile
+                continue
             except CheckpointError as error:
                 _log.warning("%s is not listed: %s", one.path, error)
                 continue

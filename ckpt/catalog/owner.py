@@ -6,6 +6,9 @@ The lock ends with its process, at once, but on some file systems other hosts do
 see, but a silent one may only be slow. So a locked file never counts as abandoned. An unlocked file does if we would see its owner's
 lock (same run or same machine), or if its heartbeat has been silent for `stale_s`.
 
+Who can open a file can lock it. So only those who may write a folder may open the lock files in it (`new_lock_file`). Of a file that others
+may open, as earlier versions made them, a lock proves nothing: the heartbeat alone decides.
+
 An owner file is written and locked under the name `.claim-<nonce>`, and then renamed.
 """
 
@@ -211,7 +214,7 @@ class FolderLock:
         with _opened(self._file) as old:
             if old is None:
                 return None
-            lock = _lock_once_its_helpers_end(old)
+            lock = _lock_once_its_helpers_end(old, self._file.parent)
             if lock is _Lock.HELD_BY_ANOTHER:
                 time.sleep(
                     HEARTBEAT_S / 20
@@ -325,7 +328,7 @@ def abandoned(folder: Path, run_id: str, now: float, stale_s: float) -> Iterator
         if descriptor is None:
             yield folder.exists() and now - folder.stat().st_mtime > stale_s
             return
-        lock = _lock(descriptor, wait=False)
+        lock = _trusted(_lock(descriptor, wait=False), descriptor, folder.parent)
         stale = now - os.fstat(descriptor).st_mtime > stale_s
         ours = lock is _Lock.TAKEN and _read(descriptor).get("run_id") == run_id
         yield lock is not _Lock.HELD_BY_ANOTHER and (ours or stale)
@@ -363,13 +366,22 @@ def _lock(descriptor: int, *, wait: bool) -> _Lock:
     return _Lock.TAKEN
 
 
-def _lock_once_its_helpers_end(descriptor: int) -> _Lock:
+def _lock_once_its_helpers_end(descriptor: int, folder: Path) -> _Lock:
     """Lock an owner file. Waits up to `_HELPERS_S` for helper processes of a dead owner, which still hold the lock while they end."""
     until = time.monotonic() + _HELPERS_S
     while (lock := _lock(descriptor, wait=False)) is _Lock.HELD_BY_ANOTHER:
         if time.monotonic() > until or not _has_ended(_read(descriptor)):
             break
         time.sleep(HEARTBEAT_S / 20)
+    return _trusted(lock, descriptor, folder)
+
+
+def _trusted(lock: _Lock, descriptor: int, folder: Path) -> _Lock:
+    """UNSUPPORTED in place of a lock that may be held by somebody who cannot write the folder, while the owner does not run here."""
+    if lock is _Lock.HELD_BY_ANOTHER and _strangers_may_open(descriptor, folder):
+        about = _read(descriptor)
+        if about.get("machine") != machine() or _has_ended(about):
+            return _Lock.UNSUPPORTED
     return lock
 
 
@@ -383,6 +395,34 @@ def _has_ended(about: Mapping[str, Any]) -> bool:
         return False
 
 
+def new_lock_file(file: Path) -> int:
+    """Create a file that only those who may write its folder may open, whatever the umask; return its descriptor.
+
+    Raises:
+        FileExistsError: the name is taken.
+    """
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    mode, group = _lockers(file.parent)
+    with suppress(OSError):  # not in that group, or a file system with one mode for all files
+        if mode != 0o600:
+            os.fchown(descriptor, -1, group)
+            os.fchmod(descriptor, mode)
+    return descriptor
+
+
+def _lockers(folder: Path) -> tuple[int, int]:
+    """Mode and group of a lock file that only those may open who may write the folder."""
+    found = os.stat(folder)
+    writers = found.st_mode & 0o022
+    return 0o600 | writers | writers << 1, found.st_gid
+
+
+def _strangers_may_open(descriptor: int, folder: Path) -> bool:
+    """Whether others than those who may write the folder may open a file, and so lock it."""
+    (mode, group), found = _lockers(folder), os.fstat(descriptor)
+    return bool(found.st_mode & 0o066 & ~mode) or (bool(found.st_mode & 0o060) and found.st_gid != group)
+
+
 def _make(file: Path, about: Mapping[str, object], put: Callable[[Path, Path], object]) -> int:
     """Write and lock an owner file, and give it its name. Returns its descriptor.
 
@@ -391,7 +431,7 @@ def _make(file: Path, about: Mapping[str, object], put: Callable[[Path, Path], o
     """
     while True:
         beside = file.with_name(f".claim-{secrets.token_hex(4)}")
-        descriptor = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        descriptor = new_lock_file(beside)
         try:
             _lock(descriptor, wait=True)
             os.write(descriptor, json.dumps(about).encode())
@@ -420,7 +460,7 @@ def _put_if_free(beside: Path, file: Path) -> None:
     else:
         beside.unlink(missing_ok=True)
         return
-    os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+    os.close(new_lock_file(file))
     os.replace(beside, file)
 
 

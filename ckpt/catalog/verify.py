@@ -23,7 +23,7 @@ from ckpt.format.manifest import COMMON, MANIFEST_NAME, SHARDED, CheckpointManif
 from ckpt.format.metadata import CONFIG_FNAME, MOST_CONFIG_BYTES, config_bytes, maybe_load_config
 from ckpt.format.names import PLAIN_NAME
 from ckpt.format.records import ArraySpec, ChunkExtent, FileRecord
-from ckpt.format.stored import checked_index, read_listed_file, read_manifest, read_plain_file
+from ckpt.format.stored import checked_index, noticing_removal, read_listed_file, read_manifest, read_plain_file
 from ckpt.format.strict_json import Refused
 from ckpt.state.flatten import check_plain_file
 from ckpt.storage.files import read_once
@@ -55,9 +55,13 @@ def verify_checkpoint(checkpoint_dir: Path, *, progress: Callable[[int], None] =
 
     Raises:
         CheckpointNotFoundError: the folder holds no manifest.
+        CheckpointGoneError: the checkpoint was removed or replaced while it was read.
         ConfigurationError: it was written by a newer version of the format.
     """
-    return examine(checkpoint_dir, progress=progress).problems
+    with noticing_removal(checkpoint_dir) as require_there:
+        if problems := examine(checkpoint_dir, progress=progress).problems:
+            require_there()
+        return problems
 
 
 def examine(
@@ -68,6 +72,8 @@ def examine(
     Args:
         writers: read the data files of these ranks alone; None: of all that have written.
         progress: called with the number of bytes just read.
+
+    Files that another process removes meanwhile are problems.
 
     Raises: as `verify_checkpoint`.
     """

@@ -27,7 +27,7 @@ from ckpt.convert.checked_writes import PlacedBytes, require_read_back, write_pi
 from ckpt.convert.opened import Opened, ahead, share_of
 from ckpt.dist_checkpointing.megatron.layout import headless
 from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr
-from ckpt.errors import ConfigurationError, MissingStateError
+from ckpt.errors import ConfigurationError, MissingStateError, needing
 from ckpt.format.box import flat_boxes, whole
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
@@ -258,7 +258,8 @@ def export(
             ranges = [one for file, tensors in files.items() for one in _sections(file, tensors)]
             mine = share_of(ranges, [one.num_bytes for one in ranges], topology)
         with shared_directory(dst, topology) as folder:
-            with topology.phase("write"):
+            what = f"the share of rank {topology.rank}"
+            with topology.phase("write"), needing(what, lambda: sum(one.num_bytes for one in mine)):
                 runs = write_pieces(_pieces(selection.prepare, folder, mine), topology.progress)
             with topology.phase("read back"):
                 require_read_back(runs, dst, topology.progress)

@@ -26,6 +26,7 @@ from ckpt.convert.opened import (
     share_of,
     slabs,
 )
+from ckpt.errors import needing
 from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
 from ckpt.loading.other_formats.other_checkpoint import Step
 from ckpt.loading.other_formats.torch_files import open_torch_file, steps_into
@@ -58,7 +59,10 @@ def export_torch(source: CheckpointSource, dst: Path, topology: Topology) -> Non
                 if topology.is_lead:
                     _lay_out(state, file)
                     make_durable(file.parent, {file.name: 0}, [], topology.progress)
-            with topology.phase("write"):
+            with (
+                topology.phase("write"),
+                needing(dst.name, lambda: sum(one.entry.num_bytes for one in tensors.values())),
+            ):
                 runs = write_pieces(_pieces(source, file, tensors, topology), topology.progress)
             with topology.phase("read back"):
                 require_read_back(runs, dst, topology.progress)

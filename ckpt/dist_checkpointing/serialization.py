@@ -74,7 +74,7 @@ def save(
 ) -> AsyncRequest | None:
     """Save a sharded state dict into an existing folder. Collective; fails on all ranks or on none.
 
-    Files of an interrupted save are removed first; other files in the folder stay.
+    Files of an interrupted save, by its marker, are removed first; other files in the folder stay.
 
     Args:
         sharded_state_dict: nested; not changed.
@@ -110,7 +110,7 @@ def save(
                     f"{sharded} saves before it returns: give async_sharded_save=False, or another strategy"
                 )
             tensors, common_state = split_for_save(sharded_state_dict)
-            mark = take(folder) if topology.is_lead else None
+            mark = take(folder, topology.progress) if topology.is_lead else None
         with marked(mark):
             if validate_access_integrity:
                 _, all_ranks = determine_global_metadata(tensors)
@@ -143,7 +143,7 @@ def _write(
         request = sharded.async_save(tensors, folder)
         request.add_finalize_fn(lambda: _complete(config, folder, topology, mark))
         if mark is not None:
-            request.abandon_fns.append(mark.remove)
+            request.abandon_fns.append(mark.let_go)
         return request
     sharded.save(tensors, folder)
     _complete(config, folder, topology, mark)

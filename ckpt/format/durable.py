@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ckpt.errors import needing
+
 _CANNOT_SYNC_FOLDERS = (errno.EINVAL, errno.EOPNOTSUPP)
 _CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -76,7 +78,11 @@ _RENAMEAT2 = _renameat2()
 
 
 def _write(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    with needing(path.name, lambda: len(data)), path.open("xb") as file:
+        try:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError as error:  # of a call on a descriptor, which names no file
+            error.filename = str(path)
+            raise

@@ -101,18 +101,30 @@ def gone(checkpoint_dir: Path) -> CheckpointGoneError:
 
 
 @contextmanager
-def noticing_removal(checkpoint_dir: Path) -> Iterator[None]:
+def noticing_removal(checkpoint_dir: Path, before: tuple[int, ...] | None = None) -> Iterator[Callable[[], None]]:
     """Tell removal from damage in a block that reads a checkpoint. For one process; loads of several ranks agree on it.
+
+    Args:
+        before: its `identity_of` from when reading began; None: it begins here.
+
+    Yields:
+        a function to call before damage is told in another way than by an error; it raises, too.
 
     Raises:
         CheckpointGoneError: the block failed, and the checkpoint at this path is not the one from when it began.
     """
-    before = identity_of(checkpoint_dir)
-    try:
-        yield
-    except (CorruptCheckpointError, OSError) as error:
-        if before is not None and identity_of(checkpoint_dir) != before:
+    began = before or identity_of(checkpoint_dir)
+
+    def look(error: Exception | None = None) -> None:
+        if began is not None and identity_of(checkpoint_dir) != began:
             raise gone(checkpoint_dir) from error
+
+    try:
+        yield look
+    except CheckpointGoneError:
+        raise
+    except (CorruptCheckpointError, OSError) as error:
+        look(error)
         raise
 
 

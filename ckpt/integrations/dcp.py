@@ -45,7 +45,7 @@ from ckpt.errors import ConfigurationError, WorldSizeError
 from ckpt.format.box import Box
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.manifest import STATE, ArrayEntry
-from ckpt.format.stored import read_manifest
+from ckpt.format.stored import identity_of, noticing_removal, read_manifest
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.sources import CommittedSource
 from ckpt.loading.state_matching import SavedCopy
@@ -176,9 +176,14 @@ class CkptReader(StorageReader):
         """Return what the checkpoint holds, in DCP's terms: each tensor as one chunk, wherever its bytes lie. Called by DCP."""
         if self._folder is None:
             raise ConfigurationError('give CkptReader(path), or checkpoint_id="<path>" to dcp.load')
+        self._identity = identity_of(self._folder)
+        with noticing_removal(self._folder, self._identity):
+            return self._read_metadata(self._folder)
+
+    def _read_metadata(self, folder: Path) -> Metadata:
         topology = self._ranks.topology()
-        manifest = read_manifest(self._folder)
-        self._checkpoint = StoredCheckpoint(self._folder, manifest)
+        manifest = read_manifest(folder)
+        self._checkpoint = StoredCheckpoint(folder, manifest)
         source = CommittedSource(self._checkpoint, "", topology, DirectLoad(), device_of(()), verify=True)
         self._tensors, self._plain = {}, {}
         paths: dict[str, tuple[Any, ...]] = {}
@@ -216,7 +221,8 @@ class CkptReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the tensors. Collective: DCP calls it on every rank, in one thread."""
         topology = self._ranks.topology()
-        with topology.operation(f"load of {self._folder}"):
+        folder = self._checkpoint.root
+        with noticing_removal(folder, self._identity), topology.operation(f"load of {folder}"):
             targets = []
             for item in self._items:
                 name = item.storage_index.fqn

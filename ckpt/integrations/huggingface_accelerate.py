@@ -23,7 +23,8 @@ from accelerate.utils import DistributedType
 from ckpt.api.checkpointer import ProgramRNG, auto_components
 from ckpt.backends.base import Backend
 from ckpt.catalog.ledger import Ledger
-from ckpt.errors import CheckpointNotFoundError, ConfigurationError
+from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
+from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.loading.loader import Loader
 from ckpt.loading.strategy import LoadingStrategy
@@ -35,7 +36,9 @@ from ckpt.saving.saver import SavedRun
 from ckpt.state.auto_sharing import AutoSharing
 from ckpt.state.collect import RankState, collect
 
-_NUMBERED = re.compile(r"checkpoint_(\d+)")
+_NUMBERED = re.compile(r"checkpoint_([0-9]{1,18})")
+_ID = re.compile(rb'"checkpoint_id"\s*:\s*"([^"]*)"')
+_HEAD_BYTES = 4096  # of a manifest, which begins with its id
 _OWN_FILES = "random_states_*.pkl"
 """In every folder that Accelerate itself has saved: one of each rank, perhaps on the disk of its node."""
 
@@ -77,8 +80,9 @@ class CkptAccelerator(Accelerator):
 
         Args:
             output_dir: of a folder that does not exist, or is empty. With `automatic_checkpoint_naming` the folder is
-                `<project_dir>/checkpoints/checkpoint_<n>`, whatever is given here; n is greater than that of every checkpoint there, and
-                at least `ProjectConfiguration.iteration`. `total_limit` of them stay, the new one always.
+                `<project_dir>/checkpoints/checkpoint_<n>`, whatever is given here; n is greater than that of every checkpoint there, also
+                of Accelerate's own, and at least `ProjectConfiguration.iteration`. `total_limit` of them stay, the new one always; those
+                of Accelerate, and copies under another name, do not count and stay, too.
             safe_serialization: no effect: nothing is pickled.
             save_model_func_kwargs: refused; they are DeepSpeed's.
 
@@ -108,7 +112,8 @@ class CkptAccelerator(Accelerator):
             with run.topology.operation(f"save into {path}"), run.topology.phase("retain"):
                 if run.topology.is_lead:
                     ledger = Ledger(self._ckpt_root, run_id=str(self._ckpt_root))
-                    for old in _numbered(self._ckpt_root)[: -max(project.total_limit, 1)]:
+                    ours = [one for one in _numbered(self._ckpt_root) if _is_ours(one)]
+                    for old in ours[: -max(project.total_limit, 1)]:
                         ledger.remove(old)
         return path
 
@@ -133,11 +138,13 @@ class CkptAccelerator(Accelerator):
             found = given or (self.find_latest() if run.topology.is_lead else None)
             if found is None and run.topology.is_lead:
                 raise CheckpointNotFoundError(f"there is no checkpoint in {self._ckpt_root}")
-            is_own = given is not None and any(given.glob(_OWN_FILES)) and not (given / MANIFEST_NAME).exists()
-            phase.payload = [str(found), is_own]
-        path = Path(phase.payloads[0][0])
-        if any(is_own for _, is_own in phase.payloads):
-            super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+            phase.payload = str(found)
+        path = Path(phase.payloads[0])
+        with run.topology.operation("load_state"), run.topology.phase("look") as phase:
+            here = given or path  # each node may have its part of a checkpoint of Accelerate on a disk of its own
+            phase.payload = _is_accelerates(here)
+        if any(phase.payloads):
+            super().load_state(str(here), load_kwargs, **load_model_func_kwargs)
         else:
             self._ckpt_require_no("load_state", self._load_model_state_pre_hook, load_kwargs, load_model_func_kwargs)
             loader = Loader(
@@ -149,8 +156,9 @@ class CkptAccelerator(Accelerator):
             self.project_configuration.iteration = _number(path) + 1
 
     def find_latest(self) -> Path | None:
-        """Return the newest checkpoint of `automatic_checkpoint_naming`, or None. Not collective."""
-        return next(reversed(_numbered(self._ckpt_root)), None)
+        """Return the newest checkpoint of `automatic_checkpoint_naming`, or None; also one of Accelerate's own. Not collective."""
+        found = _numbered(self._ckpt_root)
+        return next((one for one in reversed(found) if (one / MANIFEST_NAME).exists() or _is_accelerates(one)), None)
 
     @property
     def _ckpt_root(self) -> Path:
@@ -164,8 +172,7 @@ class CkptAccelerator(Accelerator):
         """The next folder of `automatic_checkpoint_naming`, as the lead sees it. Collective."""
         with topology.operation("save_state"), topology.phase("number") as phase:
             if topology.is_lead:
-                newest = self.find_latest()
-                least = 0 if newest is None else _number(newest) + 1
+                least = max((_number(one) + 1 for one in _numbered(self._ckpt_root)), default=0)
                 phase.payload = str(self._ckpt_root / f"checkpoint_{max(self.project_configuration.iteration, least)}")
         return Path(phase.payloads[0])
 
@@ -292,11 +299,26 @@ def _seedable(loader: Any) -> Any:
 
 
 def _numbered(root: Path) -> list[Path]:
-    """The checkpoints of automatic naming, the oldest first."""
-    found = [
-        one for one in root.glob("checkpoint_*") if _NUMBERED.fullmatch(one.name) and (one / MANIFEST_NAME).exists()
-    ]
-    return sorted(found, key=_number)
+    """What has a number of automatic naming, the lowest first: checkpoints, and others. Without empty folders, whose place a save takes."""
+    found = [one for one in root.glob("checkpoint_*") if _NUMBERED.fullmatch(one.name)]
+    return sorted((one for one in found if not one.is_dir() or any(one.iterdir())), key=_number)
+
+
+def _is_accelerates(folder: Path) -> bool:
+    """Whether Accelerate itself has saved a checkpoint. Its random generators come last."""
+    return any(folder.glob(_OWN_FILES)) and not (folder / MANIFEST_NAME).exists()
+
+
+def _is_ours(checkpoint: Path) -> bool:
+    """Whether a checkpoint of this package was saved under its name: no copy, no link, and nothing of others."""
+    if checkpoint.is_symlink():
+        return False
+    try:
+        with CheckpointFolder(checkpoint) as folder, folder.stream(MANIFEST_NAME) as manifest:
+            found = _ID.search(manifest.read(_HEAD_BYTES))
+    except (OSError, CorruptCheckpointError):
+        return False
+    return found is not None and found[1] == checkpoint.name.encode()
 
 
 def _number(path: Path) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.errors import CheckpointError, describe, rebuild, sentence
-from ckpt.format.stored import read_manifest
+from ckpt.format.stored import noticing_removal, read_manifest
 from ckpt.loading.compatibility import as_saved, copies_for_object, fit, goes_on, require_something
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.report import ComponentReport, Misfits, Status
@@ -91,8 +91,17 @@ def forecast(path: Path, ranks: Sequence[Rank], device: Device, *, strict: bool,
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint at the path.
+        CheckpointGoneError: it was removed or replaced while it was read.
         CorruptCheckpointError: its manifest is damaged.
     """
+    with noticing_removal(path) as require_there:
+        found = _forecast(path, ranks, device, strict=strict, allow_pickle=allow_pickle)
+        if not found.loads:
+            require_there()
+        return found
+
+
+def _forecast(path: Path, ranks: Sequence[Rank], device: Device, *, strict: bool, allow_pickle: bool) -> Forecast:
     sources = _sources(path, ranks, device, allow_pickle)
     numbers = range(len(ranks[0].components))
     of_ranks = [[as_saved(one, source) for one in rank.components] for rank, source in zip(ranks, sources, strict=True)]

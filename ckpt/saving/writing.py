@@ -15,6 +15,7 @@ import torch
 import xxhash
 
 from ckpt.backends.base import Backend, Previous, Writer, Written, staged_digests
+from ckpt.errors import needing
 from ckpt.format.box import whole
 from ckpt.format.dtypes import contiguous, item_bytes, torch_dtype
 from ckpt.format.gc_pause import gc_paused
@@ -233,12 +234,14 @@ class RankWritePlan:
         Raises:
             OSError, StorageError: the file system refused; the lead discards the files.
         """
-        writer = job.backend.writer(job.folder, self.rank, progress, job.previous)
-        try:
-            return _Writing(self, writer, job.slivers).write(job.plain, staged)
-        except BaseException:
-            writer.abort()
-            raise
+        what = f"the share of rank {self.rank}" + (", of which unchanged files take none" if job.previous else "")
+        with needing(what, lambda: self.num_bytes + sum(len(data) for _, data in job.plain.values())):
+            writer = job.backend.writer(job.folder, self.rank, progress, job.previous)
+            try:
+                return _Writing(self, writer, job.slivers).write(job.plain, staged)
+            except BaseException:
+                writer.abort()
+                raise
 
 
 Write = Callable[[RankWritePlan, WriteJob, Iterable[Staged], Callable[[int], None]], WriteResult]

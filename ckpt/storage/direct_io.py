@@ -30,7 +30,10 @@ ALIGNED = 4096
 """Direct I/O needs memory, offsets and lengths in multiples of the disk's block, which is at most this."""
 
 RESERVED_BYTES = 64 << 20
-"""Disk space reserved at a time for a file of unknown size."""
+"""Most disk space reserved at a time for a file of unknown size."""
+
+FREE_PER_RESERVED = 256
+"""Free disk space, as a multiple of what is reserved ahead of the bytes: other ranks and programs need space meanwhile."""
 
 NUM_BUFFERS = 4
 """Half of the buffers are filled while the others are written."""
@@ -237,18 +240,23 @@ class OpenFile:
         self.file = file
         self.path = file.path
         self.fd = fd
-        self._step = num_bytes or RESERVED_BYTES
+        self._num_bytes = num_bytes or 0
+        self._is_refused = False
         self._reserved = 0
         self._size: int | None = None
         self._lock = threading.Lock()
         self._holders = 1
 
     def reserve(self, end: int) -> None:
-        """Reserve disk space up to a byte, in steps."""
-        while self._step and end > self._reserved:
-            if not reserve(self.fd, self._reserved, self._step):
-                self._step = 0  # refused once: do not ask again
-            self._reserved += self._step
+        """Reserve disk space up to a byte, before it is handed to a thread: the whole of a file of known size, else as much again."""
+        if end <= self._reserved or self._is_refused:
+            return
+        upto = max(end, self._num_bytes)
+        if not self._num_bytes:
+            room = os.fstatvfs(self.fd)
+            upto += min(self._reserved, RESERVED_BYTES, room.f_bavail * room.f_frsize // FREE_PER_RESERVED)
+        self._is_refused = not reserve(self.fd, self._reserved, upto - self._reserved)
+        self._reserved = upto  # also when refused: the file is cut to its size at the end
 
     def end_at(self, size: int) -> None:
         """End the file at `size`, drop reserved space behind it, and release the opener's hold."""

@@ -197,14 +197,22 @@ _KEEP_SIZE = 1
 
 
 def reserve(fd: int, offset: int, num_bytes: int) -> bool:
-    """Reserve disk space for a range of a file, contiguous where possible; return whether that worked.
+    """Reserve disk space for the bytes of a file from `offset` on, contiguous where possible; return whether that worked.
 
     Without it, files that several ranks write at once are interleaved on the disk, and read back in short pieces. A lack of space is
-    reported by the writes.
+    reported by the writes. No byte at or behind `offset` may have been written: a refusal ends the file there, because some file systems
+    (ext4) keep what they could reserve before they refused.
     """
     if sys.platform != "linux":
         return False
-    return bool(_libc().fallocate(fd, _KEEP_SIZE, ctypes.c_int64(offset), ctypes.c_int64(num_bytes)) == 0)
+    if _libc().fallocate(fd, _KEEP_SIZE, ctypes.c_int64(offset), ctypes.c_int64(num_bytes)) == 0:
+        return True
+    if ctypes.get_errno() in (errno.ENOSPC, errno.EDQUOT):
+        os.ftruncate(fd, offset)
+        os.ftruncate(
+            fd, offset
+        )  # the first one frees nothing where it makes the file longer, because writes are in flight
+    return False
 
 
 def _syncfs(root: Path) -> None:

@@ -27,7 +27,7 @@ from ckpt.convert.comparing import Difference, compare
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.format.names import local_path
-from ckpt.format.stored import read_manifest
+from ckpt.format.stored import noticing_removal, read_manifest
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import source_at
 from ckpt.loading.sources import CheckpointSource
@@ -255,11 +255,12 @@ def _opened(checkpoint: Path) -> CheckpointSource:
 
 def _compared(a: Path, b: Path) -> list[Difference]:
     """The differences of two checkpoints. Those that recorded the same digests of the same arrays are equal, and not read."""
-    one, other = read_manifest(a), read_manifest(b)
-    is_recorded = all(component.checksum for component in one.components.values())
-    if is_recorded and (one.components, one.arrays) == (other.components, other.arrays):
-        return []
-    return list(compare(_opened(a), _opened(b)))
+    with noticing_removal(a), noticing_removal(b):
+        one, other = read_manifest(a), read_manifest(b)
+        is_recorded = all(component.checksum for component in one.components.values())
+        if is_recorded and (one.components, one.arrays) == (other.components, other.arrays):
+            return []
+        return list(compare(_opened(a), _opened(b)))
 
 
 def _scan(run: _Run, bad: _Run) -> Parting:

@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import MISSING, DictConfig
 
 from ckpt.convert.comparing import Difference, compare
+from ckpt.format.stored import noticing_removal
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import source_at
 from ckpt.ranks.topology import Topology
@@ -48,7 +49,16 @@ def keys_of(cfg: DictConfig) -> DiffKeys:
 
 
 def diff(keys: DiffKeys) -> int:
-    """Compare every byte, print the differences, and return 0 if there are none, else 1."""
+    """Compare every byte, print the differences, and return 0 if there are none, else 1.
+
+    Raises:
+        CheckpointGoneError: one was removed or replaced while it was read.
+    """
+    with noticing_removal(Path(keys.a)), noticing_removal(Path(keys.b)):
+        return _diff(keys)
+
+
+def _diff(keys: DiffKeys) -> int:
     a, b = (
         source_at(Path(path), Topology.alone(), DirectLoad(), allow_pickle=keys.load.allow_pickle)
         for path in (keys.a, keys.b)

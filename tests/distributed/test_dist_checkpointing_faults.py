@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -219,21 +220,150 @@ def test_a_folder_that_is_missing_or_holds_a_checkpoint_is_refused_by_all_ranks_
     assert verify_checkpoint(theirs) == verify_checkpoint(tmp_path / "ours") == []
 
 
-@pytest.mark.parametrize(
-    "name", ["common/mine.py", "objects/a/b", "sharded/data.bin", "sharded/x/y", "common", "zarr.json"]
-)
-def test_files_of_others_under_a_name_that_a_save_uses_are_never_removed(tmp_path: Path, name: str) -> None:
-    """S1.67: only what a save has made is taken for what an interrupted save has left."""
-    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-    text = '{"zarr_format": 3, "node_type": "group", "attributes": {"somebody": "s"}}'
-    (tmp_path / name).write_text(text)
+GROUP = '{"zarr_format": 3, "node_type": "group", "attributes": {}}'
+USERS = {
+    "common/mine.py": "x",
+    "common/common/precious.txt": "x",
+    "objects/a/b": "x",
+    "objects/objects/zarr.json": GROUP,
+    "sharded/data.bin": "x",
+    "sharded/x/y": "x",
+    "sharded/mine/zarr.json": '{"zarr_format": 3, "node_type": "array"}',
+    "sharded/mine/c/0": "x",
+    "arrays.ocdbt/mine.bin": "x",
+    "arrays.ocdbt/manifest.ocdbt": "x",
+    "index-00000.json": "x",
+    "index-00001.2.json": "{}",
+    "checkpoint_manifest.json": "x",
+    "common": "x",
+    "zarr.json": GROUP,
+}
+"""Files of a user's by path, under names that a save uses."""
+
+
+def put(folder: Path, path: str, text: str) -> None:
+    (folder / path).parent.mkdir(parents=True, exist_ok=True)
+    (folder / path).write_text(text)
+
+
+@pytest.mark.parametrize("marker", [None, "", '{"base": ""}\n'], ids=["no marker", "an empty marker", "a marker"])
+@pytest.mark.parametrize("name", USERS)
+def test_files_of_others_under_a_name_that_a_save_uses_are_never_removed(
+    tmp_path: Path, name: str, marker: str | None
+) -> None:
+    """S1.67: only what the marker of a dead save lists is removed, whatever else looks like a save's."""
+    put(tmp_path, name, USERS[name])
+    if marker is not None:
+        put(tmp_path, ".saving-0a1b2c3d", marker)
+    before = bytes_of(tmp_path)
     kind, message = the_one(threads(2, _save_where_nothing_may_be, tmp_path))
     assert kind is CheckpointExistsError
-    assert (
-        f"{tmp_path / name.partition('/')[0]} is in the way, and no save has made it; save into a folder of its own"
-        in message
-    )
-    assert bytes_of(tmp_path) == {name: text.encode()}
+    assert f"{tmp_path / name.partition('/')[0]} " in message or f"{tmp_path} holds a checkpoint already" in message
+    assert bytes_of(tmp_path) == before
+
+
+@contextmanager
+def killed(folder: Path, save: Any = None, *, phase: str = "complete") -> Iterator[None]:
+    """In the block the folder holds what a save has left that was killed in a phase."""
+    with pytest.raises(CheckpointError):
+        threads(2, _fail_in, folder, save or SAVES["zarr"], phase)
+    yield
+
+
+def _fail_in(topology: Topology, folder: Path, save: Any, phase: str) -> None:
+    """Fail in a phase; the marker is let go as by the end of a process."""
+    topology.__class__ = FailsIn
+    assert isinstance(topology, FailsIn)
+    topology.fails_in = phase
+    dist_checkpointing.save(training_state(topology) | {"iteration": 3}, folder, save)
+
+
+class FailsIn(Topology):
+    """A topology that fails on the lead at the beginning of the phase of this name."""
+
+    fails_in: str
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Any]:
+        with super().phase(name) as phase:
+            if name == self.fails_in and self.is_lead:
+                raise OSError(errno.EIO, "Input/output error", name)
+            yield phase
+
+
+@pytest.mark.parametrize("save", [SAVES["zarr"], SAVES["tensorstore, ocdbt"]], ids=["zarr", "ocdbt"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "common/mine.py",
+        "common/common/plain.json.bak",
+        "objects/objects/rank-00000/notes.txt",
+        "sharded/mine/zarr.json",
+        "sharded/mine/c/0",
+        "sharded/w/c/notes.txt",
+        "arrays.ocdbt/mine.bin",
+        "arrays.ocdbt/rank-00000/d/notes.txt",
+        "index-00007.json",
+    ],
+)
+def test_a_file_that_somebody_has_put_among_the_rest_of_a_killed_save_stays_with_all_the_rest(
+    tmp_path: Path, save: Any, name: str
+) -> None:
+    """S1.67: nothing at all is removed then; without that file the next save goes through."""
+    with killed(tmp_path, save):
+        put(tmp_path, name, "precious")
+        before = bytes_of(tmp_path)
+        kind, message = the_one(threads(2, _save_where_nothing_may_be, tmp_path))
+        assert kind is CheckpointExistsError and " is in the way, and no save that was interrupted lists it" in message
+        assert bytes_of(tmp_path) == before
+        (tmp_path / name).unlink()
+        if name.startswith("arrays.ocdbt") and save is SAVES["zarr"]:
+            shutil.rmtree(tmp_path / "arrays.ocdbt")
+    threads(2, save_training_state, tmp_path)
+    assert verify_checkpoint(tmp_path) == []
+
+
+def test_a_link_among_the_rest_of_a_killed_save_is_neither_followed_nor_removed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "it").mkdir()
+    with killed(tmp_path / "it"):
+        (tmp_path / "it/sharded").rename(tmp_path / "elsewhere/sharded")
+        (tmp_path / "it/sharded").symlink_to(tmp_path / "elsewhere/sharded")
+        before = bytes_of(tmp_path / "elsewhere")
+        kind, message = the_one(threads(2, _save_where_nothing_may_be, tmp_path / "it"))
+    assert kind is CheckpointExistsError and f"{tmp_path}/it/sharded is in the way" in message
+    assert bytes_of(tmp_path / "elsewhere") == before
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "mine",
+        '{"base": "", "more": 1}',
+        '{"base": "", "components": {"logs": "everybody"}}',
+        "[" * 100_000,
+        '{"base": 1}',
+        '{"base": "../up"}',
+        '{"base": "", "components": {"..": "global"}}',
+    ],
+)
+def test_a_file_with_the_name_of_a_marker_that_is_none_is_refused_and_stays(tmp_path: Path, line: str) -> None:
+    put(tmp_path, ".saving-0a1b2c3d", f"{line}\n")
+    kind, message = the_one(threads(2, _save_where_nothing_may_be, tmp_path))
+    assert kind is CheckpointExistsError and ".saving-0a1b2c3d has the name of a save's marker, and no save" in message
+    assert bytes_of(tmp_path) == {".saving-0a1b2c3d": f"{line}\n".encode()}
+
+
+def test_a_marker_lists_no_file_but_those_under_names_of_a_save(tmp_path: Path) -> None:
+    """Whatever somebody writes into it."""
+    arrays = '["sharded/../../x", "../x", "notes.txt", "logs/a", "sharded"]'
+    line = f'{{"base": "", "world_size": 3, "store": "ocdbt", "components": {{"sharded": "global"}}, "arrays": {arrays}}}\n'
+    put(tmp_path, "it/.saving-0a1b2c3d", line + '{"base": "common"}\nnot ended')
+    others = {"x": "1", "it/notes.txt": "3", "it/logs/a/c/0": "4", "it/index-00000-of-00002.json": "5"}
+    for path, text in others.items():
+        put(tmp_path, path, text)
+    threads(2, save_training_state, tmp_path / "it")
+    assert {path: (tmp_path / path).read_text() for path in others} == others
 
 
 def test_other_files_stay_and_belong_to_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -257,20 +387,38 @@ def test_other_files_stay_and_belong_to_no_checkpoint(tmp_path: Path, caplog: py
 def test_whatever_a_killed_save_has_left_is_removed_by_the_next_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, first: str, second: str
 ) -> None:
-    """S1.67: by whichever strategy; no manifest, files that were to take another's place, objects that are not saved now."""
-    threads(2, save_training_state, tmp_path, SAVES[first], {})
-    (tmp_path / "metadata.json").rename(tmp_path / ".metadata.json.0a1b2c3d")
-    manifest = (tmp_path / "checkpoint_manifest.json").read_bytes()
-    (tmp_path / "checkpoint_manifest.json").unlink()
-    (tmp_path / ".saving-0a1b2c3d").touch()
-    (tmp_path / ".checkpoint_manifest.json.0a1b2c3d").write_bytes(manifest)
-    (tmp_path / "index-00007.3.json").write_bytes(b"{}")
+    """S1.67: by whichever strategy; the manifest, files that were to take another's place, objects that are not saved now."""
+    with killed(tmp_path, SAVES[first]):
+        manifest = (tmp_path / "checkpoint_manifest.json").read_bytes()
+        (tmp_path / ".metadata.json.0a1b2c3d").write_bytes(b"{")
+        (tmp_path / ".checkpoint_manifest.json.0a1b2c3d").write_bytes(manifest)
+        (tmp_path / ".saving-00000000").touch()
     caplog.clear()
     threads(2, save_training_state, tmp_path, SAVES[second], {"rng": None})
     assert sum("what an interrupted save has left" in record.getMessage() for record in caplog.records) == 1
     assert verify_checkpoint(tmp_path) == []
     assert set(dist_checkpointing.load_sharded_metadata(tmp_path)) == {"w", "p", "step"}
     assert not (tmp_path / "objects").exists()
+
+
+def test_a_checkpoint_of_a_strategy_alone_is_not_taken_for_the_rest_of_a_save(tmp_path: Path) -> None:
+    """It has no metadata.json, and is complete."""
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(4))}
+    SAVES["zarr"].save(state, tmp_path)
+    before = bytes_of(tmp_path)
+    kind, message = error_of(lambda: dist_checkpointing.save(state, tmp_path))
+    assert kind is CheckpointExistsError and "holds a checkpoint already" in message
+    assert bytes_of(tmp_path) == before
+
+
+def test_a_strategy_alone_refuses_a_folder_with_the_marker_of_a_dead_save(tmp_path: Path) -> None:
+    """The marker would list what this save makes, too."""
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(4))}
+    put(tmp_path, ".saving-0a1b2c3d", '{"base": ""}\n')
+    kind, message = error_of(lambda: SAVES["zarr"].save(state, tmp_path))
+    assert (
+        kind is CheckpointExistsError and ".saving-0a1b2c3d exists already; if it is of a save that did not" in message
+    )
 
 
 # Mistakes of one rank

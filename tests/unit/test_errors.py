@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import pickle
+import resource
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt import errors
-from ckpt.errors import CheckpointError, ConfigurationError, StorageError, describe, rebuild, sentence
+from ckpt.errors import CheckpointError, ConfigurationError, StorageError, describe, needing, rebuild, sentence
 
 FAMILY = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, CheckpointError)]
 
@@ -61,10 +65,47 @@ def test_a_sentence_is_printed_as_it_is_whatever_built_in_the_class_is(kind: typ
     assert str(kind("model: 'w' is missing; found 3, expected 4")) == "model: 'w' is missing; found 3, expected 4"
 
 
-def test_a_full_disk_reads_as_the_system_says_it_and_arrives_as_a_storage_error() -> None:
-    full = OSError(errno.ENOSPC, "No space left on device", "/data/w")
-    assert sentence(full) == "No space left on device: '/data/w'"
+def _disk(path: str, *, free_blocks: int = 3, free_files: int = 7) -> os.statvfs_result:
+    """A disk with blocks of 4096 bytes; nothing below /data is there."""
+    if path != "/data":
+        raise FileNotFoundError(path)
+    return os.statvfs_result((4096, 4096, 100, 5, free_blocks, 10, free_files, free_files, 0, 255))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_arrives_as_a_storage_error_that_says_what_is_needed_and_what_is_free(
+    monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(os, "statvfs", _disk)
+    full = OSError(code, "No space left on device", "/data/a/w")
+    assert sentence(full) == "No space left on device: '/data/a/w' (12,288 bytes are free)"
+    with (
+        pytest.raises(OSError, match="No space"),
+        needing("the share of rank 1", lambda: 70_000),
+        needing("w", lambda: 20),
+    ):
+        raise full
+    told = (
+        "No space left on device: '/data/a/w' (70,000 bytes are needed for the share of rank 1, 12,288 bytes are free)"
+    )
+    assert sentence(full) == sentence(pickle.loads(pickle.dumps(full))) == told
+    monkeypatch.setattr(os, "statvfs", partial(_disk, free_blocks=300))
+    assert sentence(full) == told, "as it was when the write failed"
     assert type(rebuild(describe(full))) is StorageError
+
+
+def test_a_disk_with_room_but_no_file_left_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", partial(_disk, free_files=0))
+    full = OSError(errno.ENOSPC, "No space left on device", "/data/w")
+    assert sentence(full).endswith("(12,288 bytes are free, no file more can be made)")
+
+
+def test_a_limit_of_the_length_of_files_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4096, 4096))
+    with pytest.raises(OSError, match="large") as caught, needing("w", lambda: 5000):
+        raise OSError(errno.EFBIG, "File too large", "/data/w")
+    says = "(5,000 bytes are needed for w, ulimit -f allows 4,096 bytes for a file)"
+    assert sentence(caught.value) == f"File too large: '/data/w' {says}"
 
 
 @pytest.mark.parametrize(

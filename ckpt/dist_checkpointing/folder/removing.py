@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from ckpt.backends.base import DATABASE, ForgetsArrays, database_files
 from ckpt.backends.registry import backend_of_store
 from ckpt.backends.zarr_format import DOCUMENT
-from ckpt.dist_checkpointing.folder.destination import BESIDE_FILES, INDEX_FILES, holds_array
+from ckpt.dist_checkpointing.folder.destination import Owned
+from ckpt.dist_checkpointing.folder.save_marker import INDEX, dead_marks, is_beside
 from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr, is_megatron_zarr
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.consistency import MAX_FILE_BYTES
 from ckpt.format.durable import replace_durably, write_durably
 from ckpt.format.manifest import (
     MANIFEST_NAME,
@@ -25,6 +28,7 @@ from ckpt.format.manifest import (
     index_generation,
     index_name,
 )
+from ckpt.format.manifest_parsing import parse_index
 from ckpt.format.records import FileRecord
 from ckpt.format.stored import read_index, read_listed_file, read_manifest, rest_digest
 from ckpt.ranks.topology import Topology
@@ -82,7 +86,7 @@ def _remove(checkpoint_dir: Path, key_prefix: str, topology: Topology) -> None:
     if gone or not is_as_listed:
         _list_database(checkpoint_dir, manifest, topology)
         replace_durably(checkpoint_dir / MANIFEST_NAME, manifest.to_bytes())
-    _sweep(checkpoint_dir, manifest, topology)
+    _sweep(checkpoint_dir, manifest, [entry.path for entry in gone.values() if entry.path is not None], topology)
 
 
 def _require_own_files(checkpoint_dir: Path, topology: Topology) -> None:
@@ -124,21 +128,36 @@ def _take_out(
         _database_backend().remove(checkpoint_dir, named)
 
 
-def _sweep(checkpoint_dir: Path, manifest: CheckpointManifest, topology: Topology) -> None:
-    """Remove the files that neither the manifest nor an index names, also those that a killed removal left."""
-    for pattern in (INDEX_FILES, *BESIDE_FILES):
-        for file in checkpoint_dir.glob(pattern):
-            topology.progress()
-            if file.name not in manifest.files:
-                file.unlink()
+def _sweep(checkpoint_dir: Path, manifest: CheckpointManifest, gone: Collection[str], topology: Topology) -> None:
+    """Remove the files that only an index lists which the manifest has no more, also those that a killed removal left, and markers.
+
+    Args:
+        gone: paths of the arrays that were removed.
+    """
     listed = set(manifest.files)
     for rank in manifest.index_ranks():
         topology.progress()
         listed.update(read_index(checkpoint_dir, manifest, rank).files)
-    for folder in (checkpoint_dir / SHARDED).glob("*/"):
+    arrays, files, proofs = set(gone), set[str](), []
+    for name in sorted(os.listdir(checkpoint_dir)):
         topology.progress()
-        if f"{SHARDED}/{folder.name}/{DOCUMENT}" not in listed and holds_array(folder):
-            _remove_folder(folder, topology)
+        if INDEX.fullmatch(name) and name not in listed:
+            with (
+                suppress(CorruptCheckpointError),
+                CheckpointFolder(checkpoint_dir) as folder,
+            ):  # else it is no index of ours
+                index = parse_index(folder.read(name, MAX_FILE_BYTES), name)
+                arrays.update(index.chunks)
+                files.update(index.files)
+                proofs.append(name)
+        elif is_beside(name):
+            proofs.append(name)
+    files |= {f"{path}/{DOCUMENT}" for path in arrays}
+    unlisted = sorted(path for path in files - listed if path.startswith(f"{SHARDED}/"))
+    folders = {str(above) for path in unlisted for above in Path(path).parents if len(above.parts) > 1}
+    marks = dead_marks(checkpoint_dir)
+    owned = Owned([*proofs, *marks], files=unlisted, folders=sorted(folders, key=len, reverse=True))
+    owned.remove_from(checkpoint_dir, topology.progress)
 
 
 def _remove_folder(folder: Path, topology: Topology) -> None:

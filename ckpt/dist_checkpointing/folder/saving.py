@@ -11,6 +11,7 @@ import torch
 
 from ckpt.backends.base import Backend
 from ckpt.dist_checkpointing.folder.destination import GivenFolder
+from ckpt.dist_checkpointing.folder.save_marker import Making, given_mark
 from ckpt.dist_checkpointing.mapping import is_main_replica
 from ckpt.errors import ConfigurationError, ShardingError
 from ckpt.format.box import Box, whole
@@ -47,6 +48,7 @@ class FolderSave:
         started = time.perf_counter()
         with self._folder.discarding(), self._topology.operation(self._folder.what):
             save = self._planner.collect_and_prepare(self._folder, self._mine)
+            self._folder.expect(save, self._topology)
             save.run(self._topology, save.live_tensors(), RankWritePlan.write, started=started)
 
     def prepare(self, arena: Arena) -> None:
@@ -57,6 +59,7 @@ class FolderSave:
             ShardingError, ShapeMismatchError, ReplicationError: the states of the ranks do not make up one.
         """
         self._save = save = self._planner.collect_and_prepare(self._folder, self._mine)
+        self._folder.expect(save, self._topology)
         snapshot = Snapshot(save.share, save.plan, save.mine, arena, watched=None, pinned_bytes=None)
         _, num_bytes = arena_bytes(save.share, is_pinned=save.device.type != "cpu")
         arena.grow(num_bytes, lambda: None)
@@ -110,10 +113,13 @@ def save_state(
     """
     with topology.phase("make the folder"):
         if topology.is_lead:
+            mark, base = given_mark(folder)
+            if mark is not None:
+                mark.add(Making(base=base))
             folder.mkdir(exist_ok=True)
     with topology.phase("collect"):
         mine = collect([StateComponent(key, Given(state), pattern)], topology)
-    place = GivenFolder(folder, mine.components, is_marked=True)
+    place = GivenFolder(folder, is_marked=True)
     FolderSave(place, mine, Planner(topology, backend, mine.device)).run()
 
 

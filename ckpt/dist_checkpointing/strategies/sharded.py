@@ -101,7 +101,7 @@ class SaveTensors(AsyncSaveShardedStrategy):
                 phase.payload = {"sharded_strategy": self.described}
             require_alike(phase.payloads)
         planner = Planner(topology, self._storage(), device, pack_below_bytes=0)
-        return FolderSave(GivenFolder(checkpoint_dir, mine.components), mine, planner)
+        return FolderSave(GivenFolder(checkpoint_dir), mine, planner)
 
 
 class LoadTensors(DeclaredFormats, LoadShardedStrategy):

@@ -294,3 +294,86 @@ def test_a_living_owners_helper_is_not_waited_for(file: Path) -> None:
     with helper_of(file, os.getppid()), pytest.raises(FolderInUseError, match=f"pid {os.getppid()}"):
         lock_on(file).acquire()
     assert time.monotonic() - began < owner._HELPERS_S
+
+
+@pytest.mark.parametrize(
+    ("of_folder", "of_file"), [(0o755, 0o600), (0o700, 0o600), (0o2775, 0o660), (0o770, 0o660), (0o777, 0o666)]
+)
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
+def test_only_those_who_may_write_a_folder_may_open_its_lock_whatever_the_umask(
+    file: Path, of_folder: int, of_file: int, umask: int
+) -> None:
+    """Who can open a file can lock it; and a colleague of the group must be able to."""
+    file.parent.chmod(of_folder)
+    before = os.umask(umask)
+    try:
+        with held(file):
+            folder = owner.Owner(file.parent / ".unpublished-1", "run")
+            made = [file.stat(), folder.file.stat()]
+            folder.release()
+    finally:
+        os.umask(before)
+    assert [(one.st_mode & 0o777, one.st_gid) for one in made] == [(of_file, file.parent.stat().st_gid)] * 2
+
+
+def test_a_lock_file_is_its_owners_alone_where_it_cannot_have_the_folders_group(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else all of the owner's own group could lock it."""
+
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    file.parent.chmod(0o770)
+    monkeypatch.setattr(os, "fchown", refused)
+    with held(file):
+        assert file.stat().st_mode & 0o777 == 0o600
+
+
+@contextmanager
+def locked_by_a_stranger(file: Path) -> Iterator[None]:
+    """Another process, which has only read permission, holds a lock on the file."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with subprocess.Popen(["sleep", "60"], pass_fds=[descriptor]) as holder:
+            yield
+            holder.kill()
+    finally:
+        os.close(descriptor)
+
+
+def test_nobody_who_may_not_write_can_keep_a_dead_runs_lock(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Earlier versions made files that everybody may read, and so lock."""
+    monkeypatch.setattr(owner, "_HELPERS_S", 0.1)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    for about in ({"machine": owner.machine(), "pid": dead.pid}, {"machine": "another"}):
+        leave(file, silent_s=90.0, **about)
+        file.chmod(0o644)
+        with locked_by_a_stranger(file), held(file):
+            assert json.loads(file.read_text())["run_id"] == "mine"
+            assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_living_owner_keeps_a_lock_that_others_may_open(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an earlier version, however long it was stopped."""
+    monkeypatch.setattr(owner, "_HELPERS_S", 0.1)
+    leave(file, silent_s=90.0, machine=owner.machine(), pid=os.getppid())
+    file.chmod(0o644)
+    with locked_by_a_stranger(file), pytest.raises(FolderInUseError, match=f"pid {os.getppid()}"):
+        lock_on(file).acquire()
+
+
+def test_nobody_who_may_not_write_keeps_the_rest_of_a_dead_save(tmp_path: Path) -> None:
+    folder = tmp_path / ".unpublished-1-00000000"
+    folder.mkdir()
+    file = owner.owner_file(folder)
+    for mode, counts_as_dead in ((0o644, True), (0o600, False)):
+        leave(file, silent_s=90.0)
+        file.chmod(mode)
+        with (
+            locked_by_a_stranger(file),
+            owner.abandoned(folder, "mine", owner.file_system_now(tmp_path), 60.0) as is_dead,
+        ):
+            assert is_dead is counts_as_dead

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckpt import StateComponent
 from ckpt.catalog.verify import examine, verify_checkpoint
-from ckpt.errors import CheckpointNotFoundError, ConfigurationError
+from ckpt.errors import CheckpointGoneError, CheckpointNotFoundError, ConfigurationError
 from ckpt.format.manifest import MANIFEST_NAME, Index, digest_of, index_name
 from ckpt.format.stored import read_index, read_manifest
 from ckpt.ranks.topology import Topology
@@ -265,3 +265,24 @@ def forge_index(checkpoint: Path, change: Callable[[Index], object]) -> None:
     (checkpoint / index_name(0)).write_bytes(data)
     manifest.files[index_name(0)] = (len(data), digest_of(data))
     (checkpoint / MANIFEST_NAME).write_bytes(manifest.to_bytes())
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced"])
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_not_called_damaged(
+    zarr_checkpoint: Path, tmp_path: Path, how: str, at: int
+) -> None:
+    """As retention does; after any number of files."""
+    checkpoint = shutil.copytree(zarr_checkpoint, tmp_path / "copy")
+    count = 0
+
+    def remove(_: int) -> None:
+        nonlocal count
+        if count == at:
+            checkpoint.rename(tmp_path / "removed")
+            if how == "replaced":
+                shutil.copytree(zarr_checkpoint, checkpoint, ignore=shutil.ignore_patterns("c"))
+        count += 1
+
+    with pytest.raises(CheckpointGoneError, match="was removed or replaced while it was read"):
+        verify_checkpoint(checkpoint, progress=remove)

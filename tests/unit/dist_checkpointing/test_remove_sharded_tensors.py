@@ -500,3 +500,27 @@ def test_who_is_killed_just_before_the_rename_has_changed_nothing(folder: Path, 
     dist_checkpointing.remove_sharded_tensors(folder, "optimizer")
     assert verify_checkpoint(folder) == []
     require_holds(folder, {"model.w", "model.w2", "empty", "z.optimizer"})
+
+
+def test_files_of_others_stay_whatever_they_look_like(tmp_path: Path) -> None:
+    """Only what an index lists that the manifest has no more is removed, and the marker of a dead save."""
+    state = {key: ShardedTensor.from_rank_offsets(key, torch.arange(4)) for key in ("a", "b")}
+    dist_checkpointing.save(state, tmp_path)
+    others = {
+        "sharded/mine/zarr.json": "{}",
+        "sharded/mine/c/0": "x",
+        "sharded/a/notes.txt": "x",
+        "index-00000-of-00010.json": "x",
+        "index-00009.json": "x",
+        ".metadata.json.bak": "x",
+        ".saving-notes": "x",
+        ".saving-00000000": "x",
+    }
+    for path, text in others.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    (tmp_path / ".saving-0a1b2c3d").write_text('{"base": ""}\n')
+    dist_checkpointing.remove_sharded_tensors(tmp_path, "a")
+    assert {path: (tmp_path / path).read_text() for path in others if (tmp_path / path).exists()} == others
+    assert not (tmp_path / ".saving-0a1b2c3d").exists() and not (tmp_path / "sharded/a/zarr.json").exists()
+    assert set(dist_checkpointing.load_tensors_metadata(tmp_path)) == {"b"}

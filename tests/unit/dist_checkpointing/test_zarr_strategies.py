@@ -293,7 +293,7 @@ def test_an_array_that_is_there_already_is_an_error(tmp_path: Path) -> None:
         for record in [folder / "checkpoint_manifest.json", *folder.glob("index-*.json")]:
             record.unlink()  # what a save leaves that is interrupted before its records
             with pytest.raises(
-                CheckpointExistsError, match=f"{folder}/.* exists already, of a save that did not finish"
+                CheckpointExistsError, match=f"{folder}/.* exists already; if it is of a save that did not finish"
             ):
                 save.save({"v": uncut("v", torch.ones(4).long())}, folder)
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import ckpt
-from ckpt.errors import CheckpointExistsError, ConfigurationError, CorruptCheckpointError
+from ckpt.errors import CheckpointExistsError, CheckpointGoneError, ConfigurationError, CorruptCheckpointError
 from ckpt.integrations.dcp import CkptReader, CkptWriter
 from tests.states import ALL_DTYPES, random_bits, same_bits
 
@@ -121,3 +122,19 @@ def test_damage_is_found_and_nothing_is_overwritten_or_pickled(tmp_path: Path) -
 def test_a_path_is_needed(tmp_path: Path) -> None:
     with pytest.raises((ConfigurationError, dcp.api.CheckpointException), match=r"give CkptWriter\(path\)"):
         dcp.save({"a": torch.zeros(1)}, storage_writer=CkptWriter())
+
+
+class _RemovedBeforeItIsRead(CkptReader):
+    """A reader whose checkpoint another process removes once its metadata is read."""
+
+    def read_data(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._folder is not None
+        self._folder.rename(self._folder.with_name("removed"))
+        return super().read_data(*args, **kwargs)
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_gone_and_not_damaged(tmp_path: Path) -> None:
+    dcp.save(state_of_a_program(1), storage_writer=CkptWriter(tmp_path / "saved"))
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(state_of_a_program(2), storage_reader=_RemovedBeforeItIsRead(tmp_path / "saved"))
+    assert [type(error[0]) for error in caught.value.failures.values()] == [CheckpointGoneError]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,52 @@ def test_a_numbered_save_is_newer_than_all_there_and_stays(tmp_path: Path) -> No
     assert sorted(path.name for path in root.iterdir()) == ["checkpoint_3", "checkpoint_4"]
     assert program(0).save_state() == root / "checkpoint_5"
     assert [path.name for path in root.iterdir()] == ["checkpoint_5"], "one stays, as in Accelerate"
+
+
+def _project(root: Path) -> ProjectConfiguration:
+    return ProjectConfiguration(str(root), automatic_checkpoint_naming=True, total_limit=1)
+
+
+def test_a_run_goes_on_in_the_folder_of_a_run_with_accelerate_and_leaves_its_checkpoints(tmp_path: Path) -> None:
+    """Accelerate itself refuses a number that is taken; and its `total_limit` would delete whatever is there."""
+    root = tmp_path / "checkpoints"
+    own = Accelerator(cpu=True, project_config=ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True))
+    own.register_for_checkpointing(held := Held({"a": 0}))
+    for number in range(2):
+        held.state = {"a": number}
+        own.save_state()
+    (root / "checkpoint_5").mkdir()
+    (root / "checkpoint_5" / "model.safetensors").write_bytes(b"killed")
+    (root / "checkpoint_7").write_text("a file")
+    others = sorted(root.rglob("*"))
+
+    accelerator = CkptAccelerator(cpu=True, project_config=_project(tmp_path))
+    accelerator.register_for_checkpointing(held := Held({}))
+    accelerator.load_state()
+    assert held.loaded == {"a": 1}, "the newest that is complete"
+    assert accelerator.save_iteration == 2
+    assert accelerator.save_state() == root / "checkpoint_8"
+    assert accelerator.save_state() == root / "checkpoint_9"
+    assert not (root / "checkpoint_8").exists()
+    assert [one for one in others if not one.exists()] == []
+    again = CkptAccelerator(cpu=True, project_config=_project(tmp_path))
+    again.register_for_checkpointing(Held({}))
+    again.load_state()
+    assert again.save_iteration == 10
+
+
+def test_a_copy_under_another_number_is_neither_counted_nor_removed(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    accelerator = CkptAccelerator(cpu=True, project_config=_project(tmp_path))
+    accelerator.register_for_checkpointing(Held({"a": 1}))
+    accelerator.save_state()
+    shutil.copytree(root / "checkpoint_0", root / "checkpoint_3")
+    (root / "checkpoint_4").symlink_to("checkpoint_3")
+    (root / f"checkpoint_{'9' * 5000}"[:200]).mkdir()
+    assert accelerator.save_state() == root / "checkpoint_5"
+    assert accelerator.save_state() == root / "checkpoint_6"
+    names = sorted(one.name for one in root.iterdir() if len(one.name) < 20)
+    assert names == ["checkpoint_3", "checkpoint_4", "checkpoint_6"]
 
 
 def test_a_state_of_accelerate_on_the_disks_of_its_nodes_is_known_by_all_ranks(tmp_path: Path) -> None:

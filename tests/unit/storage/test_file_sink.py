@@ -274,6 +274,54 @@ def test_a_disk_without_the_room_that_is_asked_for_ahead_takes_what_fits(
     assert (tmp_path / "large").read_bytes() == DATA
 
 
+def test_a_refused_reservation_keeps_no_room_and_leaves_the_bytes_that_are_in_flight(
+    tmp_path: Path, takes_direct: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ext4 keeps what it could reserve before it refused; the first reservation works here, and all others fail so."""
+    asked: list[int] = []
+
+    class KeepsSome:
+        def fallocate(self, fd: int, mode: int, offset: Any, num_bytes: Any) -> int:
+            asked.append(offset.value)
+            assert ctypes.CDLL(None).fallocate(fd, mode, offset, ctypes.c_int64(num_bytes.value + (8 << 20))) == 0
+            if offset.value == 0:
+                return 0
+            ctypes.set_errno(errno.ENOSPC)
+            return -1
+
+    monkeypatch.setattr("ckpt.storage.files._libc", KeepsSome)
+    out = sink(tmp_path)
+    stream = out.open("large")
+    stream.append(pieces_of(DATA))
+    assert len(asked) == 2 and asked[1] > 0
+    assert _blocks(tmp_path / "large") <= len(DATA) + ALIGNED
+    stream.close()
+    out.flush()
+    assert (tmp_path / "large").read_bytes() == DATA
+
+
+def test_no_more_is_reserved_ahead_than_was_written_and_little_where_little_is_free(
+    tmp_path: Path, takes_direct: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks write meanwhile."""
+    stream = sink(tmp_path).open("large")
+    stream.append(pieces_of(DATA[: 1 << 20]))
+    assert _blocks(tmp_path / "large") <= 2 << 20
+    stream.close()
+    real = os.fstatvfs
+
+    def little(fd: int) -> os.statvfs_result:
+        found = list(real(fd))
+        found[4] = 64  # f_bavail
+        return os.statvfs_result(found)
+
+    monkeypatch.setattr(os, "fstatvfs", little)
+    stream = sink(tmp_path).open("other")
+    stream.append(pieces_of(DATA))
+    assert _blocks(tmp_path / "other") <= len(DATA) + (64 * real(0).f_frsize >> 8) + ALIGNED
+    stream.close()
+
+
 @pytest.mark.parametrize("limit", [1_000_003, 1 << 20], ids=["within a block", "at the end of one"])
 def test_a_file_that_may_not_grow_is_no_file_system_without_direct_writes(
     tmp_path: Path, takes_direct: None, caplog: pytest.LogCaptureFixture, limit: int
