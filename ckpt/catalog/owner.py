@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import logging
 import os
 import re
 import secrets
@@ -32,7 +31,7 @@ from typing import Any, Self
 
 import psutil
 
-from ckpt.errors import FolderInUseError, sentence
+from ckpt.errors import FolderInUseError, logger_of, sentence
 from ckpt.ranks.addresses import machine
 
 OWNER_SUFFIX = ".owner.json"
@@ -44,7 +43,7 @@ _CLAIM = re.compile(r"\.claim-[0-9a-f]{8}")
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
 
-_log = logging.getLogger(__name__)
+_log = logger_of(__name__)
 
 
 def owner_file(folder: Path) -> Path:

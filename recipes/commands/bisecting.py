@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ckpt.catalog.ledger import Ledger
 from ckpt.convert.comparing import Difference, compare
-from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
+from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError, printable
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.format.names import local_path
 from ckpt.format.stored import read_manifest
@@ -39,7 +39,7 @@ from recipes.support.config import GIVEN, by_dotted_key, checked, command_keys, 
 from recipes.support.launch import launch
 from recipes.support.ranks import ranks_exist
 from recipes.support.report import SUMMARY_NAME, Report, Summary
-from recipes.support.tables import printable
+from recipes.support.tables import print_json
 from recipes.training.restored import CHANGEABLE
 from recipes.training.training import resume, set_up
 
@@ -162,7 +162,7 @@ def bisect(keys: BisectKeys) -> int:
         with _folder(keys.work_dir) as work:
             _replay_both(runs, found, work, quiet=keys.json)
     if keys.json:
-        print(json.dumps({"run": keys.run, "bad": keys.bad} | found.as_dict(), indent=2))
+        print_json({"run": keys.run, "bad": keys.bad} | found.as_dict())
         return 0 if found.is_equal else 1
     _show(found)
     print(printable(found.sentence))

@@ -13,7 +13,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from ckpt.engine import LiveModel
 from ckpt.engine.elastic.catch_up import load_from_checkpoint, load_from_peers
@@ -28,7 +27,7 @@ from ckpt.state.sharing import StateComponent
 from ckpt.state.statefuls import ModelState
 from recipes.support.config import made
 from recipes.support.ranks import listening_on, own_address_towards
-from recipes.support.tables import counted
+from recipes.support.tables import DataConsole, counted
 from recipes.training.facts import RunOfRollouts, run_of
 from recipes.training.roles import held_by, live_model
 from recipes.training.syncing import RENDEZVOUS_NAME
@@ -46,7 +45,7 @@ def join_rollout(cfg: dict[str, Any]) -> dict[str, Any]:
         CorruptCheckpointError: the run has ended, and its trainers hold other bits than this rollout.
         CheckpointError: the run failed.
     """
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console = DataConsole(soft_wrap=True)
     rendezvous = _found(Path(cfg["run"]), cfg["wait_s"])
     job = run_of(rendezvous.facts, cfg, str(Path(cfg["run"], RENDEZVOUS_NAME)))
     device: Device = made(cfg["device"])
@@ -79,7 +78,7 @@ def join_rollout(cfg: dict[str, Any]) -> dict[str, Any]:
         return held
 
 
-async def _receive(member: ElasticEngine, live: LiveModel, wanted: int | None, console: Console) -> int:
+async def _receive(member: ElasticEngine, live: LiveModel, wanted: int | None, console: DataConsole) -> int:
     """Receive until the run ends, or `wanted` updates; return the number of updates."""
     num_updates = 0
     while (report := await member.receive_into(live)) is not None:

@@ -15,7 +15,13 @@ from hydra.utils import instantiate
 
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.catalog.ledger import Committed, Ledger, newer_than
-from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
+from ckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    printable,
+)
 from ckpt.loading.loader import LoadReport, require_checkpoint
 from ckpt.memory.device import Device
 from ckpt.ranks.sigterm import TOLD_TO_END
@@ -58,7 +64,9 @@ def settle_start(cfg: dict[str, Any]) -> dict[str, Any]:
     with writing("the checkpoint root", Path(root), "checkpoint_root"):
         Path(root).mkdir(parents=True, exist_ok=True)
     if resumed == "latest" and not committed:
-        print(f"resume=latest: there is no checkpoint in {root} yet, so the run begins at step 1", flush=True)
+        print(
+            printable(f"resume=latest: there is no checkpoint in {root} yet, so the run begins at step 1"), flush=True
+        )
         return cfg | {"resume": None}
     return cfg
 
