@@ -23,7 +23,9 @@ logger = logger_of(__name__)
 
 _UNKNOWN = -1
 """Last side of a global shape that an older unique key omits."""
-_UNIQUE_KEY = re.compile(r"(?P<key>.*)/shard_(?P<offset>\d+(?:\.\d+)*|)_(?P<shape>-?\d+(?:\.-?\d+)*|)", re.DOTALL)
+_UNIQUE_KEY = re.compile(
+    r"(?P<key>.*)/shard_(?P<offset>[0-9]+(?:\.[0-9]+)*|)_(?P<shape>-?[0-9]+(?:\.-?[0-9]+)*|)", re.DOTALL
+)
 
 
 @dataclass

@@ -35,7 +35,7 @@ from ckpt.saving.saver import SavedRun
 from ckpt.state.auto_sharing import AutoSharing
 from ckpt.state.collect import RankState, collect
 
-_NUMBERED = re.compile(r"checkpoint_(\d+)")
+_NUMBERED = re.compile(r"checkpoint_([0-9]+)")
 _OWN_FILES = "random_states_*.pkl"
 """In every folder that Accelerate itself has saved: one of each rank, perhaps on the disk of its node."""
 

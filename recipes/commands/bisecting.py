@@ -26,7 +26,7 @@ from ckpt.catalog.ledger import Ledger
 from ckpt.convert.comparing import Difference, compare
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError, printable
 from ckpt.format.manifest import MANIFEST_NAME
-from ckpt.format.names import local_path
+from ckpt.format.names import local_path, step_of
 from ckpt.format.stored import read_manifest
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import source_at
@@ -217,13 +217,14 @@ class _Run:
 
 
 def _history(root: Path) -> dict[int, Path]:
-    found = {int(one.id): one.path for one in Ledger(root, run_id="reader").committed() if one.id.isdecimal()}
+    committed = ((step_of(one.id), one.path) for one in Ledger(root, run_id="reader").committed())
+    found = {step: path for step, path in committed if step is not None}
     if not found:
         return found
     before = Path(_config(found[min(found)]).get("resume") or "latest")
     if before.name != "latest" and (before / MANIFEST_NAME).is_file():
-        step = int(read_manifest(before).checkpoint_id)
-        if step < min(found):
+        step = step_of(read_manifest(before).checkpoint_id)
+        if step is not None and step < min(found):
             found |= {one: path for one, path in _history(before.parent).items() if one < step} | {step: before}
     return dict(sorted(found.items()))
 

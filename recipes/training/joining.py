@@ -19,6 +19,7 @@ from ckpt.engine.elastic.catch_up import load_from_checkpoint, load_from_peers
 from ckpt.engine.elastic.elastic import ElasticEngine
 from ckpt.engine.elastic.membership import Rendezvous
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, RankAbsentError
+from ckpt.format.names import step_of
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import Loader, committed_newest_first
 from ckpt.memory.device import Device
@@ -153,8 +154,8 @@ def _reader(peers: Any, device: Device) -> Callable[[Any], None]:
 
 def _model_in(path: Path, model: Mapping[str, Any]) -> tuple[int, dict[str, torch.Tensor]]:
     """Load the model component of a checkpoint, and no other, in the trainers' own types; return its step and its tensors."""
-    step = path.name.removeprefix("checkpoint-")
-    if not step.isdecimal():
+    step = step_of(path.name.removeprefix("checkpoint-"))
+    if step is None:
         raise ConfigurationError(f"{path.name} has an id that is no step")
     host = Device(type="cpu", collectives="gloo")
     state = ModelState(made(model, seed=0))
@@ -162,4 +163,4 @@ def _model_in(path: Path, model: Mapping[str, Any]) -> tuple[int, dict[str, torc
     with Topology.alone() as topology:
         loader = Loader([component], topology, DirectLoad(), host, verify=True, allow_pickle=False)
         loader.load(path, strict=True)
-    return int(step), state.state_dict()
+    return step, state.state_dict()

@@ -22,6 +22,7 @@ from ckpt.errors import (
     CorruptCheckpointError,
     printable,
 )
+from ckpt.format.names import step_of
 from ckpt.loading.loader import LoadReport, require_checkpoint
 from ckpt.memory.device import Device
 from ckpt.ranks.sigterm import TOLD_TO_END
@@ -85,8 +86,8 @@ def _require_own_history(cfg: Mapping[str, Any], committed: Sequence[Committed])
         )
     if resumed in (None, "latest"):
         return
-    step = Path(resumed).name.removeprefix("checkpoint-")
-    if step.isdecimal() and int(step) >= cfg["train"]["steps"]:
+    step = step_of(Path(resumed).name.removeprefix("checkpoint-"))
+    if step is not None and step >= cfg["train"]["steps"]:
         return  # a run that is resumed at its last step saves nothing
     newer = newer_than(Path(resumed), committed)
     others = [one.path.name for one in (committed if newer is None else newer)]
@@ -331,9 +332,10 @@ def resume(training: Training, coordinator: CheckpointCoordinator, summary: Summ
     cfg = training.cfg
     path = None if cfg["resume"] == "latest" else cfg["resume"]
     loaded = _load(coordinator, report, path, strict=cfg["load"]["strict"])
-    if not loaded.checkpoint_id.isdecimal():
+    step = step_of(loaded.checkpoint_id)
+    if step is None:
         raise ConfigurationError(f"{loaded.path} has an id that is no step: this recipe did not save it")
-    training.steps_done = int(loaded.checkpoint_id)
+    training.steps_done = step
     summary.add_resume(loaded, training.digest())
     settled = settle(cfg, loaded, training.optimizer, training.scheduler)
     training.cfg = report.cfg = settled.cfg
