@@ -31,8 +31,9 @@ from typing import Any, Self
 
 import psutil
 
-from ckpt.errors import FolderInUseError, logger_of, sentence
+from ckpt.errors import CheckpointError, FolderInUseError, logger_of, sentence
 from ckpt.ranks.addresses import machine
+from ckpt.ranks.waiting import start
 
 OWNER_SUFFIX = ".owner.json"
 HEARTBEAT_S = 1.0
@@ -66,7 +67,12 @@ class _Claim:
         self._is_open = True
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name=f"heartbeat of {file.name}", daemon=True)
-        self._thread.start()
+        try:
+            start(self._thread)
+        except CheckpointError:
+            file.unlink(missing_ok=True)
+            os.close(descriptor)
+            raise
         _OPEN.add(self)
 
     @property

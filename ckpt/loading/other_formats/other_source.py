@@ -177,7 +177,8 @@ class OtherSource:
         """Component -> path in it -> function that returns the plain value."""
         found: dict[str, dict[tuple[Step, ...], Callable[[], Any]]] = {}
         for steps, value in self._checkpoint.values.items():
-            found.setdefault(_name(steps[0]), {})[steps[1:] or steps] = value
+            if steps:  # else it is the whole state, which is empty
+                found.setdefault(_name(steps[0]), {})[steps[1:] or steps] = value
         return found
 
     def _tensors_of(self, key: str) -> dict[tuple[Step, ...], str]:
