@@ -15,6 +15,7 @@ from typing import Any, Self
 from ckpt.backends.base import Backend
 from ckpt.catalog.retention import Retention, as_retention
 from ckpt.errors import ConfigurationError, MissingStateError
+from ckpt.format.names import step_of
 from ckpt.loading.loader import Loader
 from ckpt.loading.report import LoadReport
 from ckpt.loading.strategy import LoadingStrategy
@@ -419,7 +420,7 @@ class CheckpointCoordinator:
         path = as_folder("checkpoint_path", checkpoint_path)
         start, _, rest = path.name.partition("checkpoint-")
         if start or not rest or named not in (None, rest):
-            step = f", or for step {path} only checkpoint_id={path}" if str(path).isdecimal() else ""
+            step = f", or for step {path} only checkpoint_id={path}" if step_of(str(path)) is not None else ""
             raise ConfigurationError(
                 f"checkpoint_path {path} with checkpoint_id {checkpoint_id}: the last part of the path must be checkpoint-<id>, and agree "
                 f"with the id where both are given; give such a path{step}"

@@ -3,17 +3,47 @@
 Every class is a `CheckpointError`, so one `except` catches what a checkpoint can do to a run, and most are also the
 built-in they resemble. `Topology.agree` carries an error from the rank that met it to all others: `describe` turns it into
 plain JSON, `rebuild` makes the same class with the same sentence on every rank.
+
+Names in a checkpoint may hold any character, and reach terminals and logs by messages: every message of an error of this
+family, and every record of the package's loggers, is one line of printable characters (`printable`).
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+
+def printable(text: str) -> str:
+    """Return the text on one line, every character visible.
+
+    Escapes control and format characters (escape sequences, direction marks, those of no width), line and paragraph breaks,
+    halves of surrogate pairs and spaces that are not U+0020, such as "\\x1b" and "\\u202e". An escaped text stays as it is.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _make_printable(record: logging.LogRecord) -> bool:
+    record.msg, record.args = printable(record.getMessage()), None
+    return True
+
+
+def logger_of(name: str) -> logging.Logger:
+    """Return a logger whose records are printable. Other files get "ckpt" from `logging`; a logger does not filter its children's."""
+    logger = logging.getLogger(name)
+    logger.addFilter(_make_printable)
+    return logger
+
+
+logger_of("ckpt")
 
 
 class CheckpointError(Exception):
@@ -35,7 +65,7 @@ class CheckpointError(Exception):
         component: str | None = None,
         file: str | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(printable(message))
         self.rank = rank
         self.phase = phase
         self.component = component
@@ -161,8 +191,8 @@ def sentence(error: BaseException) -> str:
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         where = f": {error.filename!r}" if error.filename else ""
-        return f"{error.strerror}{where}{vars(error).get('room') or _room(error)}"
-    text = " ".join(str(error).split())
+        return printable(f"{error.strerror}{where}{vars(error).get('room') or _room(error)}")
+    text = printable(" ".join(str(error).split()))
     if "connectFullMesh failed" in text:  # gloo's: the addresses in its store are those of processes that have ended
         text += f". {_STALE_ADDRESSES}"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

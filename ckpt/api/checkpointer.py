@@ -20,6 +20,7 @@ from ckpt.catalog.ledger import Ledger
 from ckpt.catalog.retention import Retention
 from ckpt.coordinator import CheckpointCoordinator
 from ckpt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ConfigurationError
+from ckpt.format.names import step_of
 from ckpt.format.stored import read_manifest
 from ckpt.loading.report import ComponentReport, LoadReport
 from ckpt.memory.device import Device, device_of
@@ -247,12 +248,13 @@ class Checkpointer:
             raise
         report = self.coordinator.last_load
         assert report is not None
-        if not report.checkpoint_id.isdecimal():
+        step = step_of(report.checkpoint_id)
+        if step is None:
             raise ConfigurationError(
                 f"{report.path} was restored, but its id is no step; load it with Checkpointer.coordinator"
             )
         self._is_known = self._is_known or Path(report.path).parent.resolve() == self._folder.resolve()
-        self._step = self._saved_step = int(report.checkpoint_id)
+        self._step = self._saved_step = step
         self._unsaved = None
         self._next_look, self._last_look = 0, (self._step, time.monotonic())
         return Restored(self._step, report)
@@ -349,8 +351,9 @@ class Checkpointer:
                 _log.warning("%s is not listed: %s", one.path, error)
                 continue
             size = sum(component.size_bytes for component in manifest.components.values())
-            step = int(one.id) if one.id.isdecimal() else None
-            found.append(SavedStep(step, one.path, manifest.timestamp, size, manifest.metrics, manifest.metadata))
+            found.append(
+                SavedStep(step_of(one.id), one.path, manifest.timestamp, size, manifest.metrics, manifest.metadata)
+            )
         return found
 
     def find_latest(self) -> Path | None:

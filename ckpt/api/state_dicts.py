@@ -141,7 +141,9 @@ def load(
                 components = [StateComponent(key, one, AUTO) for key, one in objects.items()]
     loader = Loader(components, run.topology, strategy, device, verify=True, allow_pickle=allow_pickle)
     report = loader.load(folder, strict=strict, may_be_old=True)
-    _log.info("%s: %.4g GB in %.3g s\n%s", folder, report.bytes_needed / 1e9, report.load_s, report.summary())
+    _log.info("%s: %.4g GB in %.3g s", folder, report.bytes_needed / 1e9, report.load_s)
+    for one in report.components:
+        _log.info("%s", one)
     loaded = {one.key: objects[one.key].loaded for one in report.components if goes_on(one)}
     if into is not None:
         _set_plain(into, loaded[STATE] if is_one else loaded)

@@ -50,7 +50,7 @@ _NAMES = {
     "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
 _TYPES = {name: ours for ours, name in _NAMES.items() if ours != _COMPLEX128}
-_LIKE_A_PART = re.compile(r"\[(\d+:\d+(, \d+:\d+)*)?\]\??\Z")
+_LIKE_A_PART = re.compile(r"\[([0-9]+:[0-9]+(, [0-9]+:[0-9]+)*)?\]\??\Z")
 
 
 class Entry(NamedTuple):

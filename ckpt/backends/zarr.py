@@ -19,7 +19,6 @@ from zarr.abc.codec import BytesBytesCodec
 from zarr.core.chunk_grids import RegularChunkGrid
 from zarr.core.group import GroupMetadata
 from zarr.core.metadata.v3 import ArrayV3Metadata
-from zarr.errors import NodeNotFoundError
 from zarr.storage import LocalStore, MemoryStore, StorePath
 
 from ckpt.backends.base import Previous
@@ -98,9 +97,13 @@ class ZarrBackend:
         try:
             stored = zarr.open_array(store=LocalStore(root, read_only=True), path=array.path, mode="r")
             values = np.asarray(stored[box.slices])
-        except (NodeNotFoundError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        except (
+            Exception
+        ) as error:  # codecs raise nearly anything, also an OSError of no number, which is not the system's
+            if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
+                raise
             raise CorruptCheckpointError(
-                f"{array.path}: zarr cannot read {box} of {root / array.path}: {error}. Load an earlier checkpoint."
+                f"{array.path}: zarr cannot read {box} of {root / array.path}: {sentence(error)}. Load an earlier checkpoint."
             ) from error
         bits = bits_of(out)
         bits[...] = values.view(bits.dtype)

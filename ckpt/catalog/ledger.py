@@ -19,7 +19,6 @@ Names below the checkpoint root:
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import re
 import secrets
@@ -47,6 +46,7 @@ from ckpt.errors import (
     ConfigurationError,
     CorruptCheckpointError,
     StorageError,
+    logger_of,
     sentence,
 )
 from ckpt.format.checkpoint_files import CheckpointFolder
@@ -65,7 +65,7 @@ _MOST_BYTES = 1 << 16
 _AHEAD = timedelta(days=1)
 _UNKNOWN = -1
 
-_log = logging.getLogger(__name__)
+_log = logger_of(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import logging
 import os
 import re
 import secrets
@@ -35,8 +34,9 @@ from typing import Any, Self
 
 import psutil
 
-from ckpt.errors import FolderInUseError, sentence
+from ckpt.errors import CheckpointError, FolderInUseError, logger_of, sentence
 from ckpt.ranks.addresses import machine
+from ckpt.ranks.waiting import start
 
 OWNER_SUFFIX = ".owner.json"
 HEARTBEAT_S = 1.0
@@ -47,7 +47,7 @@ _CLAIM = re.compile(r"\.claim-[0-9a-f]{8}")
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
 
-_log = logging.getLogger(__name__)
+_log = logger_of(__name__)
 
 
 def owner_file(folder: Path) -> Path:
@@ -70,7 +70,12 @@ class _Claim:
         self._is_open = True
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name=f"heartbeat of {file.name}", daemon=True)
-        self._thread.start()
+        try:
+            start(self._thread)
+        except CheckpointError:
+            file.unlink(missing_ok=True)
+            os.close(descriptor)
+            raise
         _OPEN.add(self)
 
     @property

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.format.names import step_of
 from ckpt.format.stored import read_manifest
 
 
@@ -72,7 +73,7 @@ class Retention:
             return []
         kept = {one.id for one in older[max(0, len(older) + 1 - (self.keep_last or 1)) :]}
         if self.keep_every is not None:
-            kept |= {one.id for one in older if one.id.isdecimal() and int(one.id) % self.keep_every == 0}
+            kept |= {one.id for one in older if (step := step_of(one.id)) is not None and step % self.keep_every == 0}
         if self.keep_best is not None:
             metrics = {one.id: metrics_of(one.path) for one in (*older, *([newest] if newest is not None else []))}
             kept |= {id for id, found in metrics.items() if found is None}  # unreadable now, perhaps the best

@@ -15,7 +15,7 @@ import xxhash
 
 from ckpt.backends.decoded_size import require_decodes_within
 from ckpt.backends.zarr_format import DOCUMENT, below, require_spec, spec_in
-from ckpt.errors import CheckpointError, CorruptCheckpointError, sentence
+from ckpt.errors import CheckpointError, CorruptCheckpointError, printable, sentence
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.consistency import MAX_FILE_BYTES, check_whole
 from ckpt.format.dtypes import item_bytes
@@ -61,7 +61,7 @@ def verify_checkpoint(checkpoint_dir: Path, *, progress: Callable[[int], None] =
     with noticing_removal(checkpoint_dir) as require_there:
         if problems := examine(checkpoint_dir, progress=progress).problems:
             require_there()
-        return problems
+        return list(map(printable, problems))
 
 
 def examine(
@@ -315,7 +315,7 @@ def _check_plain(
     for key, component in manifest.components.items():
         for prefix, rank in component.plain_in.items():
             path, tensors = f"{key}/{prefix}{PLAIN_NAME}", manifest.arrays_of(f"{key}/{prefix}".removesuffix("/"))
-            if not any(path in problem for problem in result.problems):
+            if not any(printable(path) in problem for problem in result.problems):
                 with _noting(path, result):
                     data = read_plain_file(checkpoint_dir, manifest, path, partial(indexes.__getitem__, rank))
                     check_plain_file(data, path, tensors)
@@ -331,7 +331,7 @@ def _check_descriptions(
                 continue
             path = below(entry.path, DOCUMENT)
             with _noting(path, result):
-                is_told = any(path in problem for problem in result.problems)
+                is_told = any(printable(path) in problem for problem in result.problems)
                 if not is_told and (checkpoint_dir / path).is_file():
                     described, codec = spec_in(folder.read(path, MAX_FILE_BYTES), entry.path)
                     require_spec(described, ArraySpec(entry.path, entry.dtype, entry.shape, entry.grid))

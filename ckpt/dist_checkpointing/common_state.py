@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import logging
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -17,13 +16,14 @@ import torch
 from ckpt.dist_checkpointing.dict_utils import Path, has_bits, path_name
 from ckpt.dist_checkpointing.integrity import named_ranks
 from ckpt.dist_checkpointing.mapping import CommonStateDict, StateDict
+from ckpt.errors import logger_of
 from ckpt.format.manifest import digest_of
 from ckpt.loading.report import some_of
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
 from ckpt.state.replication import fingerprints
 
-_log = logging.getLogger(__name__)
+_log = logger_of(__name__)
 _SCALARS = (type(None), bool, int, float, complex, str)
 _MAX_SENT = 100  # paths per rank; every rank receives those of all ranks
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,7 @@ from typing import Any, Self
 import torch
 
 from ckpt.dist_checkpointing.dict_utils import dict_list_map_inplace, path_name
-from ckpt.errors import CheckpointError, ShapeMismatchError, ShardingError, sentence
+from ckpt.errors import CheckpointError, ShapeMismatchError, ShardingError, logger_of, sentence
 from ckpt.state.sharded_base import CommonStateDict as CommonStateDict
 from ckpt.state.sharded_base import ReplicaId as ReplicaId
 from ckpt.state.sharded_base import ShardedBase as ShardedBase
@@ -20,11 +19,13 @@ from ckpt.state.sharded_base import StateDict as StateDict
 from ckpt.state.sharded_base import is_main_replica as is_main_replica
 from ckpt.state.sharded_tensor import ShardedTensor as ShardedTensor
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _UNKNOWN = -1
 """Last side of a global shape that an older unique key omits."""
-_UNIQUE_KEY = re.compile(r"(?P<key>.*)/shard_(?P<offset>\d+(?:\.\d+)*|)_(?P<shape>-?\d+(?:\.-?\d+)*|)", re.DOTALL)
+_UNIQUE_KEY = re.compile(
+    r"(?P<key>.*)/shard_(?P<offset>[0-9]+(?:\.[0-9]+)*|)_(?P<shape>-?[0-9]+(?:\.-?[0-9]+)*|)", re.DOTALL
+)
 
 
 @dataclass

@@ -6,7 +6,6 @@ parameter's factory if there is one.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import replace
@@ -16,11 +15,11 @@ import torch
 from ckpt.dist_checkpointing.dict_utils import nested_values
 from ckpt.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedStateDict, ShardedTensorFactory, StateDict
 from ckpt.dist_checkpointing.utils import extract_sharded_tensors_and_factories
-from ckpt.errors import ShapeMismatchError, ShardingError
+from ckpt.errors import ShapeMismatchError, ShardingError, logger_of
 from ckpt.format.dtypes import is_dtensor
 from ckpt.state.sharded_tensor import ShardedTensor
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.Tensor]) -> dict[int, int]:

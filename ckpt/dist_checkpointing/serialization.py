@@ -14,7 +14,6 @@ All other values are *common*: equal on all ranks, and saved by rank 0.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,14 +52,14 @@ from ckpt.dist_checkpointing.validation import (
     validate_sharding_integrity,
     verify_checkpoint_and_load_strategy,
 )
-from ckpt.errors import ConfigurationError
+from ckpt.errors import ConfigurationError, logger_of
 from ckpt.format.metadata import TORCH_DIST, CheckpointingConfig, maybe_load_config, save_config
 from ckpt.format.names import local_path
 from ckpt.ranks.default_topology import current_topology, use_topology
 from ckpt.ranks.topology import Topology
 from ckpt.saving.background.async_utils import AsyncRequest
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 def save(

@@ -6,7 +6,6 @@ Megatron-Core, and the reverse of torch's `load_state_dict`.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
@@ -26,7 +25,7 @@ from ckpt.dist_checkpointing.strategies.base import (
     StrategyAction,
     chosen_strategy,
 )
-from ckpt.errors import CheckpointNotFoundError, ConfigurationError, MissingStateError
+from ckpt.errors import CheckpointNotFoundError, ConfigurationError, MissingStateError, logger_of
 from ckpt.format.metadata import CONFIG_FNAME, maybe_load_config, other_format
 from ckpt.loading.report import some_of
 from ckpt.ranks.default_topology import current_topology
@@ -34,7 +33,7 @@ from ckpt.ranks.default_topology import current_topology
 CkptShardedMetadata = Mapping[str, ShardedBase]
 """Tensors and objects of a checkpoint, without data. Their `key` counts, not the mapping's."""
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class StrictHandling(Enum):

@@ -47,7 +47,7 @@ def index_name(rank: int, generation: int = 0) -> str:
     return f"index-{rank:05d}.json" if generation == 0 else f"index-{rank:05d}.{generation}.json"
 
 
-_INDEX = re.compile(r"index-(?P<rank>\d{5,})(?:\.(?P<generation>\d+))?\.json")
+_INDEX = re.compile(r"index-(?P<rank>[0-9]{5,})(?:\.(?P<generation>[0-9]+))?\.json")
 
 
 def index_generation(path: str) -> int:

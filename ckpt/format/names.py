@@ -15,6 +15,7 @@ PLAIN_NAME = "plain.json"
 MAX_NAME_CHARS = 150
 COMPONENT_KEY = re.compile(r"[A-Za-z0-9_-]+")
 """Valid component names: they are folder names on every file system."""
+_STEP = re.compile(r"[0-9]{1,18}")
 _PATH_MAX = 4096
 _SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/")
 _OURS = (PLAIN_NAME, "zarr.json")
@@ -41,6 +42,16 @@ def encode_key(key: str) -> str:
     if len(encoded) > MAX_NAME_CHARS:
         return f"{encoded[:100]}~{xxhash.xxh3_128_hexdigest(key.encode(errors='surrogatepass'))}"
     return encoded or "%"
+
+
+def step_of(checkpoint_id: str) -> int | None:
+    """Return the step that an id is: ASCII digits of a number below 10^18; None: it is none.
+
+    Example:
+        >>> step_of("00000005"), step_of("5-keep"), step_of("\N{ARABIC-INDIC DIGIT FIVE}"), step_of("9" * 5000)
+        (5, None, None, None)
+    """
+    return int(checkpoint_id) if _STEP.fullmatch(checkpoint_id) else None
 
 
 def is_inner_path(path: str) -> bool:

@@ -35,7 +35,7 @@ from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.integrations.dcp import CkptReader, CkptWriter
 from ckpt.saving.arguments import as_folder, as_strategy, as_topology
 
-_STEP = re.compile(r"step-(\d+)")
+_STEP = re.compile(r"step-([0-9]+)")
 _COMPLETE = (MANIFEST_NAME, ".metadata", "model.safetensors.index.json")
 """A folder with one of these is a checkpoint: of this package, of DCP, of Hugging Face."""
 

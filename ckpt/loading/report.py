@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from ckpt.errors import printable
+
 MAX_NAMED = 5
 """Keys that a sentence names; of the others it gives the number."""
 
@@ -138,7 +140,7 @@ class LoadReport:
             model: restored, all 1,200 elements
             ema: skipped: not in the checkpoint
         """
-        return "\n".join(str(component) for component in self.components)
+        return "\n".join(printable(str(component)) for component in self.components)
 
 
 def some_of(names: Sequence[str]) -> str:

@@ -41,11 +41,11 @@ from ckpt.state.sharing import OWN_COPIES, Sharing, SharingPattern, StateCompone
 _FILE = re.compile(r"(?P<key>[A-Za-z0-9_-]+?)_state(?:_[A-Za-z0-9_.-]+)?\.pt")
 _KINDS = {
     SharingPattern.GLOBAL: (r"",),
-    SharingPattern.PER_RANK: (r"_rank_(?P<n>\d+)",),
-    SharingPattern.PER_NODE: (r"_node_(?P<n>\d+)(?:_rank_\d+)?",),
+    SharingPattern.PER_RANK: (r"_rank_(?P<n>[0-9]+)",),
+    SharingPattern.PER_NODE: (r"_node_(?P<n>[0-9]+)(?:_rank_[0-9]+)?",),
     SharingPattern.PER_GROUP: (
-        r"_group_(?P<name>.+?)(?:_grank_\d+)?_rank_(?P<leader>\d+)",
-        r"_(?P<name>.+)_(?P<n>\d+)",
+        r"_group_(?P<name>.+?)(?:_grank_[0-9]+)?_rank_(?P<leader>[0-9]+)",
+        r"_(?P<name>.+)_(?P<n>[0-9]+)",
     ),
 }
 """Patterns of the text between `_state` and `.pt`; the first that fits counts."""

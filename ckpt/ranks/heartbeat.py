@@ -16,6 +16,7 @@ import psutil
 from ckpt.ranks.addresses import machine
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError
+from ckpt.ranks.waiting import start
 
 _HINTED_SILENCE_S = 3.0  # after SIGTERM, which a launcher sends because a rank is gone: three missed beats
 _AFTER_AGREEMENT_S = 3.0  # a watch leaves it to an agreement that is under way to find the rank absent
@@ -127,8 +128,8 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name=f"heartbeat of rank {rank}", daemon=True)
 
     def start(self) -> None:
+        start(self._thread)  # first: a rank that cannot go on has said nothing
         self.say()
-        self._thread.start()
 
     @property
     def at(self) -> PhaseIndex:

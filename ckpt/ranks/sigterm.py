@@ -9,8 +9,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
+
+from ckpt.errors import CheckpointError
+from ckpt.ranks.waiting import start
 
 TOLD_TO_END = 128 + signal.SIGTERM
 """Exit code of a process that ended itself after SIGTERM; shells report the same for one that died of the signal."""
@@ -53,7 +56,9 @@ class Termination:
         def note(_signum: int, _frame: FrameType | None) -> None:
             if not self.asked:
                 self.asked = True
-                threading.Thread(target=self._lose_patience, args=(is_given_up,), name="SIGTERM", daemon=True).start()
+                thread = threading.Thread(target=self._lose_patience, args=(is_given_up,), name="SIGTERM", daemon=True)
+                with suppress(RuntimeError):  # the system gives no more threads: the agreement's own deadline remains
+                    thread.start()
 
         signal.signal(signal.SIGTERM, note)
         failed = True
@@ -122,14 +127,20 @@ class SigtermDeferral:
             return
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             return
-        self._ends = reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         os.set_blocking(reader, True)
         self._may_end = self.came = self._called_off = False
+        try:
+            start(threading.Thread(target=self._watch, args=(reader,), name="SIGTERM beside saves", daemon=True))
+        except CheckpointError:
+            os.close(reader)
+            os.close(writer)
+            raise
+        self._ends = reader, writer
         self._wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         if self._wakeup != -1:  # an event loop's, which keeps it
             signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._handle)
-        threading.Thread(target=self._watch, args=(reader,), name="SIGTERM beside saves", daemon=True).start()
 
     def disarm(self) -> None:
         """Restore the signal's default. If it has come, the process still ends when the work is over. Main thread."""

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from ckpt.errors import CheckpointError
+
 Answer = TypeVar("Answer")
 
 _SHORTEST_NAP_S = 0.0002
@@ -69,6 +71,21 @@ def unless_timeout(call: Callable[[], Answer]) -> Answer | None:
         return None
 
 
+def start(thread: threading.Thread) -> None:
+    """Start a thread.
+
+    Raises:
+        CheckpointError: the system gives this process no more threads.
+    """
+    try:
+        thread.start()
+    except RuntimeError:
+        raise CheckpointError(
+            f"the system gives this process no more threads, here for {thread.name}: allow it more (ulimit -u; pids of the container), or "
+            "let the program have fewer"
+        ) from None
+
+
 def in_thread(call: Callable[[], Answer], name: str) -> Future[Answer]:
     """Make a call in a daemon thread of its own: if it hangs, neither its caller nor the end of the process has to wait."""
     future: Future[Answer] = Future()
@@ -79,5 +96,5 @@ def in_thread(call: Callable[[], Answer], name: str) -> Future[Answer]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    start(threading.Thread(target=run, name=name, daemon=True))
     return future

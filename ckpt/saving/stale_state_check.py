@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ckpt.format.names import step_of
 from ckpt.saving.writing import WriteResult, joined_checksum
 from ckpt.state.overlap import optimizer_of
 from ckpt.state.sharing import StateComponent
@@ -61,5 +62,5 @@ class StaleStateCheck:
         id = self._seen.get(key, {}).get(digest)
         if id is None or id == checkpoint_id:
             return None
-        are_steps = id.isdecimal() and checkpoint_id.isdecimal()
-        return id if not are_steps or int(id) < int(checkpoint_id) else None
+        then, now = step_of(id), step_of(checkpoint_id)
+        return id if then is None or now is None or then < now else None

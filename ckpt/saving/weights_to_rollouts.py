@@ -21,6 +21,7 @@ from ckpt.format.digests import BlockDigests
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.held import HeldFiles
 from ckpt.format.manifest import ArrayEntry, index_name
+from ckpt.format.names import step_of
 from ckpt.format.records import ChunkExtent
 from ckpt.loading.strategy import ReadRequest, StoredCheckpoint
 from ckpt.memory.huge_pages import Scratch
@@ -231,7 +232,7 @@ def _require_held(said: Sequence[tuple[str, str] | None], step: int, component: 
     """Require that all ranks hold one checkpoint, that of this step."""
     for rank, one in enumerate(said):
         found = "nothing" if one is None else f"checkpoint-{one[0]}"
-        if one is None or not one[0].isdecimal() or int(one[0]) != step or one != said[0]:
+        if one is None or step_of(one[0]) != step or one != said[0]:
             raise MissingStateError(
                 f"{component} of step {step} cannot be published: rank {rank} holds {found} in memory. A step is there from the commit of "
                 "its save until the next save begins, with backend=KimiEngineBackend(pool=True) and saves.writer='thread'"

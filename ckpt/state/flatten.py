@@ -406,7 +406,7 @@ def _bytes(data: Any) -> bytes:
 
 def _number_type(name: Any) -> np.dtype[Any]:
     """Parse a NumPy type of plain numbers: others may hold objects, or have any length."""
-    if type(name) is not str or not re.fullmatch(r"[<>|=][biufc]\d{1,2}", name):
+    if type(name) is not str or not re.fullmatch(r"[<>|=][biufc][0-9]{1,2}", name):
         raise Refused(f"{name!r:.40} is not a numeric data type")
     return np.dtype(name)
 

@@ -20,8 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt.errors import ConfigurationError
+from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.ranks.waiting import start
 from ckpt.storage.files import naming, reserve, start_writeback, write_all
 from ckpt.storage.host_memory import private
 from ckpt.storage.pool import PoolFile
@@ -316,8 +317,13 @@ class WriterThreads:
         self._threads = [
             threading.Thread(target=self._run, name=f"writer {number}", daemon=True) for number in range(NUM_THREADS)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                start(thread)
+        except CheckpointError:
+            self._threads = [thread for thread in self._threads if thread.ident is not None]
+            self.stop()
+            raise
 
     def buffer_for(self, file: Direct) -> memoryview:
         """Return a free buffer, waiting for one. Takes the oldest file's buffer away if half of the buffers are being filled.

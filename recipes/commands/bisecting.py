@@ -24,9 +24,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ckpt.catalog.ledger import Ledger
 from ckpt.convert.comparing import Difference, compare
-from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
+from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError, printable
 from ckpt.format.manifest import MANIFEST_NAME
-from ckpt.format.names import local_path
+from ckpt.format.names import local_path, step_of
 from ckpt.format.stored import noticing_removal, read_manifest
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import source_at
@@ -39,7 +39,7 @@ from recipes.support.config import GIVEN, by_dotted_key, checked, command_keys, 
 from recipes.support.launch import launch
 from recipes.support.ranks import ranks_exist
 from recipes.support.report import SUMMARY_NAME, Report, Summary
-from recipes.support.tables import printable
+from recipes.support.tables import print_json
 from recipes.training.restored import CHANGEABLE
 from recipes.training.training import resume, set_up
 
@@ -162,7 +162,7 @@ def bisect(keys: BisectKeys) -> int:
         with _folder(keys.work_dir) as work:
             _replay_both(runs, found, work, quiet=keys.json)
     if keys.json:
-        print(json.dumps({"run": keys.run, "bad": keys.bad} | found.as_dict(), indent=2))
+        print_json({"run": keys.run, "bad": keys.bad} | found.as_dict())
         return 0 if found.is_equal else 1
     _show(found)
     print(printable(found.sentence))
@@ -217,13 +217,14 @@ class _Run:
 
 
 def _history(root: Path) -> dict[int, Path]:
-    found = {int(one.id): one.path for one in Ledger(root, run_id="reader").committed() if one.id.isdecimal()}
+    committed = ((step_of(one.id), one.path) for one in Ledger(root, run_id="reader").committed())
+    found = {step: path for step, path in committed if step is not None}
     if not found:
         return found
     before = Path(_config(found[min(found)]).get("resume") or "latest")
     if before.name != "latest" and (before / MANIFEST_NAME).is_file():
-        step = int(read_manifest(before).checkpoint_id)
-        if step < min(found):
+        step = step_of(read_manifest(before).checkpoint_id)
+        if step is not None and step < min(found):
             found |= {one: path for one, path in _history(before.parent).items() if one < step} | {step: before}
     return dict(sorted(found.items()))
 

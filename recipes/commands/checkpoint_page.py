@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from rich.filesize import decimal
 
 from ckpt.catalog.incremental import DiskUse
+from ckpt.errors import printable
 from ckpt.format.manifest import ArrayEntry, CheckpointManifest, ComponentManifest
 from recipes.commands.checkpoint_pictures import (
     MOST_CARDS,
@@ -36,7 +37,6 @@ from recipes.support.page import (
     table,
     tag,
 )
-from recipes.support.tables import printable
 
 _MOST_ITEMS = 500
 """Tensors that are shown one by one; more are grouped, into as many groups at most."""

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from rich.filesize import decimal
 
+from ckpt.errors import printable
 from ckpt.format.manifest import ArrayEntry
 from recipes.commands.reading import ranks_text, shape_text, where_text
 from recipes.commands.sharding_pictures import Alike, Picture, Rectangle
 from recipes.commands.treemap import Tile, squarified
 from recipes.support.page import Content, Markup, chart, hue, joined, percent, section, shape, tag
-from recipes.support.tables import counted, printable
+from recipes.support.tables import counted
 
 MOST_CARDS = 40
 _MOST_RECTANGLES = 8000

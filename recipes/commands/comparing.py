@@ -12,12 +12,13 @@ from typing import Any
 from omegaconf import MISSING, DictConfig
 
 from ckpt.convert.comparing import Difference, compare
+from ckpt.errors import printable
 from ckpt.format.stored import noticing_removal
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import source_at
 from ckpt.ranks.topology import Topology
 from recipes.support.config import command_keys, values_of
-from recipes.support.tables import add_row, console, counted, printable, table_of
+from recipes.support.tables import add_row, console, counted, print_json, table_of
 
 _LONGEST = 60
 
@@ -66,7 +67,7 @@ def _diff(keys: DiffKeys) -> int:
     configs = (values_of(a.config_text), values_of(b.config_text)) if a.config_text and b.config_text else ({}, {})
     found = [*of_configs(*configs), *compare(a, b)]
     if keys.json:
-        print(json.dumps({"equal": not found, "a": keys.a, "b": keys.b, "differences": as_json(found)}, indent=2))
+        print_json({"equal": not found, "a": keys.a, "b": keys.b, "differences": as_json(found)})
     elif not found:
         print(printable(f"{keys.a} and {keys.b} are equal"))
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from ckpt.convert.importing import import_checkpoint
 from ckpt.convert.opened import Opened
 from ckpt.convert.rewriting import rewrite
 from ckpt.dist_checkpointing.megatron.zarr import is_megatron_zarr
-from ckpt.errors import CheckpointNotFoundError, ConfigurationError
+from ckpt.errors import CheckpointNotFoundError, ConfigurationError, printable
 from ckpt.format.manifest import MANIFEST_NAME, SHARDED
 from ckpt.format.metadata import maybe_load_config, other_format
 from ckpt.format.stored import checkpoints_below, noticing_removal
@@ -38,7 +37,7 @@ from ckpt.storage.files import read_once
 from recipes.commands.converting_megatron import Converted, convert_megatron, described, differences
 from recipes.support.config import command_keys
 from recipes.support.progress import progress_bar
-from recipes.support.tables import counted, printable
+from recipes.support.tables import counted, print_json
 
 SAFETENSORS = "safetensors"
 DCP = "dcp"
@@ -190,7 +189,7 @@ def show(found: Converted, keys: ConvertKeys) -> None:
     """Print what was converted, and what was left out."""
     if keys.json:
         places = {"src": found.src, "dst": found.dst, "to": found.to}
-        print(json.dumps(places | found.held | {"num_files": found.num_files, "num_bytes": found.num_bytes}, indent=2))
+        print_json(places | found.held | {"num_files": found.num_files, "num_bytes": found.num_bytes})
         return
     files = counted(found.num_files, "file")
     first = (

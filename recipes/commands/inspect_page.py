@@ -10,7 +10,7 @@ from rich.filesize import decimal
 
 from ckpt.catalog.incremental import DiskUse, disk_use, files_of
 from ckpt.catalog.ledger import Committed
-from ckpt.errors import CheckpointError, CheckpointNotFoundError, sentence
+from ckpt.errors import CheckpointError, CheckpointNotFoundError, printable, sentence
 from ckpt.format.manifest import CheckpointManifest
 from ckpt.format.stored import noticing_removal, read_manifest
 from recipes.commands.checkpoint_page import checkpoint_sections
@@ -33,7 +33,6 @@ from recipes.support.page import (
     tag,
     write_page,
 )
-from recipes.support.tables import printable
 
 _MOST_COMMITS = 400
 """Checkpoints on a page: the newest ones."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
 from ckpt.state.doctor import PatternVerdict
 from recipes.support.sentences import in_config_words
-from recipes.support.tables import add_row, console, counted, full_line, table_of
+from recipes.support.tables import add_row, console, counted, full_line, print_json, table_of
 from recipes.training.training import set_up
 
 
@@ -65,7 +64,7 @@ def show(result: Mapping[str, Any], *, as_json: bool) -> int:
     """Print the verdicts, and return the exit code: 1 if a save would lose state."""
     lost = [one["component"] for one in result["components"] if one["verdict"] == PatternVerdict.LOSES_STATE.value]
     if as_json:
-        print(json.dumps({"ok": not lost, **result}, indent=2))
+        print_json({"ok": not lost, **result})
         return 1 if lost else 0
     table = table_of("component", "declared", "found", "verdict")
     table.title = f"{result['parallel']} on {counted(result['world_size'], 'rank')}, after {result['steps']} steps"

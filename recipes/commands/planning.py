@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from rich.filesize import decimal
 from rich.text import Text
 
-from ckpt.errors import CheckpointNotFoundError, ConfigurationError
+from ckpt.errors import CheckpointNotFoundError, ConfigurationError, printable
 from ckpt.format.manifest import CheckpointManifest
 from ckpt.format.names import local_path
 from ckpt.format.stored import not_a_checkpoint, read_manifest
@@ -24,7 +23,7 @@ from ckpt.state.sharing import OWN_COPIES, SharingPattern, default_elastic
 from ckpt.state.statefuls import RNGState, as_stateful
 from recipes.commands.reading import is_checkpoint
 from recipes.support.config import OWN_COMPONENTS, checked, made
-from recipes.support.tables import add_row, console, counted, printable, table_of
+from recipes.support.tables import add_row, console, counted, print_json, table_of
 from recipes.training.parallel.base import Arranged, Layout, backward_of
 from recipes.training.training import Training
 
@@ -160,7 +159,7 @@ def _exact(found: Forecast, layout: Layout, num_ranks: int) -> frozenset[str]:
 def show(found: Plan, keys: PlanKeys) -> None:
     """Print the plan as tables, or as JSON."""
     if keys.json:
-        print(json.dumps(as_json(found), indent=2))
+        print_json(as_json(found))
         return
     saved = "an old checkpoint" if found.manifest is None else f"saved by {counted(found.manifest.world_size, 'rank')}"
     head = f"{found.path}: {saved}; wanted by {counted(found.topology.world_size, 'rank')}, {found.layout}"

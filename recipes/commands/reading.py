@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -17,7 +16,7 @@ from ckpt.catalog.incremental import DiskUse, disk_use, linked_with
 from ckpt.catalog.ledger import Committed, Ledger
 from ckpt.catalog.verify import Verification, examine
 from ckpt.dist_checkpointing.megatron.layout import is_megatron_zarr
-from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, sentence
+from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, printable, sentence
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry, CheckpointManifest, ComponentManifest
 from ckpt.format.metadata import other_format
@@ -26,7 +25,7 @@ from ckpt.format.stored import checkpoints_below, gone, identity_of, not_a_check
 from recipes.support.config import command_keys
 from recipes.support.page import refuse_other_files
 from recipes.support.progress import SHOWN_AFTER_S, progress_bar
-from recipes.support.tables import add_row, console, counted, full_line, printable, table_of
+from recipes.support.tables import add_row, console, counted, full_line, print_json, table_of
 
 _VERSIONS = ("format_version", "ckpt_version", "pytorch_version")
 _HEAD = ("checkpoint_id", *_VERSIONS, "world_size", "topology", "training_args_hash")
@@ -96,7 +95,7 @@ def verify(keys: ReadingKeys) -> int:
         raise gone(Path(keys.path))
     is_sound = not any(result["problems"] for result in results)
     if keys.json:
-        print(json.dumps({"ok": is_sound, "checkpoints": results, "removed": removed}, indent=2))
+        print_json({"ok": is_sound, "checkpoints": results, "removed": removed})
     for one in removed if not keys.json else ():
         print(printable(f"{one}: removed while it was read"))
     return 0 if is_sound else 1
@@ -110,7 +109,7 @@ def show(keys: InspectKeys) -> None:
             manifest = read_manifest(path)
             use = disk_use([path])[0][path]
             if keys.json:
-                print(json.dumps(_checkpoint_as_json(path, manifest) | asdict(use), indent=2))
+                print_json(_checkpoint_as_json(path, manifest) | asdict(use))
             else:
                 _show_checkpoint(path, manifest, use, keys)
         return
@@ -118,7 +117,7 @@ def show(keys: InspectKeys) -> None:
     each, on_disk = disk_use(one.path for one in committed)
     rows = [row | asdict(each[one.path]) for one in committed if (row := _row(one)) is not None]
     if keys.json:
-        print(json.dumps({"path": str(path), "on_disk_bytes": on_disk, "checkpoints": rows}, indent=2))
+        print_json({"path": str(path), "on_disk_bytes": on_disk, "checkpoints": rows})
     else:
         _show_root(path, rows, on_disk, keys)
 

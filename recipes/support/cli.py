@@ -206,6 +206,9 @@ class _Command:
             raise error
 
     def _print(self, text: str, *, only_here: bool = False, lead_is_gone: bool = False) -> None:
+        from ckpt.errors import printable
+
+        text = printable(text)
         if self.rank == 0 or (self.rank == 1 and lead_is_gone):
             print(text, file=self.stderr, flush=True)
         elif only_here and _leads_its_host():

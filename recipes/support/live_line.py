@@ -12,6 +12,7 @@ from rich.filesize import decimal
 from rich.live import Live
 from rich.text import Text
 
+from ckpt.errors import printable
 from ckpt.saving.prepared_save import SaveReport
 from recipes.support.progress import watched
 
@@ -126,7 +127,7 @@ class LiveLine:
 
 
 def _one_line(text: str) -> Text:
-    return Text(text, no_wrap=True, overflow="ellipsis")
+    return Text(printable(text), no_wrap=True, overflow="ellipsis")
 
 
 def _clock(seconds: float) -> str:

@@ -13,11 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.errors import ConfigurationError
+from ckpt.errors import ConfigurationError, printable
 from ckpt.format.durable import replace_durably
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.version import __version__
-from recipes.support.tables import printable
 
 _OURS = '<meta name="generator" content="ckpt '
 _HUES = (255, 160, 32, 335, 200, 95, 290, 10)

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from ckpt.errors import printable
+
 SHOWN_AFTER_S = 2.0
 """Shorter work is not shown."""
 _REFRESH_S = 0.25
@@ -56,11 +58,16 @@ def progress_bar(what: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
     if not sys.stderr.isatty():
         yield lambda moved: None
         return
+    # A text of `TextColumn` is a format, and a name may hold braces.
     columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     bar = Progress(
-        TextColumn(what, markup=False), *columns, console=Console(stderr=True), transient=True, auto_refresh=False
+        TextColumn("{task.description}", markup=False),
+        *columns,
+        console=Console(stderr=True),
+        transient=True,
+        auto_refresh=False,
     )
-    task = bar.add_task(what, total=num_bytes)
+    task = bar.add_task(printable(what), total=num_bytes)
 
     def show(moved: int, _: float) -> None:
         bar.start()  # does nothing the second time

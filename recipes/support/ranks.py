@@ -6,6 +6,7 @@ The only reader of RANK, WORLD_SIZE, LOCAL_RANK, GROUP_RANK, MASTER_ADDR and MAS
 from __future__ import annotations
 
 import os
+import re
 import socket
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -78,7 +79,7 @@ class Environment:
 
 def number_of(name: str, default: int | None = None) -> int:
     text = os.environ.get(name, "" if default is None else str(default))
-    if not text.isdecimal():
+    if not re.fullmatch("[0-9]{1,9}", text):
         raise ConfigurationError(
             f"the environment says RANK={os.environ.get('RANK')}, but {name} is {text!r}: start all ranks with torchrun, or "
             "give each RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; or unset RANK to start them here"
@@ -221,10 +222,16 @@ def tracebacks_of_bugs() -> Iterator[None]:
 
 
 def bug_beneath(error: BaseException) -> BaseException | None:
-    """Return the bug that caused this error, or is it; None if the whole chain consists of expected errors."""
+    """Return the bug that caused this error, or is it; None if the whole chain consists of expected errors.
+
+    An error of another library that a class of our family was raised for, in so many words, is expected. One that ranks have
+    agreed on (it has a phase), or that has no other class than the family's, is raised for whatever was met.
+    """
     cause: BaseException | None = error
     while isinstance(cause, CheckpointError):
-        if isinstance(cause, RankAbsentError):
+        is_for_anything = type(cause) is CheckpointError or cause.phase is not None
+        beneath = cause.__cause__
+        if isinstance(cause, RankAbsentError) or not (is_for_anything or isinstance(beneath, CheckpointError)):
             return None
-        cause = cause.__cause__
+        cause = beneath
     return None if isinstance(cause, (OSError, SystemExit, dist.DistError, torch.OutOfMemoryError)) else cause

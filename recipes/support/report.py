@@ -24,6 +24,7 @@ from recipes.support.config import GIVEN, by_dotted_key, values_of
 from recipes.support.live_line import LiveLine, samples_a_second
 from recipes.support.metrics import Metrics
 from recipes.support.progress import SHOWN_AFTER_S
+from recipes.support.tables import DataConsole
 
 SUMMARY_NAME = "summary.json"
 
@@ -127,7 +128,7 @@ class Report:
     ) -> None:
         self.cfg = cfg
         self.steps: int = cfg["train"]["steps"]
-        self.console = console or Console(quiet=not shown, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self.console = console or DataConsole(quiet=not shown, soft_wrap=True)
         self._topology = topology
         is_live = self.console.is_terminal and not self.console.quiet
         self._line = LiveLine(self.console, self.steps, cfg["train"]["batch_size"]) if is_live else None

@@ -17,14 +17,15 @@ from typing import Any
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
-from rich.console import Console, Group
+from rich.console import Group
 from rich.filesize import decimal
 
+from ckpt.errors import printable
 from ckpt.format.durable import replace_durably
 from recipes.support.report import SUMMARY_NAME
 from recipes.support.sweep_advice import differing
 from recipes.support.sweep_page import seconds, sweep_page
-from recipes.support.tables import add_row, full_line, table_of
+from recipes.support.tables import DataConsole, add_row, full_line, table_of
 
 COLUMNS = ("save s", "load s", "blocked", "written", "read", "digest")
 _ROWS = ".rows"
@@ -87,10 +88,10 @@ def show(folder: Path) -> None:
     rows = _leave_table(folder)
     shutil.rmtree(folder / _ROWS, ignore_errors=True)
     if rows:
-        console = Console()
-        wide = console if console.is_terminal else Console(width=_WIDTH)
+        console = DataConsole()
+        wide = console if console.is_terminal else DataConsole(width=_WIDTH)
         wide.print(sweep_table(rows))
-        print(f"sweep.json, sweep.txt and sweep.html are in {folder}", flush=True)
+        print(printable(f"sweep.json, sweep.txt and sweep.html are in {folder}"), flush=True)
 
 
 def sweep_table(rows: list[dict[str, Any]]) -> Group:
@@ -161,7 +162,7 @@ def _leave_table(folder: Path) -> list[dict[str, Any]]:
     rows = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((folder / _ROWS).glob("*.json"))]
     if rows:
         text = io.StringIO()
-        Console(file=text, width=_WIDTH, force_terminal=False).print(sweep_table(rows))
+        DataConsole(file=text, width=_WIDTH, force_terminal=False).print(sweep_table(rows))
         html = sweep_page(rows, short_names(differing(rows)), _digest_digits(rows))
         for name, content in {"json": json.dumps(rows, indent=2) + "\n", "html": html, "txt": text.getvalue()}.items():
             replace_durably(folder / f"sweep.{name}", content.encode())

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ckpt.errors import printable
+
 _PIPE_WIDTH = 160
 
 
-def printable(text: str) -> str:
-    """Return the text with control characters escaped: names in a checkpoint may hold any."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+class DataConsole(Console):
+    """A console of texts that are data: no markup, no codes of emoji, no colours of its own, each text on one line (`printable`)."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+
+def print_json(value: Any) -> None:
+    """Print the answer of a command with `json=true`. JSON escapes every control character but one, DEL."""
+    print(json.dumps(value, indent=2).replace("\x7f", "\\u007f"))
 
 
 def counted(number: int, thing: str) -> str:
@@ -36,7 +49,7 @@ def table_of(*columns: str, right: Sequence[int] = (), wide: Sequence[int] | Non
     for number, column in enumerate(columns):
         folds = number not in right if wide is None else number in wide
         justify: Literal["left", "right"] = "right" if number in right else "left"
-        table.add_column(column, justify=justify, overflow="fold", no_wrap=not folds)
+        table.add_column(Text(column), justify=justify, overflow="fold", no_wrap=not folds)
     return table
 
 
@@ -51,7 +64,7 @@ def full_line(text: str) -> Text:
     return Text(printable(text), overflow="fold")
 
 
-def console() -> Console:
+def console() -> DataConsole:
     """Return the console on stdout: as wide as the terminal or COLUMNS, and 160 columns in a pipe."""
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(file=sys.stdout, width=None if known else _PIPE_WIDTH, highlight=False)
+    return DataConsole(file=sys.stdout, width=None if known else _PIPE_WIDTH)

@@ -13,13 +13,13 @@ from types import FrameType
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from ckpt.engine import LiveModel
 from ckpt.engine.elastic.catch_up import load_from_checkpoint, load_from_peers
 from ckpt.engine.elastic.elastic import ElasticEngine
 from ckpt.engine.elastic.membership import Rendezvous
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, RankAbsentError
+from ckpt.format.names import step_of
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import Loader, committed_newest_first
 from ckpt.memory.device import Device
@@ -28,7 +28,7 @@ from ckpt.state.sharing import StateComponent
 from ckpt.state.statefuls import ModelState
 from recipes.support.config import made
 from recipes.support.ranks import listening_on, own_address_towards
-from recipes.support.tables import counted
+from recipes.support.tables import DataConsole, counted
 from recipes.training.facts import RunOfRollouts, run_of
 from recipes.training.roles import held_by, live_model
 from recipes.training.syncing import RENDEZVOUS_NAME
@@ -46,7 +46,7 @@ def join_rollout(cfg: dict[str, Any]) -> dict[str, Any]:
         CorruptCheckpointError: the run has ended, and its trainers hold other bits than this rollout.
         CheckpointError: the run failed.
     """
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console = DataConsole(soft_wrap=True)
     rendezvous = _found(Path(cfg["run"]), cfg["wait_s"])
     job = run_of(rendezvous.facts, cfg, str(Path(cfg["run"], RENDEZVOUS_NAME)))
     device: Device = made(cfg["device"])
@@ -79,7 +79,7 @@ def join_rollout(cfg: dict[str, Any]) -> dict[str, Any]:
         return held
 
 
-async def _receive(member: ElasticEngine, live: LiveModel, wanted: int | None, console: Console) -> int:
+async def _receive(member: ElasticEngine, live: LiveModel, wanted: int | None, console: DataConsole) -> int:
     """Receive until the run ends, or `wanted` updates; return the number of updates."""
     num_updates = 0
     while (report := await member.receive_into(live)) is not None:
@@ -154,8 +154,8 @@ def _reader(peers: Any, device: Device) -> Callable[[Any], None]:
 
 def _model_in(path: Path, model: Mapping[str, Any]) -> tuple[int, dict[str, torch.Tensor]]:
     """Load the model component of a checkpoint, and no other, in the trainers' own types; return its step and its tensors."""
-    step = path.name.removeprefix("checkpoint-")
-    if not step.isdecimal():
+    step = step_of(path.name.removeprefix("checkpoint-"))
+    if step is None:
         raise ConfigurationError(f"{path.name} has an id that is no step")
     host = Device(type="cpu", collectives="gloo")
     state = ModelState(made(model, seed=0))
@@ -163,4 +163,4 @@ def _model_in(path: Path, model: Mapping[str, Any]) -> tuple[int, dict[str, torc
     with Topology.alone() as topology:
         loader = Loader([component], topology, DirectLoad(), host, verify=True, allow_pickle=False)
         loader.load(path, strict=True)
-    return int(step), state.state_dict()
+    return step, state.state_dict()

@@ -15,7 +15,14 @@ from hydra.utils import instantiate
 
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.catalog.ledger import Committed, Ledger, newer_than
-from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
+from ckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    printable,
+)
+from ckpt.format.names import step_of
 from ckpt.loading.loader import LoadReport, require_checkpoint
 from ckpt.memory.device import Device
 from ckpt.ranks.sigterm import TOLD_TO_END
@@ -58,7 +65,9 @@ def settle_start(cfg: dict[str, Any]) -> dict[str, Any]:
     with writing("the checkpoint root", Path(root), "checkpoint_root"):
         Path(root).mkdir(parents=True, exist_ok=True)
     if resumed == "latest" and not committed:
-        print(f"resume=latest: there is no checkpoint in {root} yet, so the run begins at step 1", flush=True)
+        print(
+            printable(f"resume=latest: there is no checkpoint in {root} yet, so the run begins at step 1"), flush=True
+        )
         return cfg | {"resume": None}
     return cfg
 
@@ -77,8 +86,8 @@ def _require_own_history(cfg: Mapping[str, Any], committed: Sequence[Committed])
         )
     if resumed in (None, "latest"):
         return
-    step = Path(resumed).name.removeprefix("checkpoint-")
-    if step.isdecimal() and int(step) >= cfg["train"]["steps"]:
+    step = step_of(Path(resumed).name.removeprefix("checkpoint-"))
+    if step is not None and step >= cfg["train"]["steps"]:
         return  # a run that is resumed at its last step saves nothing
     newer = newer_than(Path(resumed), committed)
     others = [one.path.name for one in (committed if newer is None else newer)]
@@ -323,9 +332,10 @@ def resume(training: Training, coordinator: CheckpointCoordinator, summary: Summ
     cfg = training.cfg
     path = None if cfg["resume"] == "latest" else cfg["resume"]
     loaded = _load(coordinator, report, path, strict=cfg["load"]["strict"])
-    if not loaded.checkpoint_id.isdecimal():
+    step = step_of(loaded.checkpoint_id)
+    if step is None:
         raise ConfigurationError(f"{loaded.path} has an id that is no step: this recipe did not save it")
-    training.steps_done = int(loaded.checkpoint_id)
+    training.steps_done = step
     summary.add_resume(loaded, training.digest())
     settled = settle(cfg, loaded, training.optimizer, training.scheduler)
     training.cfg = report.cfg = settled.cfg

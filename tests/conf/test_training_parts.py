@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError
+from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, RankAbsentError
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import SharingPattern
@@ -107,6 +108,9 @@ def caused(error: Exception, cause: Exception) -> Exception:
         (CheckpointError("save: own: KeyError: 'w'"), caused(CheckpointError("KeyError: 'w'"), KeyError("w")), True),
         (CheckpointError("save: full"), OSError(28, "No space left on device"), False),
         (CheckpointError("save: no"), ConfigurationError("no"), False),
+        (CheckpointError("load: no chunk"), caused(CorruptCheckpointError("no chunk"), zlib.error("-3")), False),
+        (CorruptCheckpointError("no chunk"), zlib.error("-3"), False),
+        (ConfigurationError("load: no", phase="apply"), KeyError("of another rank"), True),
         (RankAbsentError("save: rank 1 is gone"), RuntimeError("Connection reset by peer"), False),
     ],
 )

@@ -40,8 +40,8 @@ _HARMLESS_CODECS = (
     "adler32, astype, bitround, blosc, bz2, crc32, crc32c, delta, fixedscaleoffset, fletcher32, gzip, jenkins_lookup3, lz4, lzma, "
     "packbits, pcodec, quantize, shuffle, zfpy, zlib, zstd"
 )
-_CHUNK_FILE = re.compile(r"\d+(\.\d+)*")
-_OBJECT_FILE = re.compile(r"shard_(\d+(\.\d+)*)?_(-?\d+(\.-?\d+)*)?\.pt")
+_CHUNK_FILE = re.compile(r"[0-9]+(\.[0-9]+)*")
+_OBJECT_FILE = re.compile(r"shard_([0-9]+(\.[0-9]+)*)?_(-?[0-9]+(\.-?[0-9]+)*)?\.pt")
 
 
 def is_megatron_zarr(checkpoint_dir: Path) -> bool:
@@ -213,7 +213,7 @@ def _require_harmless(codecs: Iterable[Any]) -> None:
 def _dtype_name(text: object, key: str, file: Path) -> str:
     """Map a data type of Zarr v2, such as "<f4", or Megatron-Core's "bfloat16", to its name in `ckpt.format.dtypes`."""
     try:
-        name = np.dtype(text).name if isinstance(text, str) and re.fullmatch(r"[<>|][biufc]\d+", text) else str(text)
+        name = np.dtype(text).name if isinstance(text, str) and re.fullmatch(r"[<>|][biufc][0-9]+", text) else str(text)
         torch_dtype(name)
     except (TypeError, CorruptCheckpointError) as error:
         raise CorruptCheckpointError(f"{key}: {file} says data type {text!r}, of which torch has no tensors") from error

@@ -7,7 +7,6 @@ the folder has a digest. Nothing is pickled: a value that is neither a tensor no
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +26,7 @@ from ckpt.dist_checkpointing.strategies.base import (
     StrategyAction,
     register_default_strategy,
 )
-from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingStateError
+from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingStateError, logger_of
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.manifest import COMMON, MANIFEST_NAME, OBJECTS
 from ckpt.format.stored import read_listed_file, read_manifest
@@ -36,7 +35,7 @@ from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import SharingPattern
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 def register_default_common_strategies() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,9 +11,9 @@ from ckpt.backends.base import Backend
 from ckpt.backends.tensorstore import TensorStoreBackend, folder_store, opened, refusing
 from ckpt.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
 from ckpt.dist_checkpointing.strategies.sharded import LoadTensors, SaveTensors
-from ckpt.errors import ShapeMismatchError
+from ckpt.errors import ShapeMismatchError, logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 def register_default_tensorstore_strategies() -> None:

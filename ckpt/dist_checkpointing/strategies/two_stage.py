@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from ckpt.dist_checkpointing.folder.loading import load_tensors
 from ckpt.dist_checkpointing.mapping import ShardedStateDict
 from ckpt.dist_checkpointing.strategies.sharded import LoadTensors
+from ckpt.errors import logger_of
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.loading.two_stage.network import TorchTransport, make_groups
@@ -26,7 +26,7 @@ from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology, group_of
 from ckpt.state.sharded_tensor import ShardedTensor
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,13 @@ from ckpt.dist_checkpointing.mapping import ShardedStateDict
 from ckpt.dist_checkpointing.megatron.layout import layout_of
 from ckpt.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
 from ckpt.dist_checkpointing.strategies.sharded import LoadTensors, SaveTensors, uncut
-from ckpt.errors import ConfigurationError, ShapeMismatchError
+from ckpt.errors import ConfigurationError, ShapeMismatchError, logger_of
 from ckpt.format.dtypes import STORABLE, zarr_name
 from ckpt.format.manifest import MANIFEST_NAME, SHARDED
 from ckpt.format.stored import read_manifest
 from ckpt.state.sharded_tensor import ShardedTensor
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 numpy_to_torch_dtype_dict: dict[np.dtype[Any], torch.dtype] = {
     np.dtype(getattr(ml_dtypes, zarr_name(dtype), zarr_name(dtype))): dtype for dtype in STORABLE

@@ -90,7 +90,7 @@ class _Opening:
 
     def checkpoint(self) -> OtherCheckpoint:
         files = [one for one in os.listdir(self._root) if one.endswith(_MODEL_STATES)]
-        files.sort(key=lambda one: [int(number) for number in re.findall(r"rank_(\d+)", one)])
+        files.sort(key=lambda one: [int(number) for number in re.findall(r"rank_([0-9]+)", one)])
         ranks = [content_of(self._root, one) for one in files]
         if not ranks:
             raise CorruptCheckpointError(f"{self._root} has no file *{_MODEL_STATES}")

@@ -83,7 +83,7 @@ class OtherSource:
     def __init__(
         self, path: Path, checkpoint: OtherCheckpoint, topology: Topology, strategy: LoadingStrategy, device: Device
     ) -> None:
-        number = re.search(r"\d+$", (checkpoint.named_by or path).name)
+        number = re.search(r"[0-9]+$", (checkpoint.named_by or path).name)
         self.checkpoint_id = (
             number[0] if number else "0"
         )  # the step of "step-100" and "iter_0000100"; weights to begin with have none
@@ -177,7 +177,8 @@ class OtherSource:
         """Component -> path in it -> function that returns the plain value."""
         found: dict[str, dict[tuple[Step, ...], Callable[[], Any]]] = {}
         for steps, value in self._checkpoint.values.items():
-            found.setdefault(_name(steps[0]), {})[steps[1:] or steps] = value
+            if steps:  # else it is the whole state, which is empty
+                found.setdefault(_name(steps[0]), {})[steps[1:] or steps] = value
         return found
 
     def _tensors_of(self, key: str) -> dict[tuple[Step, ...], str]:
@@ -298,6 +299,8 @@ def _nested(leaves: Mapping[tuple[Step, ...], Any], component: str) -> dict[Any,
     """
     root: dict[Step, Any] = {}
     for path, leaf in leaves.items():
+        if not path:  # the state itself, which is empty
+            continue
         at = root
         for step in path[:-1]:
             at = at.setdefault(step, {})

@@ -37,6 +37,7 @@ from ckpt.loading.two_stage.wants import ChunkRange, RankWants
 from ckpt.memory.copies import Filling
 from ckpt.memory.device import same_device
 from ckpt.ranks.topology import Topology
+from ckpt.ranks.waiting import start
 
 IN_FLIGHT = 2
 """Blocks that are on the network at a time."""
@@ -156,7 +157,7 @@ class SpreadWorker:
             threads.append(threading.Thread(target=self._carry, args=(begin,), name="ckpt-network", daemon=True))
         try:
             for thread in threads:
-                thread.start()
+                start(thread)
             while self._unfinished:
                 self._step()
         except BaseException as error:

@@ -15,8 +15,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from ckpt import Checkpointer, SharingPattern
-from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigurationError
+from ckpt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ConfigurationError
+from ckpt.format.names import step_of
 from ckpt.format.stored import read_manifest
+from tests.crafts import edit_manifest
 from tests.states import same_bits
 
 SIZE = 8
@@ -355,3 +357,17 @@ def test_a_pattern_that_is_given_is_used(tmp_path: Path) -> None:
         path = checkpoints.save(1)
     assert path is not None
     assert read_manifest(path).components["model"].sharing_pattern == SharingPattern.GLOBAL.value
+
+
+@pytest.mark.parametrize("id", ["9" * 5000, "9" * 19, "٣", "²", "1_0", "+1", ""])
+def test_an_id_that_is_no_step_is_refused_in_one_sentence(tmp_path: Path, id: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    with Checkpointer(tmp_path, model=model) as checkpoints:
+        checkpoints.restore()
+        checkpoints.save(1)
+    edit_manifest(tmp_path / "checkpoint-00000001", lambda tree: tree.update(checkpoint_id=id))
+    with Checkpointer(tmp_path, model=model) as checkpoints:
+        with pytest.raises(CheckpointError, match="its id is no step|checkpoint_id"):
+            checkpoints.restore()
+        assert all(one.step in (1, None) for one in checkpoints.list())
+    assert step_of(id) is None

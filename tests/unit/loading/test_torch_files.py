@@ -23,14 +23,19 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt import Checkpointer
+from ckpt.backends.zarr import ZarrBackend
+from ckpt.convert.importing import import_checkpoint
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import Box
 from ckpt.format.dtypes import contiguous
+from ckpt.loading.direct import DirectLoad
+from ckpt.loading.loader import source_at
 from ckpt.loading.other_formats.other_checkpoint import Encoded, FilePiece
 from ckpt.loading.other_formats.torch_files import content_of, open_torch_file
 from ckpt.ranks.topology import Topology
 from tests.ranks import run_ranks
 from tests.states import ALL_DTYPES, random_bits, same_bits
+from tests.values import same_values
 
 
 def run_of(seed: int) -> dict[str, Any]:
@@ -433,3 +438,23 @@ def test_two_stage_loads_decode_parts_of_large_tensors(tmp_path: Path) -> None:
         grid = _grid(shape, "float32")
         assert math.prod(grid) * 4 <= 16 << 20
         assert all(1 <= cut <= side for cut, side in zip(grid, shape, strict=True))
+
+
+@pytest.mark.parametrize("state", [{}, {"a": {}}, {"a": None}, {None: torch.zeros(2)}, {"a": torch.empty(0)}])
+def test_a_state_with_nothing_in_it_is_a_state_too(tmp_path: Path, state: dict[Any, Any]) -> None:
+    torch.save(state, tmp_path / "a.pt")
+    assert same_values(ckpt.load(tmp_path / "a.pt", allow_pickle=True), state)
+
+
+def test_an_empty_state_is_imported_as_one(tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "a.pt")
+    source = source_at(tmp_path / "a.pt", Topology.alone(), DirectLoad(), allow_pickle=True)
+    import_checkpoint(source, tmp_path / "b", Topology.alone(), ZarrBackend())
+    assert ckpt.load(tmp_path / "b") == {}
+
+
+@pytest.mark.parametrize("state", [[], (), None, 5, "x", torch.zeros(3), [torch.zeros(2)], ({"a": 1},)])
+def test_what_is_no_state_is_refused_by_its_kind(tmp_path: Path, state: object) -> None:
+    torch.save(state, tmp_path / "a.pt")
+    with pytest.raises(ConfigurationError, match="where a state dict should be"):
+        ckpt.load(tmp_path / "a.pt", allow_pickle=True)
