@@ -167,8 +167,13 @@ class MegatronZarr:
                 f"{array.key}: chunk {array.chunk_file(number)} has {size} bytes, and {list(array.grid)} elements of {array.dtype} are "
                 f"{array.chunk_bytes}: {file} was cut off or changed. {NO_DIGESTS}"
             )
-        if array.codec is not None:
-            require_decodes_within(file, array.codec, array.chunk_bytes)
+        if array.codecs:
+            try:
+                require_decodes_within(file, array.codecs, array.chunk_bytes)
+            except CorruptCheckpointError as error:
+                raise CorruptCheckpointError(
+                    f"{array.key}: {self._library} cannot read chunk {array.chunk_file(number)} of {self.root / array.key}: {error}"
+                ) from error
         return file
 
     def _mapped_chunk(self, array: MegatronArray, number: int) -> tuple[Box, torch.Tensor]:
