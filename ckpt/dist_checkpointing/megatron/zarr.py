@@ -148,6 +148,16 @@ class MegatronZarr:
             "the debug log lists the folder."
         )
 
+    def require_chunks(self, array: MegatronArray) -> None:
+        """Check that an array has as many chunks as it claims, before work in proportion to these. Looks at the first chunk alone.
+
+        Raises:
+            CorruptCheckpointError: one is missing, or the first has the wrong size.
+        """
+        found = sum(len(files) for _, _, files in os.walk(self.root / array.key))
+        for number in range(array.num_chunks if found < array.num_chunks else min(1, array.num_chunks)):
+            self.require_chunk(array, number)
+
     def require_chunk(self, array: MegatronArray, number: int) -> Path:
         """Return the file of a chunk.
 
