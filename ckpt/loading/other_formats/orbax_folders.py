@@ -12,7 +12,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -21,11 +20,10 @@ import msgspec
 import numpy as np
 import torch
 
-from ckpt.backends.decoded_size import require_bytes_decode_within
 from ckpt.backends.ocdbt_format import Value
 from ckpt.backends.tensorstore import TREE_CACHE, folder_store, mapping_files, opened, read_box, refusing, values_in
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
-from ckpt.format.box import Box, chunk_box, chunks_meeting, num_chunks, whole
+from ckpt.format.box import Box, chunk_box, num_chunks, whole
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import item_bytes, torch_dtype
 from ckpt.format.gc_pause import gc_paused
@@ -52,14 +50,13 @@ _CODECS = {
     "bytes": 1,
     "crc32c": 1,
     "transpose": 1,
+    "sharding_indexed": 1,
     "gzip": 1 << 11,
     "zlib": 1 << 11,
     "zstd": 1 << 16,
 }
 """Codecs that are decoded, and the most bytes that one byte can decode to, rounded up: deflate reaches 1032, zstd 128 KiB in 4 bytes."""
 
-_SHARDED = "sharding_indexed"
-_SHARD_INDEXES = (["bytes"], ["bytes", "crc32c"])
 _ZARR2_TYPES = {
     np.dtype(name).str[1:]: name
     for name in (
@@ -102,10 +99,6 @@ class _Codec2(msgspec.Struct):
     id: str
 
 
-class _Named(msgspec.Struct):
-    name: str
-
-
 class _Zarr2(msgspec.Struct):
     zarr_format: Literal[2]
     shape: Shape
@@ -135,12 +128,7 @@ class _KeyEncoding(msgspec.Struct):
 
 
 class _Inner(msgspec.Struct):
-    """What a shard's codec says; of other codecs nothing is needed."""
-
-    chunk_shape: tuple[Side, ...] = ()
-    codecs: list[_Named] = []
-    index_codecs: list[_Named] = []
-    index_location: Literal["start", "end"] = "end"
+    codecs: list[_Codec3] = []
 
 
 class _Codec3(msgspec.Struct):
@@ -320,8 +308,8 @@ class _Files(Protocol):
 
     file: str | None
 
-    def read(self, key: str, most: int = _MOST_DOCUMENT_BYTES) -> bytes:
-        """Return a document, or a chunk of at most so many bytes."""
+    def read(self, key: str) -> bytes:
+        """Return a document."""
 
     def size(self, key: str) -> int:
         """Return the bytes of a chunk, which are all there."""
@@ -338,8 +326,8 @@ class _Folders:
     def __init__(self, folder: CheckpointFolder) -> None:
         self._folder = folder
 
-    def read(self, key: str, most: int = _MOST_DOCUMENT_BYTES) -> bytes:
-        return self._folder.read(key, most)
+    def read(self, key: str) -> bytes:
+        return self._folder.read(key, _MOST_DOCUMENT_BYTES)
 
     def size(self, key: str) -> int:
         return self._folder.stat(key).st_size
@@ -360,13 +348,13 @@ class _Database:
             folder.require_regular(_DATABASE)
             self._values = dict(values_in(folder.root, self._file_size))
 
-    def read(self, key: str, most: int = _MOST_DOCUMENT_BYTES) -> bytes:
+    def read(self, key: str) -> bytes:
         value, size = self._value(key), self.size(key)
         if isinstance(value, bytes):
             return value
         with self._folder.stream(value.file) as stream:
             stream.seek(value.offset)
-            return stream.read(min(size, most))
+            return stream.read(min(size, _MOST_DOCUMENT_BYTES))
 
     def size(self, key: str) -> int:
         value = self._value(key)
@@ -418,12 +406,11 @@ class _Arrays:
             data = self._files.read(document)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CorruptCheckpointError(f"{where} is missing", file=file) from error
-        array, chain, shards, key_of = (_zarr3 if self._is_zarr3 else _zarr2)(data, name, where)
-        codecs = [*chain, *(shards.codecs if shards else ())]
-        if sum(_CODECS.get(one, 1) > 1 for one in codecs) > 1:
-            raise ConfigurationError(f"{where} compresses bytes more than once, by {codecs}, which is not decoded here")
+        array, codecs, key_of = (_zarr3 if self._is_zarr3 else _zarr2)(data, name, where)
         if unknown := set(codecs) - _CODECS.keys():
             raise ConfigurationError(f"{where} names the codecs {sorted(unknown)}, which are not decoded here")
+        if sum(_CODECS[one] > 1 for one in codecs) > 1:
+            raise ConfigurationError(f"{where} compresses bytes more than once, by {codecs}, which is not decoded here")
         if len(array.grid) != len(array.shape) or math.prod(side or 1 for side in array.shape) > MAX_INT:
             raise CorruptCheckpointError(
                 f"{where}: no array has the shape {list(array.shape)} and chunks of {list(array.grid)}"
@@ -432,16 +419,14 @@ class _Arrays:
             chunk_bytes = math.prod(array.grid) * item_bytes(array.dtype)
         except CorruptCheckpointError as error:
             raise ConfigurationError(f"{where}: {error}") from error
-        chunks = _Chunks(array, chain, shards, key_of)
-        self._require_chunks(chunks, chunk_bytes // math.prod(_CODECS[one] for one in codecs))
-        is_compressed = any(_CODECS[one] > 1 for one in codecs)
-        return array, Encoded(file, array.grid, partial(self._read, chunks, set() if is_compressed else None))
+        self._require_chunks(array, key_of, chunk_bytes // math.prod(_CODECS[one] for one in codecs))
+        return array, Encoded(file, array.grid, partial(self._read, array))
 
-    def _require_chunks(self, chunks: _Chunks, least: int) -> None:
+    def _require_chunks(self, array: ArraySpec, key_of: Callable[[Sequence[int]], str], least: int) -> None:
         """Refuse an array of which a chunk is missing, or has fewer bytes than it can be decoded from."""
-        array = chunks.array
         for number in range(math.prod(num_chunks(array.shape, array.grid))):
-            key = chunks.key(number)
+            offsets = chunk_box(array.shape, array.grid, number).offsets
+            key = f"{array.path}/{key_of([at // side for at, side in zip(offsets, array.grid, strict=True)])}"
             file = self._files.file or key
             try:
                 size = self._files.size(key)
@@ -454,20 +439,10 @@ class _Arrays:
                     file=file,
                 )
 
-    def _read(self, chunks: _Chunks, checked: set[int] | None, box: Box, out: torch.Tensor) -> None:
-        """See `Encoded.read`.
-
-        Args:
-            checked: the compressed chunks whose decoded size is known; None: none is compressed.
-        """
+    def _read(self, array: ArraySpec, box: Box, out: torch.Tensor) -> None:
+        """See `Encoded.read`."""
         if out.numel() == 0:
             return
-        array = chunks.array
-        if checked is not None:
-            for number in set(chunks_meeting(array.shape, array.grid, box)) - checked:
-                key = chunks.key(number)
-                chunks.require_bounded(self._files.read(key, self._files.size(key)), f"{self._root}: the chunk {key}")
-                checked.add(number)
         with refusing(f"tensorstore cannot read {box} of {array.path} in {self._root}"):
             if array.path not in self._opened:
                 self._opened[array.path] = self._open(array)
@@ -482,94 +457,27 @@ class _Arrays:
         return stored
 
 
-@dataclass(frozen=True, slots=True)
-class _Shards:
-    """Chunks that hold smaller ones, each encoded by itself, and an index of their places.
-
-    Attributes:
-        grid: shape of a small chunk.
-        codecs: of the small chunks.
-        has_checksum: 4 bytes follow the index.
-    """
-
-    grid: tuple[int, ...]
-    codecs: list[str]
-    is_index_first: bool
-    has_checksum: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunks:
-    """The chunks of an array.
-
-    Attributes:
-        codecs: of the chunks, unless these are shards.
-        name_of: names a chunk by its place in the grid.
-    """
-
-    array: ArraySpec
-    codecs: list[str]
-    shards: _Shards | None
-    name_of: Callable[[Sequence[int]], str]
-
-    def key(self, number: int) -> str:
-        offsets = chunk_box(self.array.shape, self.array.grid, number).offsets
-        place = [at // side for at, side in zip(offsets, self.array.grid, strict=True)]
-        return f"{self.array.path}/{self.name_of(place)}"
-
-    def require_bounded(self, data: bytes, where: str) -> None:
-        """Refuse a compressed chunk that does not decode to its elements."""
-        item = item_bytes(self.array.dtype)
-        if self.shards is None:
-            require_bytes_decode_within(data, _compressors(self.codecs), math.prod(self.array.grid) * item, where)
-            return
-        shards = self.shards
-        index_bytes = 16 * math.prod(num_chunks(self.array.grid, shards.grid))
-        end = index_bytes if shards.is_index_first else len(data) - 4 * shards.has_checksum
-        if not index_bytes <= end <= len(data):
-            raise CorruptCheckpointError(f"{where} has {len(data)} bytes, too few for the index of a shard")
-        places = np.frombuffer(data, "<u8", index_bytes // 8, end - index_bytes).reshape(-1, 2)
-        for start, length in places[(places != _NO_PLACE).any(1)].tolist():
-            inner = memoryview(data)[start : start + length]
-            require_bytes_decode_within(inner, _compressors(shards.codecs), math.prod(shards.grid) * item, where)
-
-
-_NO_PLACE = (1 << 64) - 1
-"""In the index of a shard, for a chunk that it does not hold."""
-
-
-def _compressors(codecs: Sequence[str]) -> list[str]:
-    return [one for one in codecs if one not in ("bytes", "transpose")]
-
-
-_Described = tuple[ArraySpec, list[str], _Shards | None, Callable[[Sequence[int]], str]]
+_Described = tuple[ArraySpec, list[str], Callable[[Sequence[int]], str]]
 
 
 def _zarr2(document: bytes, name: str, where: str) -> _Described:
-    """Return what `.zarray` says of an array, its codecs, what its shards are, and the function that names its chunks."""
+    """Return what `.zarray` says of an array, its codecs, and the function that names its chunks."""
     said = read(document, _Zarr2, where)
     array = ArraySpec(name, _ZARR2_TYPES.get(said.dtype[1:], said.dtype), said.shape, said.chunks)
     codecs = [said.compressor.id] if said.compressor else []
-    return array, codecs, None, lambda at: said.dimension_separator.join(map(str, at)) or "0"
+    return array, codecs, lambda at: said.dimension_separator.join(map(str, at)) or "0"
 
 
 def _zarr3(document: bytes, name: str, where: str) -> _Described:
     """As `_zarr2`, of a `zarr.json`."""
     said = read(document, _Zarr3, where)
     array = ArraySpec(name, said.data_type, said.shape, said.chunk_grid.configuration.chunk_shape)
-    codecs, shards = [one.name for one in said.codecs], None
-    for one in said.codecs:
-        inner, index = one.configuration, [codec.name for codec in one.configuration.index_codecs]
-        if codecs == [_SHARDED] and len(inner.chunk_shape) == len(array.grid) and index in _SHARD_INDEXES:
-            is_first, has_checksum = inner.index_location == "start", len(index) > 1
-            codecs, shards = (
-                [],
-                _Shards(inner.chunk_shape, [codec.name for codec in inner.codecs], is_first, has_checksum),
-            )
-        elif one.name == _SHARDED:  # in another form, which is refused
-            codecs += [codec.name for codec in inner.codecs]
+    codecs, left = [], list(said.codecs)
+    for one in left:
+        codecs.append(one.name)
+        left += one.configuration.codecs
     encoding = said.chunk_key_encoding
     if encoding.name == "v2":
         separator = encoding.configuration.separator or "."
-        return array, codecs, shards, lambda at: separator.join(map(str, at)) or "0"
-    return array, codecs, shards, lambda at: (encoding.configuration.separator or "/").join(["c", *map(str, at)])
+        return array, codecs, lambda at: separator.join(map(str, at)) or "0"
+    return array, codecs, lambda at: (encoding.configuration.separator or "/").join(["c", *map(str, at)])

@@ -256,7 +256,7 @@ def test_a_chunk_is_not_decoded_that_would_be_far_longer_than_it_should(tmp_path
     file.write_bytes(pack(zstd_frame(size, size)))
     assert not ckpt.load(tmp_path / "saved")["params"]["dense"]["kernel"].any()
     file.write_bytes(pack(make(size, 256 << 20)))
-    with little_memory(128), pytest.raises(CorruptCheckpointError, match="decode"):
+    with little_memory(128), pytest.raises(CorruptCheckpointError, match="params.dense.kernel"):
         ckpt.load(tmp_path / "saved")
 
 
