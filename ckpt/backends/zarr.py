@@ -24,7 +24,7 @@ from zarr.storage import LocalStore, MemoryStore, StorePath
 from ckpt.backends.base import Previous
 from ckpt.backends.decoded_size import require_decodes_within
 from ckpt.backends.directory import Describe, DirectoryWriter
-from ckpt.backends.zarr_format import DOCUMENT, array_document, chunk_key, require_spec
+from ckpt.backends.zarr_format import DOCUMENT, array_document, chunk_key, compressors_in, require_spec
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, sentence
 from ckpt.format import zarr_dtypes
 from ckpt.format.box import Box, chunks_meeting
@@ -88,12 +88,13 @@ class ZarrBackend:
         metadata, grid = _metadata_in(root / array.path)
         dtype = str(metadata.data_type.to_json(zarr_format=3))
         require_spec(ArraySpec(array.path, dtype, tuple(metadata.shape), grid), array)
+        compressors = compressors_in([str(one.to_dict()["name"]) for one in metadata.codecs], array.path)
         chunk_bytes = math.prod(array.grid) * item_bytes(array.dtype)
         for number in chunks_meeting(array.shape, array.grid, box):
             file = root / array.path / chunk_key(array, number)
             if not file.is_file():  # zarr-python would hand out zeros in its place
                 raise CorruptCheckpointError(f"{array.path}: {file} is missing. Load an earlier checkpoint.")
-            require_decodes_within(file, str(metadata.codecs[-1].to_dict()["name"]), chunk_bytes)
+            require_decodes_within(file, compressors, chunk_bytes)
         try:
             stored = zarr.open_array(store=LocalStore(root, read_only=True), path=array.path, mode="r")
             values = np.asarray(stored[box.slices])

@@ -56,15 +56,28 @@ class _Document(msgspec.Struct):
     codecs: list[_Codec] = []
 
 
-def spec_in(document: bytes, path: str) -> tuple[ArraySpec, str | None]:
-    """Parse the `zarr.json` of the array at `path`; return its spec, and the name of the outermost codec of its chunks.
+def spec_in(document: bytes, path: str) -> tuple[ArraySpec, list[str]]:
+    """Parse the `zarr.json` of the array at `path`; return its spec, and the names of the codecs of its chunks, the outermost last.
 
     Raises:
         CorruptCheckpointError: it does not describe an array as this package writes them.
     """
     said = read(document, _Document, below(path, DOCUMENT))
-    codec = said.codecs[-1].name if said.codecs else None
-    return ArraySpec(path, said.data_type, said.shape, said.chunk_grid.configuration.chunk_shape), codec
+    codecs = [one.name for one in said.codecs]
+    return ArraySpec(path, said.data_type, said.shape, said.chunk_grid.configuration.chunk_shape), codecs
+
+
+def compressors_in(codecs: Sequence[str], path: str) -> Sequence[str]:
+    """Return the codecs of an array that turn bytes into bytes.
+
+    Raises:
+        CorruptCheckpointError: the elements are not simply turned into bytes before, as in every array of this package.
+    """
+    if codecs[:1] != ["bytes"]:
+        raise CorruptCheckpointError(
+            f"{path}: its {DOCUMENT} names the codecs {list(codecs)!r:.200}, where the first should be bytes. Load an earlier checkpoint."
+        )
+    return codecs[1:]
 
 
 def require_spec(described: ArraySpec, array: ArraySpec) -> None:

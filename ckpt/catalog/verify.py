@@ -14,7 +14,7 @@ from typing import BinaryIO
 import xxhash
 
 from ckpt.backends.decoded_size import require_decodes_within
-from ckpt.backends.zarr_format import DOCUMENT, below, require_spec, spec_in
+from ckpt.backends.zarr_format import DOCUMENT, below, compressors_in, require_spec, spec_in
 from ckpt.errors import CheckpointError, CorruptCheckpointError, printable, sentence
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.consistency import MAX_FILE_BYTES, check_whole
@@ -333,11 +333,12 @@ def _check_descriptions(
             with _noting(path, result):
                 is_told = any(printable(path) in problem for problem in result.problems)
                 if not is_told and (checkpoint_dir / path).is_file():
-                    described, codec = spec_in(folder.read(path, MAX_FILE_BYTES), entry.path)
+                    described, codecs = spec_in(folder.read(path, MAX_FILE_BYTES), entry.path)
                     require_spec(described, ArraySpec(entry.path, entry.dtype, entry.shape, entry.grid))
                     for file in _encoded_in(entry.path, indexes):
                         folder.require_regular(file)
-                        require_decodes_within(checkpoint_dir / file, codec or "", entry.chunk_bytes)
+                        compressors = compressors_in(codecs, entry.path)
+                        require_decodes_within(checkpoint_dir / file, compressors, entry.chunk_bytes)
 
 
 def _encoded_in(path: str, indexes: Mapping[int, Index]) -> list[str]:

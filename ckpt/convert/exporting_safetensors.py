@@ -133,7 +133,9 @@ def select(src: Path, component: str | None, topology: Topology) -> Selection:
         else:
             rows = entry.grid[0] if entry.grid else 1
             tensors.append(ExportedTensor(key.removeprefix(start), first or stored, entry.dtype, entry.shape, rows))
-    return Selection(_reader_of(StoredCheckpoint(src, manifest), topology), tensors, aliases)
+    checkpoint = StoredCheckpoint(src, manifest)
+    checkpoint.require_chunks()
+    return Selection(_reader_of(checkpoint, topology), tensors, aliases)
 
 
 def select_of_megatron(src: Path, component: str | None, topology: Topology) -> Selection:
@@ -148,6 +150,8 @@ def select_of_megatron(src: Path, component: str | None, topology: Topology) -> 
     start = _start(component, ".")
     chosen = {key: array for key, array in opened.arrays.items() if key.startswith(start)}
     _require_some(src, component, chosen, opened.arrays, ".")
+    for array in chosen.values():
+        opened.require_chunks(array)
     tensors = [
         ExportedTensor(key.removeprefix(start), key, array.dtype, array.shape, array.grid[0] if array.grid else 1)
         for key, array in chosen.items()

@@ -13,6 +13,7 @@ Files:
     hub_snapshots           finds the files of a snapshot in Hugging Face's cache, which are links
     durable, stored         writes small files durably; reads and checks the records of a committed checkpoint
     held                    files of the newest save, read from host memory
+    pickle_cost             bounds what reading a pickle takes
     unpickling              reads pickled files of other programs without running their code
     gc_pause                pauses Python's garbage collector around bursts of small objects
 """

@@ -30,6 +30,8 @@ MAX_FILE_BYTES = 1 << 30
 MAX_PIECED_BYTES = 64 << 20
 """Limit for a packed tensor in several pieces. Saves pack tensors below 64 KiB."""
 
+_MOST_DECODED = 1 << 24
+"""Bytes that a byte can decode to: in zstd 32 KiB, in a second codec around it a few hundred times as many."""
 _ALWAYS_RAW = ("ocdbt", "safetensors")
 _HEX = re.compile(r"[0-9a-f]*")
 _YEARS = range(1970, 9999)
@@ -316,6 +318,10 @@ def _check_chunks(index: Index, manifest: CheckpointManifest) -> None:
                 raise Refused(f"it lists chunk {number} of {path!r:.80}, which rank {index.rank} did not write")
             if not extent.raw and entry.store in _ALWAYS_RAW:
                 raise Refused(f"chunk {number} of {path!r:.80} is said to be encoded, which none is in {entry.store}")
+            if not extent.raw and entry.chunk_bytes > extent.length * _MOST_DECODED:
+                raise Refused(
+                    f"no {extent.length} bytes decode to the {entry.chunk_bytes} of chunk {number} of {path!r:.80}"
+                )
             if extent.raw and extent.length != _raw_bytes(entry, number):
                 raise Refused(
                     f"chunk {number} of {path!r:.80} would have {extent.length} bytes, and its elements have {_raw_bytes(entry, number)}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import mmap
 import pathlib
 import pickle
 import re
@@ -28,6 +29,7 @@ import torch
 from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, sentence
+from ckpt.format.pickle_cost import TooMuchError, require_bounded
 
 Unknown = Literal["refuse", "keep"]
 """Objects of classes that may not be built: refuse the file, naming them, or keep an `UnknownObject` in their place."""
@@ -91,6 +93,7 @@ def unpickle_state_dict(file: Path) -> dict[Any, Any]:
         ConfigurationError: it holds other objects, or is no state dict.
         CorruptCheckpointError: it is missing or cannot be read.
     """
+    _require_loadable(file, str(file))
     state = _load(
         file,
         lambda name: (
@@ -124,6 +127,7 @@ def unpickle_inert(data: bytes, where: str) -> Any:
     Raises:
         CorruptCheckpointError: it is no pickle.
     """
+    _require_bounded(data, where)
     try:
         return _InertUnpickler(io.BytesIO(data)).load()
     except Exception as error:  # a pickle that anybody may have written makes Python raise nearly anything
@@ -137,12 +141,29 @@ def unpickle_archived(data: bytes, where: str) -> Any:
     Raises:
         CorruptCheckpointError: it is no pickle, or its value is not small (`require_small`).
     """
+    _require_bounded(data, where)
     try:
         value = _Resolve()(_ArchiveUnpickler(io.BytesIO(data)).load(), "")
     except Exception as error:  # as in `unpickle_inert`
         raise CorruptCheckpointError(f"{where} cannot be read as a pickle: {type(error).__name__}") from None
     require_small(value, where)
     return value
+
+
+def _require_bounded(data: bytes, where: str) -> None:
+    try:
+        require_bounded(data) if len(data) > _SHORT_BYTES else _is_bounded(data)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{where} cannot be read as a pickle: {error}") from None
+
+
+@lru_cache(maxsize=1024)
+def _is_bounded(data: bytes) -> None:
+    """Cached: DCP describes each tensor by a pickle, and those of one shape are equal."""
+    require_bounded(data)
+
+
+_SHORT_BYTES = 4096
 
 
 class _InertUnpickler(pickle.Unpickler):
@@ -190,6 +211,7 @@ def unpickle(file: Path, *, unknown: Unknown = "refuse") -> Any:
 
 
 def _unpickled(file: Path | io.BytesIO, where: str, unknown: Unknown) -> Any:
+    _require_loadable(file, where)
     with _ONE_AT_A_TIME:
         names, added = _additions(file)
         with safe_globals(added):
@@ -206,6 +228,8 @@ def _unpickled(file: Path | io.BytesIO, where: str, unknown: Unknown) -> Any:
         resolved = resolve(loaded, "")
     except (ValueError, TypeError, RecursionError) as error:  # NumPy's values that are none
         raise CorruptCheckpointError(f"{where} cannot be read: {sentence(error)}") from None
+    stored = file.stat().st_size if isinstance(file, Path) else len(file.getbuffer())
+    require_repeats_within(resolve.num_bytes, stored, f"{where} repeats elements")
     if unknown == "refuse":
         _require_known(where, resolve, names)
     return resolved
@@ -266,6 +290,63 @@ def _load(file: Path | io.BytesIO, refusal: Callable[[str], str], where: str = "
         raise ConfigurationError(refusal(refused[1] or refused[2])) from None
 
 
+def _require_loadable(file: Path | io.BytesIO, where: str) -> None:
+    """Refuse what would take all memory or time of torch's reader: compressed archives, and pickles by `require_bounded`.
+
+    Raises:
+        CorruptCheckpointError: it is that, or no file that torch.save wrote.
+    """
+    try:
+        with file.open("rb") if isinstance(file, Path) else io.BytesIO(file.getbuffer()) as stream:
+            is_zip = stream.read(4) == _ZIP
+            if is_zip != zipfile.is_zipfile(stream):
+                raise ValueError("torch takes it for another kind of file than Python")
+            if not is_zip:
+                data = (
+                    file.getvalue()
+                    if isinstance(file, io.BytesIO)
+                    else mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ)
+                )
+                require_bounded(data, num_pickles=_OLD_PICKLES)
+                return
+            archive = zipfile.ZipFile(stream)
+            if any(one.compress_type or one.file_size != one.compress_size for one in archive.infolist()):
+                raise TooMuchError("it is compressed")
+            (described,) = (one for one in archive.infolist() if one.filename.endswith("/data.pkl"))
+            require_bounded(archive.read(described))
+    except OSError as error:
+        raise CorruptCheckpointError(f"{where} cannot be read: {sentence(error)}") from error
+    except TooMuchError as error:
+        raise CorruptCheckpointError(f"{where} cannot be read: {error}") from None
+    except Exception:  # bytes that are no zip make Python raise nearly anything
+        raise CorruptCheckpointError(f"{where} cannot be read as a file that torch.save wrote") from None
+
+
+def require_repeats_within(num_bytes: int, stored: int, what: str) -> None:
+    """Refuse tensors that have far more elements than lie in their file: memory or files for all of them will be asked for.
+
+    Args:
+        num_bytes: of the elements of different tensors; a tensor that has several names counts once.
+        stored: bytes of the file.
+        what: repeats elements, for errors.
+
+    Raises:
+        ConfigurationError
+    """
+    if num_bytes > _REPEATS * stored + _REPEATED_BYTES:
+        raise ConfigurationError(
+            f"{what}: the tensors of a file of {stored} bytes would have {num_bytes}; save what is repeated, once"
+        )
+
+
+_REPEATS = 4
+_REPEATED_BYTES = 1 << 30
+"""The tensors of a file may have so many times its bytes, and so many bytes on top."""
+_ZIP = b"PK\x03\x04"
+_OLD_PICKLES = 5
+"""At the begin of files of torch before 1.6: a number, a version, facts of the system, the value, and the names of its storages."""
+
+
 _REFUSED = re.compile(r"(?i:unsupported (?:global: global|global|class)) ([\w.]+)|but got <class '([\w.]+)'>")
 
 
@@ -320,9 +401,11 @@ class _Resolve:
     Attributes:
         places: path to each outermost unknown object -> name of its class.
         names: class names of all unknown objects, nested ones included.
+        num_bytes: of the elements of all tensors. Their memory can be smaller: they may repeat elements, or lie in one another.
     """
 
     def __init__(self) -> None:
+        self.num_bytes = 0
         self.places: dict[str, str] = {}
         self.names: set[str] = set()
         self._inside = 0  # nesting depth in unknown objects
@@ -340,6 +423,9 @@ class _Resolve:
             value.args = None
         if isinstance(value, UnknownObject):
             return self._stand_in(value, path)
+        if isinstance(value, bytearray) or (isinstance(value, torch.Tensor) and value.layout is torch.strided):
+            self.num_bytes += len(value) if isinstance(value, bytearray) else value.nbytes
+            return value
         if type(value) in (dict, OrderedDict, Counter):
             pairs = [(self(key, f"{path} (a key)"), self(item, _below(path, key))) for key, item in value.items()]
             value.clear()

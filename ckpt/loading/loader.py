@@ -182,7 +182,11 @@ class Loader:
     def open(self, path: Path) -> CheckpointSource:
         """Open a checkpoint that is named by its path. Collective."""
         with self.topology.operation(f"open {path.name}"):
-            return self._open(path, may_be_old=True, share_checks=False)
+            source = self._open(path, may_be_old=True, share_checks=False)
+            with self.topology.phase("indexes"):
+                if isinstance(source, CommittedSource):
+                    source.require_chunks()
+            return source
 
     def _open(self, path: Path, may_be_old: bool, *, share_checks: bool) -> CheckpointSource:
         """Open the checkpoint: the lead reads and checks the manifest once, and all ranks parse the same bytes; or it finds old files.

@@ -114,6 +114,10 @@ class CommittedSource:
         self._device = device
         self._verify = verify
 
+    def require_chunks(self) -> None:
+        """See `StoredCheckpoint.require_chunks`."""
+        self._checkpoint.require_chunks()
+
     def holds(self, key: str) -> bool:
         return key in self._manifest.components
 

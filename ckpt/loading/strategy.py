@@ -120,6 +120,15 @@ class StoredCheckpoint:
             self._indexes[rank] = read_index(self.root, self.manifest, rank, self.held)
         return self._indexes[rank]
 
+    def require_chunks(self) -> None:
+        """Check, by all indexes, that the stored chunks hold the elements that the manifest claims. Before work in proportion to these.
+
+        Raises:
+            CorruptCheckpointError
+        """
+        for rank in self.manifest.index_ranks():
+            self.index(rank)
+
     def parts(self, request: ReadRequest) -> Iterable[StoredPart]:
         """See `Stored.parts`.
 

@@ -20,6 +20,7 @@ from typing import Any
 import xxhash
 
 from tests.adversarial.foreign import Craft
+from tests.bounded import ZSTD_SKIPPED, zstd_frame
 from tests.crafts import edit_file, edit_index, edit_json, edit_manifest, resign, signed, write_listed
 from tests.crafts import write_manifest as write_signed
 
@@ -520,6 +521,7 @@ def _sizes() -> Iterator[Craft]:
         lambda f: edit_manifest(f, lambda t: t["arrays"][LARGE].update(shape=[10**12], grid=[10**12])),
     )
     yield Craft("a chunk is a gzip bomb", _bomb)
+    yield Craft("a chunk is a bomb of zstd, behind a frame that is skipped", _zstd_bomb)
     yield Craft("a data file is sparse, 200 GB", _sparse_chunk)
 
 
@@ -534,14 +536,22 @@ def _repeat(table: str, value: Any, folder: Path, times: int = 300_000) -> None:
 
 def _bomb(folder: Path) -> None:
     """4 GiB of zeros in 4 MB."""
-    _set_codecs(
-        folder,
-        [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "gzip", "configuration": {"level": 1}}],
-    )
     data = gzip.compress(bytes(64 << 20), 1) * 64
+    _set_encoded(folder, {"name": "gzip", "configuration": {"level": 1}}, data)
+
+
+def _set_encoded(folder: Path, codec: Tree, data: bytes) -> None:
+    _set_codecs(folder, [{"name": "bytes", "configuration": {"endian": "little"}}, codec])
     (folder / LARGE_FILE).write_bytes(data)
     edit_index(folder, 0, lambda tree: tree["chunks"].update({LARGE: [[0, 0, 0, len(data), 4194304, "", 0]]}))
     resign(folder)
+
+
+def _zstd_bomb(folder: Path) -> None:
+    """4 GiB of zeros in 130 KB."""
+    _set_encoded(
+        folder, {"name": "zstd", "configuration": {"level": 1, "checksum": False}}, ZSTD_SKIPPED + zstd_frame(4 << 30)
+    )
 
 
 def _sparse_chunk(folder: Path) -> None:

@@ -152,6 +152,11 @@ def _deep() -> bytes:
     return b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b"."
 
 
+def _tower() -> bytes:
+    """A dictionary whose key is a tuple of one tuple, twice, and so on."""
+    return b"\x80\x02}K\x01" + b"".join(bytes((0x71, n, 0x68, n, 0x86)) for n in range(60)) + b"Ns."
+
+
 _TOUCH = "touch pwned"
 OLD: dict[str, Callable[[], bytes]] = {
     "os.system": _calls(os.system, _TOUCH),
@@ -169,6 +174,9 @@ OLD: dict[str, Callable[[], bytes]] = {
     "a huge storage": lambda: _saved({"w": torch.ones(4)}).replace(b"K\x04", b"K\xff"),
     "brackets": lambda: _with_pickle(_deep()),
     "a zip bomb": lambda: _zipped({"x/data.pkl": bytes(1 << 30), "x/version": b"3\n"}, zipfile.ZIP_DEFLATED),
+    "a key of 2^60 nodes": lambda: _with_pickle(_tower()),
+    "a memo of 2^31 values": lambda: _with_pickle(b"\x80\x02Nr\xff\xff\xff\x7f."),
+    "a tensor of 2^40 elements": lambda: _saved({"w": torch.ones(1).expand(1 << 40)}),
     "names that lead outside": lambda: _zipped(
         {"../../pwned/data.pkl": pickle.dumps({}), "../../pwned/version": b"3\n"}
     ),

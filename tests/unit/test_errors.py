@@ -14,7 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt import errors
-from ckpt.errors import CheckpointError, ConfigurationError, StorageError, describe, needing, printable, rebuild, sentence
+from ckpt.errors import (
+    CheckpointError,
+    ConfigurationError,
+    StorageError,
+    describe,
+    needing,
+    printable,
+    rebuild,
+    sentence,
+)
 
 FAMILY = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, CheckpointError)]
 

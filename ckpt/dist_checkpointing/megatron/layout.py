@@ -36,10 +36,10 @@ COMMON_STATE_FNAME = "common.pt"
 ARRAY_FILE = ".zarray"
 NO_DIGESTS = "Take another checkpoint, or a copy of this one."
 _MOST_METADATA_BYTES = 1 << 20
-_HARMLESS_CODECS = (
-    "adler32, astype, bitround, blosc, bz2, crc32, crc32c, delta, fixedscaleoffset, fletcher32, gzip, jenkins_lookup3, lz4, lzma, "
-    "packbits, pcodec, quantize, shuffle, zfpy, zlib, zstd"
+_KNOWN_CODECS = (
+    "adler32, bitround, blosc, bz2, crc32, crc32c, fletcher32, gzip, jenkins_lookup3, lz4, lzma, shuffle, zlib, zstd"
 )
+"""Codecs that run no code of the file, and whose decoded size is known before."""
 _CHUNK_FILE = re.compile(r"[0-9]+(\.[0-9]+)*")
 _OBJECT_FILE = re.compile(r"shard_([0-9]+(\.[0-9]+)*)?_(-?[0-9]+(\.-?[0-9]+)*)?\.pt")
 
@@ -129,7 +129,7 @@ class MegatronArray:
         grid: shape of one chunk; every side is at least 1.
         is_raw: chunks are plain elements, row-major and little-endian.
         separator: between the numbers in a chunk's file name.
-        codec: name of the compressor; None: uncompressed.
+        codecs: names of filters and compressor, in the order in which they encode.
     """
 
     key: str
@@ -138,7 +138,7 @@ class MegatronArray:
     grid: tuple[int, ...]
     is_raw: bool
     separator: str
-    codec: str | None = None
+    codecs: tuple[str, ...] = ()
 
     @property
     def num_chunks(self) -> int:
@@ -171,7 +171,8 @@ def array_at(checkpoint_dir: Path, key: str) -> MegatronArray:
     try:
         with CheckpointFolder(checkpoint_dir) as folder:
             said = read(folder.read(f"{key}/{ARRAY_FILE}", _MOST_METADATA_BYTES), _Document, where)
-        _require_harmless([said.compressor, *(said.filters or ())])
+        codecs = [one for one in (*(said.filters or ()), said.compressor) if one is not None]
+        _require_known(codecs)
     except (ValueError, KeyError, TypeError, OSError) as error:
         if isinstance(error, CorruptCheckpointError):
             raise
@@ -181,9 +182,9 @@ def array_at(checkpoint_dir: Path, key: str) -> MegatronArray:
         dtype=_dtype_name(said.dtype, key, file),
         shape=said.shape,
         grid=tuple(max(side, 1) for side in said.chunks),
-        is_raw=not (said.compressor or said.filters) and said.order == "C" and not said.dtype.startswith(">"),
+        is_raw=not codecs and said.order == "C" and not said.dtype.startswith(">"),
         separator=said.dimension_separator,
-        codec=None if said.compressor is None else str(said.compressor.get("id")),
+        codecs=tuple(one["id"] for one in codecs),
     )
     if len(said.shape) != len(said.chunks) or max(array.num_bytes, array.chunk_bytes) > MAX_INT:
         raise corrupt(where, f"an array of shape {list(said.shape)} cannot lie in chunks of {list(said.chunks)}")
@@ -203,11 +204,11 @@ class _Document(msgspec.Struct):
     dimension_separator: Literal[".", "/"] = "."
 
 
-def _require_harmless(codecs: Iterable[Any]) -> None:
+def _require_known(codecs: Iterable[Any]) -> None:
     """Refuse codecs outside of the list: numcodecs' `pickle` runs code from the file."""
     for codec in codecs:
-        if codec is not None and codec["id"] not in _HARMLESS_CODECS.split(", "):
-            raise ValueError(f"codec {codec['id']!r:.40} is not one of those that are decoded: {_HARMLESS_CODECS}")
+        if codec["id"] not in _KNOWN_CODECS.split(", "):
+            raise ValueError(f"codec {codec['id']!r:.40} is not one of those that are decoded: {_KNOWN_CODECS}")
 
 
 def _dtype_name(text: object, key: str, file: Path) -> str:

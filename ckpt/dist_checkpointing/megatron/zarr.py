@@ -148,6 +148,16 @@ class MegatronZarr:
             "the debug log lists the folder."
         )
 
+    def require_chunks(self, array: MegatronArray) -> None:
+        """Check that an array has as many chunks as it claims, before work in proportion to these. Looks at the first chunk alone.
+
+        Raises:
+            CorruptCheckpointError: one is missing, or the first has the wrong size.
+        """
+        found = sum(len(files) for _, _, files in os.walk(self.root / array.key))
+        for number in range(array.num_chunks if found < array.num_chunks else min(1, array.num_chunks)):
+            self.require_chunk(array, number)
+
     def require_chunk(self, array: MegatronArray, number: int) -> Path:
         """Return the file of a chunk.
 
@@ -167,8 +177,13 @@ class MegatronZarr:
                 f"{array.key}: chunk {array.chunk_file(number)} has {size} bytes, and {list(array.grid)} elements of {array.dtype} are "
                 f"{array.chunk_bytes}: {file} was cut off or changed. {NO_DIGESTS}"
             )
-        if array.codec is not None:
-            require_decodes_within(file, array.codec, array.chunk_bytes)
+        if array.codecs:
+            try:
+                require_decodes_within(file, array.codecs, array.chunk_bytes)
+            except CorruptCheckpointError as error:
+                raise CorruptCheckpointError(
+                    f"{array.key}: {self._library} cannot read chunk {array.chunk_file(number)} of {self.root / array.key}: {error}"
+                ) from error
         return file
 
     def _mapped_chunk(self, array: MegatronArray, number: int) -> tuple[Box, torch.Tensor]:

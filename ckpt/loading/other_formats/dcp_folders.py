@@ -6,17 +6,19 @@ one, is an archive of `torch.save` in a file of the rank that wrote it.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import Box
 from ckpt.format.checkpoint_files import CheckpointFolder
-from ckpt.format.dtypes import torch_dtype
+from ckpt.format.dtypes import item_bytes, torch_dtype
 from ckpt.format.unpickling import shown, unpickle_inert, unpickle_value
 from ckpt.loading.other_formats.other_checkpoint import (
     Encoded,
@@ -82,6 +84,7 @@ def _checkpoint(root: Path, metadata: dict[str, Any]) -> OtherCheckpoint:
         key = index.state
         offset = None if key.get("offset") is None else sizes_in(key["offset"])
         places[_text(key["fqn"]), offset] = place.state
+    _require_apart(root, places)
     paths = metadata.get("planner_data") or {}
     tensors: dict[str, OtherTensor] = {}
     values: dict[tuple[Step, ...], Callable[[], Any]] = {}
@@ -97,10 +100,45 @@ def _checkpoint(root: Path, metadata: dict[str, Any]) -> OtherCheckpoint:
             shape, dtype = sizes_in(one.state["size"]), _dtype(one.state["properties"])
             boxes = [Box(sizes_in(c.state["offsets"]), sizes_in(c.state["sizes"])) for c in one.state["chunks"]]
             parts = [(box, places.get((fqn, box.offsets)) or places[fqn, None]) for box in boxes]
+            _require_held(root, fqn, shape, dtype, parts)
             tensors[fqn] = OtherTensor(path, dtype, shape, partial(_pieces, root, fqn, dtype, shape, parts))
         else:
             raise CorruptCheckpointError(f"{root / METADATA}: {fqn} is a {one.name}, which is not known")
     return OtherCheckpoint(root, "torch.distributed.checkpoint", tensors, values, described_in=METADATA)
+
+
+def _require_apart(root: Path, places: Mapping[Any, dict[str, Any]]) -> None:
+    """Refuse values that lie in the same bytes, or beyond the end of a file: what they are copied to would be far larger than they.
+
+    A missing file is an error of the values in it, when they are read.
+    """
+    ranges: dict[str, list[tuple[int, int, str]]] = {}
+    for (fqn, _), place in places.items():
+        file, offset, length = _place(root, fqn, place)
+        ranges.setdefault(file, []).append((offset, offset + length, fqn))
+    for file, found in ranges.items():
+        found.sort()
+        for (_, end, fqn), (begin, _, other) in pairwise(found):
+            if begin < end:
+                raise CorruptCheckpointError(f"{root / METADATA}: {fqn} and {other} lie in the same bytes of {file}")
+        with suppress(FileNotFoundError, NotADirectoryError), CheckpointFolder(root) as folder:
+            if found[-1][1] > folder.stat(file).st_size:
+                raise _cut_off(root, file, found[-1][2])
+
+
+def _cut_off(root: Path, file: str, fqn: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{root / file} was cut off: it does not hold all of {fqn}", file=file)
+
+
+def _require_held(
+    root: Path, fqn: str, shape: tuple[int, ...], dtype: str, parts: list[tuple[Box, dict[str, Any]]]
+) -> None:
+    """Refuse a tensor with more elements than its parts, which have no more than their archives."""
+    held = sum(min(box.num_elements, place["length"] // item_bytes(dtype)) for box, place in parts)
+    if math.prod(shape) > held:
+        raise CorruptCheckpointError(
+            f"{root / METADATA}: the pieces of {fqn} hold {held} of the {math.prod(shape)} elements of {list(shape)}"
+        )
 
 
 def _pieces(
@@ -112,6 +150,10 @@ def _pieces(
         with _archive(root, fqn, place) as (stream, file, length):
             where = f"{root / file}: {fqn}"
             inside = tensor_in(stream, stream.tell(), length, where)
+        if box.num_elements * item_bytes(dtype) > length:
+            raise CorruptCheckpointError(
+                f"{where} repeats its elements to {box.num_elements * item_bytes(dtype)} bytes, in an archive of {length}"
+            )
         if (inside.dtype, inside.shape) != (dtype, box.shape):
             raise CorruptCheckpointError(
                 f"{where} is {inside.dtype} {list(inside.shape)}, and {METADATA} says {dtype} {list(box.shape)}"
@@ -128,18 +170,24 @@ def _value(root: Path, fqn: str, place: dict[str, Any]) -> Any:
 @contextmanager
 def _archive(root: Path, fqn: str, place: dict[str, Any]) -> Iterator[tuple[BinaryIO, str, int]]:
     """Open the file that holds an archive, at its first byte; give the file, its name, and the bytes of the archive."""
-    file, offset, length = place["relative_path"], place["offset"], place["length"]
+    file, offset, length = _place(root, fqn, place)
     if place.get("transform_descriptors"):
         raise ConfigurationError(
             f"{root}: {fqn} was written with a transform of DCP, such as compression, which is not read here"
         )
-    if not isinstance(file, str) or not all(type(n) is int and n >= 0 for n in (offset, length)):
-        raise CorruptCheckpointError(f"{root / METADATA}: {fqn} has no place in a file")
     with folder_with(root, file) as folder, folder.stream(file) as stream:
         if offset + length > stream.seek(0, os.SEEK_END):
-            raise CorruptCheckpointError(f"{root / file} was cut off: it does not hold all of {fqn}", file=file)
+            raise _cut_off(root, file, fqn)
         stream.seek(offset)
         yield stream, file, length
+
+
+def _place(root: Path, fqn: str, place: dict[str, Any]) -> tuple[str, int, int]:
+    """File, first byte and length of an archive."""
+    file, offset, length = place["relative_path"], place["offset"], place["length"]
+    if not isinstance(file, str) or not all(type(n) is int and n >= 0 for n in (offset, length)):
+        raise CorruptCheckpointError(f"{root / METADATA}: {fqn} has no place in a file")
+    return file, offset, length
 
 
 def _dtype(properties: Any) -> str:

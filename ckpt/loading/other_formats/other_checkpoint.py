@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ _ALIGNED_BYTES = 16
 """A multiple of every element's size."""
 _NO_ARRAY = ArraySpec("", "", (), ())
 """In the place of the array of a part whose bytes are raw: no library decodes it."""
+_MOST_DEPTH = 128
 _CHUNK_BITS = 36
 """A tensor has fewer chunks than 2^36, and a checkpoint fewer tensors than 2^26."""
 
@@ -111,6 +113,9 @@ class OtherCheckpoint:
         program: that wrote it, for messages.
         named_by: a folder whose name ends in the step; None: the path that was given to open it.
         described_in: the file below `root` that describes the values, if some hold tensors.
+
+    Raises:
+        CorruptCheckpointError: a path has more steps than any state dict.
     """
 
     has_digests = False
@@ -127,6 +132,8 @@ class OtherCheckpoint:
         named_by: Path | None = None,
         described_in: str = "",
     ) -> None:
+        if max(map(len, chain((one.path for one in tensors.values()), values)), default=0) > _MOST_DEPTH:
+            raise CorruptCheckpointError(f"{root} holds a value that is nested deeper than {_MOST_DEPTH} containers")
         self.root = root
         self.named_by = named_by
         self.described_in = described_in

@@ -287,7 +287,10 @@ def _joined_keys(paths: Collection[tuple[Step, ...]]) -> list[str] | None:
     if not {*map(type, chain.from_iterable(paths))} <= {str}:
         return None
     keys = [".".join(path) for path in paths]  # type: ignore[arg-type]  # all steps are texts
-    above = {path[:end] for path in paths for end in range(len(path))}
+    above: set[tuple[Step, ...]] = set()
+    for path in paths:
+        while path and (path := path[:-1]) not in above:  # where it is, those above it are
+            above.add(path)
     return keys if above.isdisjoint(paths) and len(set(keys)) == len(keys) else None
 
 

@@ -21,13 +21,11 @@ import torch
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import Box, first_overlap, overlap
 from ckpt.format.dtypes import item_bytes
-from ckpt.format.unpickling import UnknownObject, shown, unpickle_inert
+from ckpt.format.unpickling import UnknownObject, require_repeats_within, shown, unpickle_inert
 from ckpt.loading.other_formats.other_checkpoint import Encoded, FilePiece, folder_with
 
 _MOST_PICKLE_BYTES = 1 << 30
 _MOST_DIMS = 60
-_MOST_REPEATED_BYTES = 1 << 30
-"""Bytes that the tensors which repeat their elements may have on top of their file's size: memory for all of it will be asked for."""
 _DECODED_BYTES = 16 << 20
 """The most bytes of a tensor with strides that a two-stage load reads at once."""
 _STORAGE_DTYPES = {
@@ -86,8 +84,8 @@ class Archive:
 
     def __init__(self, file: BinaryIO, begin: int, length: int, where: str) -> None:
         self._begin, self._length, self._where = begin, length, where
-        self._repeated: set[ArchivedTensor] = set()
-        self._repeated_bytes = 0
+        self._found: set[ArchivedTensor] = set()
+        self._found_bytes = 0
         try:
             self._zip = zipfile.ZipFile(_Slice(file, begin, length))
             names = self._zip.namelist()
@@ -146,13 +144,11 @@ class Archive:
         if (last + 1) * item > member.file_size or not last < num_elements // (1 if at == 6 else item):
             raise ValueError(f"its elements {first} to {last} do not lie in {member.filename}")
         one = ArchivedTensor(dtype, shape, stride, self._begin + member.header_offset, first * item, is_conj, is_neg)
-        if (repeated := (math.prod(shape) - (last + 1 - first)) * item) > 0 and one not in self._repeated:
-            self._repeated.add(one)
-            self._repeated_bytes += repeated
-            if self._repeated_bytes > self._length + _MOST_REPEATED_BYTES:
-                raise ConfigurationError(
-                    f"{name} repeats its elements to {math.prod(shape) * item} bytes; save what is repeated"
-                )
+        if one not in self._found:
+            self._found.add(one)
+            self._found_bytes += math.prod(shape) * item
+            what = f"{name} repeats its elements to {math.prod(shape) * item} bytes"
+            require_repeats_within(self._found_bytes, self._length, what)
         return one
 
     def _member(self, name: str) -> zipfile.ZipInfo:

@@ -38,9 +38,12 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.format.dtypes import raw_bytes, zarr_name
+from ckpt.loading.direct import DirectLoad
+from ckpt.loading.loader import source_at
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
 from tests.anonymous_memory import most_anonymous_bytes
+from tests.crafts import edit_manifest
 from tests.golden.megatron.truth import truth
 from tests.ranks import run_threads
 from tests.states import ALL_DTYPES, Held, coordinator, random_bits, same_bits
@@ -151,6 +154,31 @@ def test_tensors_that_megatron_core_wrote_are_exported_without_its_pickles(tmp_p
     found = load_file(tmp_path / "plain" / "model.safetensors")
     assert found.keys() == truth(name).tensors.keys()
     assert all(same_bits(found[key], as_stored(tensor)) for key, tensor in truth(name).tensors.items())
+
+
+@pytest.mark.parametrize("grid", [[10**9, 10**9], [10**9, 1]])
+@pytest.mark.parametrize("is_raw", [True, False])
+def test_a_forged_shape_is_refused_before_it_is_cut_into_pieces(tmp_path: Path, is_raw: bool, grid: list[int]) -> None:
+    big = torch.arange(40_000.0).reshape(200, 200)
+    src = saved(tmp_path / "saved", {"w": big}, "zarr" if is_raw else ZarrBackend(compressors=ZSTD))
+    chunks = 10**9 // grid[1]
+    change = {"shape": [10**9, 10**9], "grid": grid, "writers": [[0, 0, chunks]]}
+    edit_manifest(src, lambda tree: tree["arrays"]["model/w"].update(change))
+    with pytest.raises(CorruptCheckpointError, match="w"):
+        select(src, "model", Topology.alone())
+    with pytest.raises(CorruptCheckpointError, match="w"):
+        source_at(src, Topology.alone(), DirectLoad())
+
+
+@pytest.mark.parametrize("change", [{"shape": [10**8] * 2}, {"shape": [10**8] * 2, "chunks": [10**8] * 2}])
+def test_so_is_one_of_megatron_core(tmp_path: Path, change: dict[str, Any]) -> None:
+    src = shutil.copytree(truth("tp2").path, tmp_path / "src")
+    for described in [one for one in src.rglob(".zarray") if one.stat().st_size]:
+        document = json.loads(described.read_text())
+        if len(document["shape"]) == 2:
+            described.write_text(json.dumps(document | change))
+    with pytest.raises(CorruptCheckpointError, match=r"chunk .* (is missing|has \d+ bytes)"):
+        select_of_megatron(src, None, Topology.alone())
 
 
 def test_of_a_sharded_state_dict_a_component_is_how_keys_begin(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ from ckpt.format import zarr_dtypes
 from ckpt.format.box import Box, whole
 from ckpt.format.dtypes import torch_dtype, zarr_name
 from ckpt.format.unpickling import UnknownObject
+from tests.bounded import BOMBS, little_memory
 from tests.golden.megatron.truth import truth
 from tests.states import ALL_DTYPES, global_index, random_bits, same_bits
 from tests.values import same_values
@@ -280,6 +281,22 @@ def test_a_damaged_chunk_that_is_encoded_is_named(tmp_path: Path, damage: str, l
     for fresh in (stored, MegatronZarr(tmp_path, library)):
         with pytest.raises(CorruptCheckpointError, match=says):
             read(fresh, "w")
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(
+    "bomb", ["zlib, a small stream first", "bz2, a small stream first", "zstd, a small frame first", "blosc"]
+)
+def test_a_chunk_is_not_decoded_that_would_be_far_longer_than_it_should(
+    tmp_path: Path, bomb: str, library: Any
+) -> None:
+    codec, make = BOMBS[bomb]
+    folder = written(tmp_path, torch.zeros(8, 8), (8, 8))
+    document = json.loads((folder / "w" / ".zarray").read_bytes())
+    (folder / "w" / ".zarray").write_text(json.dumps(document | {"compressor": {"id": codec}}))
+    (folder / "w" / "0.0").write_bytes(make(256, 128 << 20))
+    with little_memory(64), pytest.raises(CorruptCheckpointError, match=f"w: {library} .* would decode to"):
+        read(MegatronZarr(folder, library), "w")
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -30,6 +30,7 @@ from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.state.statefuls import RNGState
 from recipes.commands.reading import InspectKeys, ReadingKeys, show, verify
+from tests.bounded import ZSTD_SKIPPED, little_memory, zstd_frame
 from tests.crafts import (
     MANIFEST,
     Tree,
@@ -460,12 +461,11 @@ def set_chunk(checkpoint: Path, data: bytes) -> None:
     resign(checkpoint)
 
 
+ZSTD = {"name": "zstd", "configuration": {"level": 3, "checksum": False}}
 BOMBS: dict[str, tuple[dict[str, Any], Callable[[], bytes]]] = {
     "gzip": ({"name": "gzip", "configuration": {"level": 5}}, lambda: gzip.compress(bytes(16 << 20), 9)),
-    "zstd": (
-        {"name": "zstd", "configuration": {"level": 3, "checksum": False}},
-        lambda: b"\x28\xb5\x2f\xfd\xe0" + (1 << 50).to_bytes(8, "little") + bytes(64),
-    ),
+    "zstd": (ZSTD, lambda: b"\x28\xb5\x2f\xfd\xe0" + (1 << 50).to_bytes(8, "little") + bytes(64)),
+    "zstd, frame by frame": (ZSTD, lambda: ZSTD_SKIPPED + zstd_frame(160000, 160000) + zstd_frame(16 << 20)),
     "blosc": ({"name": "blosc", "configuration": {"cname": "zstd", "clevel": 5, "shuffle": "shuffle", "typesize": 4, "blocksize": 0}},
               lambda: b"\x02\x01\x91\x04" + (1 << 31).to_bytes(4, "little") + bytes(64)),
 }  # fmt: skip
@@ -477,8 +477,28 @@ def test_a_chunk_is_not_decoded_that_would_be_far_longer_than_it_should(tmp_path
     checkpoint = compressed(tmp_path, config)
     load(checkpoint)
     set_chunk(checkpoint, bomb())
-    with pytest.raises(CorruptCheckpointError, match="would decode to .* where a chunk has 160000"):
+    with little_memory(128), pytest.raises(CorruptCheckpointError, match="would decode to .* where a chunk has 160000"):
         load(checkpoint)
+    assert "would decode to" in verify_checkpoint(checkpoint)[0]
+
+
+@pytest.mark.parametrize("inner", ["sharding_indexed", "gzip"])
+def test_a_bomb_inside_of_shards_or_of_another_codec_is_refused(tmp_path: Path, inner: str) -> None:
+    checkpoint = compressed(tmp_path, ZSTD)
+    gz = {"name": "gzip", "configuration": {"level": 1}}
+    endian = {"name": "bytes", "configuration": {"endian": "little"}}
+    bomb = gzip.compress(bytes(256 << 20), 9)
+    codecs: list[dict[str, Any]] = [endian, gz, gz]
+    data = gzip.compress(bomb)
+    if inner != "gzip":
+        shards = {"chunk_shape": [200, 200], "codecs": [endian, gz], "index_codecs": [endian], "index_location": "end"}
+        codecs = [{"name": "sharding_indexed", "configuration": shards}]
+        data = bomb + (0).to_bytes(8, "little") + len(bomb).to_bytes(8, "little")
+    edit_json(checkpoint, "model/big/zarr.json", lambda document: document | {"codecs": codecs})
+    set_chunk(checkpoint, data)
+    with little_memory(128), pytest.raises(CorruptCheckpointError, match="would decode to|the first should be bytes"):
+        load(checkpoint)
+    assert "model/big" in verify_checkpoint(checkpoint)[0]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ckpt import Checkpointer
 from ckpt.backends.ocdbt_format import Node, Value, _interior, manifest_of, tree_of
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.ranks.topology import Topology
+from tests.bounded import BOMBS, little_memory, zstd_frame
 from tests.ranks import run_ranks
 from tests.states import ALL_DTYPES, same_bits
 
@@ -225,6 +227,38 @@ def test_bytes_that_are_compressed_twice_are_not_decoded(tmp_path: Path) -> None
     _json("model.0.weight/zarr.json", lambda document: document["codecs"].append(zstd))(tmp_path / "saved")
     with pytest.raises(ConfigurationError, match="compresses bytes more than once"):
         ckpt.load(tmp_path / "saved")
+
+
+def _shard(index_first: bool) -> Callable[[bytes], bytes]:
+    def make(chunk: bytes) -> bytes:
+        index = (16 * index_first).to_bytes(8, "little") + len(chunk).to_bytes(8, "little")
+        return index + chunk if index_first else chunk + index
+
+    return make
+
+
+@pytest.mark.parametrize("form", ["zarr2", "zarr3", "index at the start"])
+@pytest.mark.parametrize("bomb", [name for name in BOMBS if name.startswith("zstd")])
+def test_a_chunk_is_not_decoded_that_would_be_far_longer_than_it_should(tmp_path: Path, form: str, bomb: str) -> None:
+    name, make = ("params.dense.kernel", BOMBS[bomb][1])
+    shutil.copytree(GOLDEN / ("zarr2" if form == "zarr2" else "zarr3"), tmp_path / "saved")
+    if form == "zarr2":
+        file, pack = tmp_path / "saved" / name / "0.0", lambda chunk: chunk
+    else:
+        file, pack = tmp_path / "saved" / name / "c/0/0", _shard(form != "zarr3")
+
+        def change(document: dict[str, Any]) -> None:
+            configuration = document["codecs"][0]["configuration"]
+            configuration["index_codecs"] = configuration["index_codecs"][:1]  # no checksum, which would tell
+            configuration["index_location"] = "end" if form == "zarr3" else "start"
+
+        _json(f"{name}/zarr.json", change)(tmp_path / "saved")
+    size = written("zarr2" if form == "zarr2" else "zarr3")["params"]["dense"]["kernel"].nbytes
+    file.write_bytes(pack(zstd_frame(size, size)))
+    assert not ckpt.load(tmp_path / "saved")["params"]["dense"]["kernel"].any()
+    file.write_bytes(pack(make(size, 256 << 20)))
+    with little_memory(128), suppress(CorruptCheckpointError):  # or nothing behind the chunk is looked at
+        assert not ckpt.load(tmp_path / "saved")["params"]["dense"]["kernel"].any()
 
 
 def test_a_chunk_that_an_older_orbax_left_out_is_not_taken_for_zeros(tmp_path: Path) -> None:

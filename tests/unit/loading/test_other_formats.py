@@ -25,6 +25,7 @@ import ckpt
 from ckpt import Checkpointer
 from ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, MissingStateError
 from ckpt.ranks.topology import Topology
+from tests.bounded import little_memory
 from tests.dcp_runs import dcp_state, require_equal, run_of, save_by_dcp, tensors_of_all_kinds
 from tests.ranks import run_ranks
 from tests.states import same_bits
@@ -230,6 +231,13 @@ CRAFTS: dict[str, Callable[[Metadata], object]] = {
     "a value at a negative offset": _moved("b", offset=-1),
     "a list in place of tensors": lambda m: setattr(m, "state_dict_metadata", ["a"]),
     "no places at all": lambda m: setattr(m, "storage_data", None),
+    "a path of 100,000 steps": lambda m: setattr(m, "planner_data", {"a": ("x",) * 100_000}),
+    "two values in the same bytes": lambda m: m.storage_data.update(dict.fromkeys(m.storage_data, _place(m)[1])),
+    "a shape that its pieces do not fill": lambda m: setattr(m.state_dict_metadata["a"], "size", (10**9, 10**9)),
+    "a piece that its archive does not hold": lambda m: (
+        setattr(m.state_dict_metadata["a"], "size", (10**9, 10**9)),
+        setattr(m.state_dict_metadata["a"].chunks[0], "sizes", (10**9, 10**9)),
+    ),
     "a tree as a path": lambda m: setattr(m, "planner_data", {"a": (_tree(),)}),
     "a tree as a shape": lambda m: setattr(m.state_dict_metadata["a"], "size", _tree()),
     "a program": lambda m: setattr(m, "planner_data", {"a": _Runs()}),
@@ -255,6 +263,37 @@ def test_a_hostile_checkpoint_of_dcp_is_refused_and_runs_nothing(
     with pytest.raises(CorruptCheckpointError):
         ckpt.load(folder, allow_pickle=True)
     assert not (tmp_path / "ran").exists()
+
+
+def test_twenty_names_of_one_repeated_element_are_refused(tmp_path: Path) -> None:
+    save_by_dcp({f"w{n}": torch.ones(1) for n in range(20)}, tmp_path / "saved")
+    repeated = torch.ones(1).expand(1 << 26)
+    torch.save(repeated, tmp_path / "saved" / "repeated")
+    metadata = pickle.loads((tmp_path / "saved" / ".metadata").read_bytes())
+    length = (tmp_path / "saved" / "repeated").stat().st_size
+    assert length < 4096
+    for one in metadata.state_dict_metadata.values():
+        one.size, one.chunks[0].sizes = repeated.shape, repeated.shape
+    for case, shared in (("the same bytes", True), ("hold", False)):
+        data = (tmp_path / "saved" / "repeated").read_bytes()
+        (tmp_path / "saved" / "all").write_bytes(data * 20)
+        for n, place in enumerate(metadata.storage_data.values()):
+            place.relative_path, place.offset, place.length = "all", 0 if shared else n * len(data), length
+        (tmp_path / "saved" / ".metadata").write_bytes(pickle.dumps(metadata))
+        with little_memory(), pytest.raises(CorruptCheckpointError, match=case):
+            ckpt.load(tmp_path / "saved", allow_pickle=True)
+
+
+def test_many_values_deep_in_one_state_are_named_in_time(tmp_path: Path) -> None:
+    """Their paths have few beginnings, and each is looked at once."""
+    deep: dict[str, Any] = {f"w{n}": torch.ones(1) for n in range(3000)}
+    for _ in range(100):
+        deep = {"x": deep}
+    torch.save({"model": deep}, tmp_path / "x.pt")
+    found = ckpt.load(tmp_path / "x.pt", allow_pickle=True)["model"]
+    for _ in range(100):
+        found = found["x"]
+    assert found.keys() == {f"w{n}" for n in range(3000)}
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80\x04.", b"\x80\x04K\x01.", b"garbage", pickle.dumps(_Runs())])
