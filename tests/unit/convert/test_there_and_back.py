@@ -188,7 +188,9 @@ def test_the_safetensors_of_one_copy_are_those_of_the_checkpoint(saved: Path, tm
     assert same_values(direct, {key: by_dcp[key] for key in direct})
 
 
-def test_what_dcp_has_saved_over_an_export_is_dcps(saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_dcp_has_saved_over_an_export_is_dcps(
+    saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     convert(saved, tmp_path / "dcp", "dcp")
     state = {"model": {"w": torch.arange(6.0)}}
     with one_process_is_meant():

@@ -355,7 +355,7 @@ def test_a_summary_names_five_keys_and_counts_the_rest() -> None:
     absent = ComponentReport("ema", Status.SKIPPED, "component ema is not there")
     report = LoadReport("/c/checkpoint-1", "1", 0.5, 10, 20, "", components=(part, changed, absent))
     assert report.summary().splitlines() == [
-        "model: partly restored, 1,000,000 of 1,066,240 elements (93%); only in the checkpoint: a, b, c, d, e and 2 more; only wanted: x; "
+        "model: partly restored, 1,000,000 of 1,066,240 elements (93%); only in the checkpoint: 7 (a, b, c, d, e and 2 more); only wanted: x; "
         "does not fit: y (found int8 [2], expected int8 [3])",
         "rng: restored, all 12 elements, adapted to these ranks",
         "ema: skipped: is not there",
