@@ -264,8 +264,12 @@ def test_inspect_lists_the_arrays_that_filter_and_limit_choose(
     lines = shown(monkeypatch, capsys, path, "filter=sma", "limit=1")
     assert lines[-2].startswith("model/small") and lines[-1] == "filter=sma leaves out 1 of 2 arrays"
     assert shown(monkeypatch, capsys, path, "filter=model", "limit=1")[-1] == "1 more array: give all=true to see it"
-    for overrides in ((), ("limit=null",), ("limit=2",), ("limit=1", "all=true"), ("filter=SMALL",), ("filter=model/s*",)):
+    for overrides in ((), ("limit=null",), ("limit=2",), ("limit=1", "all=true")):
         assert shown(monkeypatch, capsys, path, *overrides)[-1].startswith("model/small")
+    for wanted in ("SMALL", "'model/s*'", "'*sm?ll*'"):
+        assert shown(monkeypatch, capsys, path, f"filter={wanted}")[-2].startswith("model/small")
+    (said,) = [line for line in shown(monkeypatch, capsys, path, "filter='s*'") if line.startswith("filter=")]
+    assert said.startswith("filter=s* chooses none of 2 arrays; parts of their names: model, big[red], small")
     assert run(monkeypatch, "inspect", path, "limit=0") == 1
     assert "limit=0: expected at least 1, or null for all" in capsys.readouterr().err
 
