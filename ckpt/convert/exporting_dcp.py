@@ -43,10 +43,13 @@ from ckpt.dist_checkpointing.validation import verify_checkpoint_and_load_strate
 from ckpt.errors import CheckpointError, StorageError
 from ckpt.format.box import Box
 from ckpt.format.dtypes import item_bytes, torch_dtype, zarr_name
-from ckpt.format.manifest import SHARDED
+from ckpt.format.durable import write_durably
+from ckpt.format.export_records import RECORDS_NAME
+from ckpt.format.manifest import SHARDED, digest_of
 from ckpt.format.metadata import CONFIG_FNAME, TORCH_DIST, CheckpointingConfig
 from ckpt.loading.direct import DirectLoad
-from ckpt.loading.other_formats.dcp_folders import open_dcp
+from ckpt.loading.exported import records_of
+from ckpt.loading.other_formats.dcp_folders import METADATA, open_dcp
 from ckpt.loading.other_formats.megatron_folders import COMMON
 from ckpt.loading.sources import CheckpointSource
 from ckpt.loading.strategy import ReadRequest
@@ -63,7 +66,8 @@ def export_dcp(source: CheckpointSource, dst: Path, topology: Topology, *, shard
     """Write a checkpoint of any format as one of `torch.distributed.checkpoint`, read it back, and then rename it to `dst`. Collective.
 
     Its keys are those under which `dcp.save` would have saved the same nested state dict; components are the first step of a path. An
-    optimizer gets the form of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`.
+    optimizer gets the form of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`. A checkpoint of ours leaves its records
+    in a file that DCP ignores (`ckpt.format.export_records`), so that the way back restores all of it.
 
     Args:
         source: opened by `ckpt.loading.loader.source_at`, on every rank.
@@ -86,8 +90,11 @@ def export_dcp(source: CheckpointSource, dst: Path, topology: Topology, *, shard
                 writer = FileSystemWriter(folder, overwrite=False, per_thread_copy_ahead=0)  # one tensor at a time
                 writer.fs = _Files()
                 _save(writer, planner, no_dist=topology.world_size == 1)
-                if sharded is not None and topology.is_lead:
-                    _write_common(sharded, folder)
+                if topology.is_lead:
+                    if sharded is not None:
+                        _write_common(sharded, folder)
+                    else:
+                        _write_records(source, planner.tensors, folder)
             with topology.phase("read back"):
                 _require_read_back(folder, dst, planner.digests, topology)
 
@@ -206,6 +213,13 @@ def _write_common(src: Path, folder: Path) -> None:
     (folder / CONFIG_FNAME).write_text(json.dumps(asdict(config)))
     names = (COMMON, CONFIG_FNAME)
     make_durable(folder, {name: (folder / name).stat().st_size for name in names}, [folder], lambda num_bytes: None)
+
+
+def _write_records(source: CheckpointSource, tensors: Mapping[str, OpenedTensor], folder: Path) -> None:
+    """Write what DCP's format has no place for beside `.metadata`."""
+    names = {one.name: key for key, one in tensors.items()}
+    if (records := records_of(source, names, digest_of((folder / METADATA).read_bytes()))) is not None:
+        write_durably(folder / RECORDS_NAME, records.to_bytes())
 
 
 def _item_of(name: str, tensor: OpenedTensor, box: Box) -> WriteItem:

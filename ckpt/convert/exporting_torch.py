@@ -6,6 +6,7 @@ torch lays the file out without the tensors' bytes, which the ranks then write t
 from __future__ import annotations
 
 import math
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ from ckpt.convert.opened import (
 )
 from ckpt.errors import needing
 from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
+from ckpt.format.export_records import RECORDS_NAME
+from ckpt.format.manifest import digest_of
+from ckpt.loading.exported import records_of
 from ckpt.loading.other_formats.other_checkpoint import Step
 from ckpt.loading.other_formats.torch_files import open_torch_file, steps_into
 from ckpt.loading.sources import CheckpointSource
@@ -38,7 +42,8 @@ from ckpt.storage.files import make_durable
 def export_torch(source: CheckpointSource, dst: Path, topology: Topology) -> None:
     """Write a checkpoint of any format as one file of `torch.save`, read it back, and then rename it to `dst`. Collective.
 
-    It holds the nested state dict that `ckpt.load` returns; an optimizer has the form of DCP's `get_optimizer_state_dict`.
+    It holds the nested state dict that `ckpt.load` returns; an optimizer has the form of DCP's `get_optimizer_state_dict`. A checkpoint of
+    ours leaves its records in a member of the zip that torch ignores (`ckpt.format.export_records`).
 
     Args:
         source: opened by `ckpt.loading.loader.source_at`, on every rank.
@@ -58,6 +63,7 @@ def export_torch(source: CheckpointSource, dst: Path, topology: Topology) -> Non
             with topology.phase("lay out"):
                 if topology.is_lead:
                     _lay_out(state, file)
+                    _add_records(source, tensors, file)
                     make_durable(file.parent, {file.name: 0}, [], topology.progress)
             with (
                 topology.phase("write"),
@@ -91,6 +97,16 @@ def _lay_out(state: dict[str, Any], file: Path) -> None:
     require_known(described)
     with skip_data(materialize_fake_tensors=True):
         torch.save(described, file)
+
+
+def _add_records(source: CheckpointSource, tensors: Mapping[str, OpenedTensor], file: Path) -> None:
+    """Add what the format has no place for as a last member of the zip, which `torch.load` does not read."""
+    with zipfile.ZipFile(file, "a") as archive:
+        described = next(one for one in archive.namelist() if one.endswith("/data.pkl"))
+        names = {one.name: name for name, one in tensors.items()}
+        records = records_of(source, names, digest_of(archive.read(described)))
+        if records is not None:
+            archive.writestr(described.removesuffix("data.pkl") + RECORDS_NAME, records.to_bytes())
 
 
 def _by_name(state: dict[str, Any]) -> dict[str, OpenedTensor]:

@@ -14,7 +14,7 @@ from ckpt.backends.base import Backend
 from ckpt.convert.opened import Opened, ahead, read_into
 from ckpt.format.box import whole
 from ckpt.format.dtypes import torch_dtype
-from ckpt.loading.sources import CheckpointSource
+from ckpt.loading.sources import CheckpointSource, ManifestSource
 from ckpt.memory.huge_pages import Scratch
 from ckpt.planning.plan import SavePlan
 from ckpt.planning.tables import Address, Table, TablePart
@@ -32,7 +32,8 @@ def import_checkpoint(source: CheckpointSource, dst: Path, topology: Topology, b
 
     Its parts become components that all ranks share, so that it loads on any number of ranks; if a part's name cannot be a component's,
     the whole becomes one state dict, as `ckpt.save` writes it. An optimizer's state by name gets the form of `OptimizerState`; one by
-    position stays as it is, and is loaded from `src` itself by a run, which knows the names.
+    position stays as it is, and is loaded from `src` itself by a run, which knows the names. An export of ours becomes the checkpoint that
+    it was made of, with the ranks, sharing patterns, copies and notes of that.
 
     Args:
         source: opened by `ckpt.loading.loader.source_at`, on every rank.
@@ -45,33 +46,52 @@ def import_checkpoint(source: CheckpointSource, dst: Path, topology: Topology, b
         StorageError: what was written is not what is read back.
     """
     started = time.perf_counter()
-    place = NewFolder(dst, validate=True)
+    like = source.manifest if isinstance(source, ManifestSource) else None
+    has_config = like is not None and like.training_args_hash is not None
+    place = NewFolder(dst, validate=True, like=like, config_text=source.config_text if has_config else None)
     with place.discarding(), topology.operation(place.what):
-        save = prepare(place, topology, backend, lambda: _state_of(source))
+        save = prepare(place, topology, backend, lambda: _state_of(source, topology))
+        if isinstance(source, ManifestSource) and topology.is_lead:
+            save.plain = source.plain_files()
         stored = _StoredTensors(source, save.share, save.plan)
         save.run(topology, stored, RankWritePlan.write, started=started)
     assert place.report is not None, "it is published"
     return place.report
 
 
-def _state_of(source: CheckpointSource) -> RankState:
-    """Describe the tensors of a checkpoint as a state that every rank holds; they are read when they are written."""
+def _state_of(source: CheckpointSource, topology: Topology) -> RankState:
+    """Describe the tensors of a checkpoint as a state that every rank holds; they are read when they are written.
+
+    The copies of a component lie in folders of their own, as those of single ranks do. Of an export of ours, ranks that the checkpoint did
+    not have hold nothing, since it can have no index of theirs.
+    """
     found = RankState()
     parts: list[TablePart] = []
     aliases: list[tuple[str, str]] = []
-    for key in Opened(source).keys:
-        component = StateComponent(key, _Described(), SharingPattern.SHARDED)
-        entries = source.entries(component, "")
+    is_ours = isinstance(source, ManifestSource)
+    holds = not isinstance(source, ManifestSource) or topology.rank < source.manifest.world_size
+    opened = Opened(source)
+    for key in opened.keys:
+        copies = opened.copies(key)
+        pattern = SharingPattern.SHARDED if copies == [""] else SharingPattern.PER_RANK
+        component = StateComponent(key, _Described(), pattern)
+        entries = {
+            f"{key}/{prefix}{name}": one
+            for prefix in copies
+            for name, one in source.entries(component, prefix).items()
+            if holds
+        }
         parts.append(
             TablePart.of(
-                Address(f"{key}/{name}", one.dtype, one.shape, whole(one.shape))
+                Address(name, one.dtype, one.shape, whole(one.shape))
                 for name, one in entries.items()
                 if one.alias_of is None
             )
         )
-        aliases += [(f"{key}/{name}", one.alias_of) for name, one in entries.items() if one.alias_of is not None]
+        aliases += [(name, one.alias_of) for name, one in entries.items() if one.alias_of is not None]
         found.components[key] = component
-        found.plain[key] = dict(source.rows(component, ""))
+        if not is_ours:
+            found.plain[key] = dict(source.rows(component, ""))
     found.table = Table(tuple(parts), tuple(aliases))
     return found
 

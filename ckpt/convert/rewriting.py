@@ -33,7 +33,6 @@ from ckpt.format.manifest import (
     SHARDED,
     ArrayEntry,
     CheckpointManifest,
-    ComponentManifest,
     Index,
     PackedPiece,
 )
@@ -45,14 +44,13 @@ from ckpt.loading.strategy import StoredCheckpoint
 from ckpt.memory.huge_pages import Scratch
 from ckpt.planning.plan import ChunkTask, PackTask, PlannedArray, RankPlan, SavePlan
 from ckpt.ranks.topology import Topology
-from ckpt.saving.manifest_writer import await_indexes, join_arrays, listed_files
-from ckpt.saving.writing import Item, Pack, RankWritePlan, Staged, WriteJob, WriteResult, folders_of, joined_checksum
+from ckpt.saving.manifest_writer import await_indexes, copied, join_arrays, listed_files
+from ckpt.saving.writing import Item, Pack, RankWritePlan, Staged, WriteJob, WriteResult, folders_of
 from ckpt.state.sharing import StateComponent
 from ckpt.state.statefuls import Given
 from ckpt.storage.extents import ExtentReader
 from ckpt.storage.files import PIECE_BYTES, FolderTree, make_durable, read_once, write_all
 from ckpt.storage.runs import WantedBox
-from ckpt.version import __version__
 
 _SHARDED_BACKENDS = {"zarr": "zarr", "ocdbt": "tensorstore"}
 """Store -> its name in `metadata.json` of a sharded state dict."""
@@ -161,13 +159,7 @@ class _Rewriting:
     def commit(self, results: Sequence[WriteResult]) -> None:
         """Write the remaining files and the manifest, durably. The lead, after all saved ranks are written."""
         files = self._lead_files(results)
-        manifest = replace(
-            self._manifest,
-            components={key: self._component(key, results) for key in self._manifest.components},
-            arrays=_in_store(self._manifest.arrays, self._backend.store),
-            files=files,
-            ckpt_version=__version__,
-        )
+        manifest = copied(self._manifest, results, _in_store(self._manifest.arrays, self._backend.store), files)
         replace_durably(self._folder / MANIFEST_NAME, manifest.to_bytes())
 
     def write_rank(self, rank: int) -> WriteResult:
@@ -318,14 +310,6 @@ class _Rewriting:
             while piece := source.read(PIECE_BYTES):
                 write_all(target.fileno(), memoryview(piece))
                 self._progress(len(piece))
-
-    def _component(self, key: str, results: Sequence[WriteResult]) -> ComponentManifest:
-        return replace(
-            self._manifest.components[key],
-            ranks=[rank for rank, result in enumerate(results) if key in result.sizes],
-            size_bytes=sum(result.sizes.get(key, 0) for result in results),
-            checksum=joined_checksum(result.checksums.get(key, "") for result in results),
-        )
 
 
 def _require_inner_names(manifest: CheckpointManifest, components: Mapping[str, StateComponent]) -> None:

@@ -7,6 +7,7 @@ Files:
     records                 records of an array, a chunk and a file
     manifest, metadata      the manifest and the indexes as objects; metadata.json
     notes                   metrics and metadata that a program keeps with a checkpoint
+    export_records          what an export in another program's format carries of the checkpoint that it was made of
     strict_json, manifest_parsing, consistency   parse and check both; the files are untrusted
     digests                 digests of blocks of bytes
     checkpoint_files        opens files below one checkpoint folder, and none outside of it

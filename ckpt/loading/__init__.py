@@ -4,6 +4,7 @@ Files, in the order in which data travels:
 
     loader                  the steps, in order
     sources, torch_save_folders, other_formats/   describe what a checkpoint contains: a committed one; folders and files of other programs
+    exported                describes an export of a checkpoint of ours in another program's format
     compatibility, state_matching   decide whether a component is loaded; match its tensors with the saved ones
     strategy                interfaces of loading strategies, and a checkpoint that knows where its chunks lie
     direct, two_stage/      the strategies: each rank reads what it wants; ranks read for each other

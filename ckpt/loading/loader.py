@@ -34,6 +34,7 @@ from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.format.stored import gone, identity_of, read_listed_file, read_manifest_bytes
 from ckpt.format.strict_json import refusing
 from ckpt.loading.compatibility import as_saved, copies_for_object, fit, goes_on, require_something, rows_for_object
+from ckpt.loading.exported import ExportedSource
 from ckpt.loading.other_formats.other_source import OtherSource, format_at, open_other
 from ckpt.loading.report import ComponentReport, LoadReport, Status
 from ckpt.loading.sources import CheckpointSource, CommittedSource, Rows
@@ -221,6 +222,10 @@ class Loader:
         if isinstance(other, str):
             with self.topology.phase("open"):
                 checkpoint = open_other(path, other, allow_pickle=self.allow_pickle)
+            if checkpoint.records is not None and [one.key for one in self.components] != [STATE]:
+                with self.topology.phase("open records"):
+                    of_export = checkpoint, checkpoint.records, self.topology, self.strategy, self.device
+                    return ExportedSource(*of_export)
             return OtherSource(path, checkpoint, self.topology, self.strategy, self.device)
         if checked is None and (place := phase.payloads[ranks_here[0]]["checked"]) is not None:
             checked = CheckedBlocks.join(MemoryFile(*place))

@@ -143,7 +143,8 @@ class LoadReport:
         return "\n".join(printable(str(component)) for component in self.components)
 
 
-def some_of(names: Sequence[str]) -> str:
-    """The first `MAX_NAMED` names, and the number of the others."""
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more
+def some_of(names: Sequence[str], most: int = MAX_NAMED) -> str:
+    """The names; of more than `most` their number, the first ones, and the number of the others."""
+    first = ", ".join(names[:most])
+    more = len(names) - most
+    return f"{len(names):,} ({first} and {more:,} more)" if more > 0 else first

@@ -13,7 +13,7 @@ from ckpt.errors import CorruptCheckpointError, MissingStateError, WorldSizeErro
 from ckpt.format.box import num_chunks, whole
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import raw_bytes, torch_dtype
-from ckpt.format.manifest import ArrayEntry, digest_of
+from ckpt.format.manifest import ArrayEntry, CheckpointManifest, digest_of
 from ckpt.format.names import PLAIN_NAME
 from ckpt.format.stored import check_file, read_listed_file, read_plain_file
 from ckpt.loading.direct import DirectLoad
@@ -88,44 +88,30 @@ class CheckpointSource(Protocol):
         """Plan how every request is filled. All ranks call it, outside of a phase, each with its own requests."""
 
 
-class CommittedSource:
-    """A checkpoint with a manifest. See `CheckpointSource`."""
+class ManifestSource:
+    """What a manifest answers. See `CheckpointSource`.
 
-    def __init__(
-        self,
-        checkpoint: StoredCheckpoint,
-        config_text: str,
-        topology: Topology,
-        strategy: LoadingStrategy,
-        device: Device,
-        *,
-        verify: bool,
-    ) -> None:
-        self.checkpoint_id = checkpoint.manifest.checkpoint_id
-        self.run_id = checkpoint.manifest.run_id
+    Attributes:
+        manifest: of the checkpoint, or of the one that an export was made of.
+    """
+
+    def __init__(self, manifest: CheckpointManifest, config_text: str, topology: Topology) -> None:
+        self.manifest = manifest
+        self.checkpoint_id = manifest.checkpoint_id
+        self.run_id = manifest.run_id
         self.config_text = config_text
-        self.metrics = checkpoint.manifest.metrics
-        self.metadata = checkpoint.manifest.metadata
-        self._checkpoint = checkpoint
-        self._manifest = checkpoint.manifest
-        self._held = checkpoint.held
+        self.metrics = manifest.metrics
+        self.metadata = manifest.metadata
         self._topology = topology
-        self._strategy = strategy
-        self._device = device
-        self._verify = verify
-
-    def require_chunks(self) -> None:
-        """See `StoredCheckpoint.require_chunks`."""
-        self._checkpoint.require_chunks()
 
     def holds(self, key: str) -> bool:
-        return key in self._manifest.components
+        return key in self.manifest.components
 
     def component_keys(self) -> Collection[str]:
-        return self._manifest.components
+        return self.manifest.components
 
     def saved_sharing(self, component: StateComponent) -> Sharing:
-        saved = self._manifest.components[component.key]
+        saved = self.manifest.components[component.key]
         return Sharing(SharingPattern(saved.sharing_pattern), saved.group_name)
 
     def same_pattern(self, component: StateComponent) -> bool:
@@ -139,7 +125,7 @@ class CommittedSource:
         self._require_same_group(component, saved.group)
         if was in OWN_COPIES and (moved := self.moved(component)) is not None:
             raise WorldSizeError(
-                f"component {component.key} is {was.value} and was {moved}. {_same_ones(was, self._manifest.world_size)}, or leave "
+                f"component {component.key} is {was.value} and was {moved}. {_same_ones(was, self.manifest.world_size)}, or leave "
                 f"component {component.key} out.",
                 component=component.key,
             )
@@ -150,15 +136,15 @@ class CommittedSource:
         saved, topology = self.saved_sharing(component), self._topology
         match saved.pattern:
             case SharingPattern.PER_NODE:
-                then, now = self._manifest.topology["nodes"], [list(ranks) for ranks in topology.nodes]
+                then, now = self.manifest.topology["nodes"], [list(ranks) for ranks in topology.nodes]
                 what = "nodes of ranks "
             case SharingPattern.PER_GROUP:
                 name = saved.group or ""
                 group = topology.groups.get(name)
-                then, now = self._manifest.topology["groups"][name], [list(g) for g in group.instances] if group else []
+                then, now = self.manifest.topology["groups"][name], [list(g) for g in group.instances] if group else []
                 what = f"groups {name} = "
             case _:
-                count = self._manifest.world_size
+                count = self.manifest.world_size
                 by = f"{count} rank{'' if count == 1 else 's'}"
                 return None if count == topology.world_size else f"saved by {by}, this run has {topology.world_size}"
         return None if then == now else f"saved by {what}{then}, this run has {now or 'no group of that name'}"
@@ -167,34 +153,88 @@ class CommittedSource:
         saved = self.saved_sharing(component)
         match saved.pattern:
             case SharingPattern.PER_RANK:
-                copies = self._manifest.world_size
+                copies = self.manifest.world_size
             case SharingPattern.PER_NODE:
-                copies = len(self._manifest.topology["nodes"])
+                copies = len(self.manifest.topology["nodes"])
             case SharingPattern.PER_GROUP:
-                copies = len(self._manifest.topology["groups"][saved.group or ""])
+                copies = len(self.manifest.topology["groups"][saved.group or ""])
             case _:
                 return [""]
         return [copy_prefix(saved.pattern, number, saved.group or "") for number in range(copies)]
 
-    def entries(self, component: StateComponent, prefix: str) -> Mapping[str, ArrayEntry]:
-        return self._manifest.arrays_of(f"{component.key}/{prefix}".removesuffix("/"))
-
     def rows(self, component: StateComponent, prefix: str) -> Rows:
         """See `CheckpointSource.rows`."""
-        saved = self._manifest.components[component.key]
-        writer = saved.plain_in.get(prefix)
-        if writer is None:
+        if prefix not in self.manifest.components[component.key].plain_in:
             return {}
         path = f"{component.key}/{prefix}{PLAIN_NAME}"
-        data = read_plain_file(
+        return rows_from_json(self.plain_file(component.key, prefix), path)
+
+    def plain_file(self, key: str, prefix: str) -> bytes:
+        """The file of plain values of one copy, which has one.
+
+        Raises:
+            CorruptCheckpointError: it is missing or damaged.
+        """
+        raise NotImplementedError
+
+    def plain_files(self) -> dict[str, tuple[str, bytes]]:
+        """Path -> (component, content) of all files of plain values."""
+        return {
+            f"{key}/{prefix}{PLAIN_NAME}": (key, self.plain_file(key, prefix))
+            for key, one in self.manifest.components.items()
+            for prefix in one.plain_in
+        }
+
+    def _require_same_group(self, component: StateComponent, then: str | None) -> None:
+        """Accept a group of another name with the same instances; the members of any other would get different states."""
+        now = component.process_group_name
+        here, there = (self._topology.groups.get(name or "") for name in (now, then))
+        if here is not None and there is not None and here.instances != there.instances:
+            raise MissingStateError(
+                f"component {component.key} was saved per_group of {then} and is now declared per_group of {now}, whose members are "
+                f"others: declare component {component.key} with process_group_name={then}, or leave component {component.key} out.",
+                component=component.key,
+            )
+
+
+class CommittedSource(ManifestSource):
+    """A checkpoint with a manifest. See `CheckpointSource`."""
+
+    def __init__(
+        self,
+        checkpoint: StoredCheckpoint,
+        config_text: str,
+        topology: Topology,
+        strategy: LoadingStrategy,
+        device: Device,
+        *,
+        verify: bool,
+    ) -> None:
+        super().__init__(checkpoint.manifest, config_text, topology)
+        self._checkpoint = checkpoint
+        self._held = checkpoint.held
+        self._strategy = strategy
+        self._device = device
+        self._verify = verify
+
+    def require_chunks(self) -> None:
+        """See `StoredCheckpoint.require_chunks`."""
+        self._checkpoint.require_chunks()
+
+    def entries(self, component: StateComponent, prefix: str) -> Mapping[str, ArrayEntry]:
+        return self.manifest.arrays_of(f"{component.key}/{prefix}".removesuffix("/"))
+
+    def plain_file(self, key: str, prefix: str) -> bytes:
+        """See `ManifestSource.plain_file`."""
+        writer = self.manifest.components[key].plain_in[prefix]
+        return read_plain_file(
             self._checkpoint.root,
-            self._manifest,
-            path,
+            self.manifest,
+            f"{key}/{prefix}{PLAIN_NAME}",
             lambda: self._checkpoint.index(writer),
             self._held,
-            component=saved.key,
+            component=key,
         )
-        return rows_from_json(data, path)
 
     def check(self, optional: Collection[str]) -> dict[str, dict[str, Any]]:
         """See `CheckpointSource.check`. Compares size and loose bytes of the files, each file on one rank; arrays are checked when read.
@@ -205,12 +245,12 @@ class CommittedSource:
         if not self._verify:
             return damaged
         mine = slice(self._topology.rank, None, self._topology.world_size)
-        for path in list(self._manifest.files)[mine]:
+        for path in list(self.manifest.files)[mine]:
             try:
-                read_listed_file(self._checkpoint.root, self._manifest, path, self._held)
+                read_listed_file(self._checkpoint.root, self.manifest, path, self._held)
             except CorruptCheckpointError as error:
                 _note_damage(damaged, path, error, optional)
-        for rank in self._manifest.index_ranks()[mine]:
+        for rank in self.manifest.index_ranks()[mine]:
             self._check_files_of(rank, optional, damaged)
             self._topology.progress()
         return damaged
@@ -245,17 +285,6 @@ class CommittedSource:
             index = self._checkpoint.index(entry.writer_of(number))
             yield index.chunks[entry.path][number].digests
 
-    def _require_same_group(self, component: StateComponent, then: str | None) -> None:
-        """Accept a group of another name with the same instances; the members of any other would get different states."""
-        now = component.process_group_name
-        here, there = (self._topology.groups.get(name or "") for name in (now, then))
-        if here is not None and there is not None and here.instances != there.instances:
-            raise MissingStateError(
-                f"component {component.key} was saved per_group of {then} and is now declared per_group of {now}, whose members are "
-                f"others: declare component {component.key} with process_group_name={then}, or leave component {component.key} out.",
-                component=component.key,
-            )
-
     def _check_files_of(self, rank: int, optional: Collection[str], damaged: dict[str, dict[str, Any]]) -> None:
         index = self._checkpoint.index(rank)
         covered = index.covered()
@@ -264,7 +293,7 @@ class CommittedSource:
                 try:
                     check_file(folder, path, record, covered.get(path, ()), self._held)
                 except CorruptCheckpointError as error:
-                    whose = TensorNames(self._manifest, index).of_file(path)
+                    whose = TensorNames(self.manifest, index).of_file(path)
                     named = CorruptCheckpointError(f"{whose}: {error}" if whose else str(error), file=error.file)
                     _note_damage(damaged, path, named, optional)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ class ManifestWriter:
         beside: files that are in the folder already and belong to the checkpoint, relative to it.
         manifest_digest: of the bytes of the manifest, once it is written.
         made: path -> content of the small files that no rank's index lists.
+        like: the manifest of the checkpoint that is copied: ranks, sharing, commit and notes are as in it; None: they are of this save.
     """
 
     save: PreparedSave[Any]
@@ -61,6 +62,7 @@ class ManifestWriter:
     beside: Sequence[str] = ()
     manifest_digest: str = ""
     made: dict[str, bytes] = field(default_factory=dict)
+    like: CheckpointManifest | None = None
 
     def write(self, checkpoint_id: str) -> int:
         """Join the arrays, write the config and, last, the manifest; return the bytes that this adds.
@@ -84,6 +86,13 @@ class ManifestWriter:
     def _manifest(self, checkpoint_id: str) -> CheckpointManifest:
         topology = self.topology
         config = self.config_text
+        if self.like is not None:
+            return copied(
+                self.like,
+                self.results,
+                entries_of(self.save.plan, self.save.mine.components, self.save.backend.store),
+                listed_files(self.made, self.results),
+            )
         return CheckpointManifest(
             checkpoint_id=checkpoint_id,
             timestamp=self.commit.timestamp if self.commit is not None else datetime.now(UTC),
@@ -106,7 +115,6 @@ class ManifestWriter:
 
     def _component(self, component: StateComponent) -> ComponentManifest:
         holders = holders_of(component, self.topology)
-        start = component.key + "/"
         return ComponentManifest(
             key=component.key,
             sharing_pattern=component.pattern.value,
@@ -117,13 +125,42 @@ class ManifestWriter:
             group_name=component.process_group_name,
             size_bytes=sum(result.sizes.get(component.key, 0) for result in self.results),
             checksum=joined_checksum(result.checksums.get(component.key, "") for result in self.results),
-            plain_in={
-                path.removeprefix(start).removesuffix(PLAIN_NAME): rank
-                for rank, result in enumerate(self.results)
-                for path in result.plain_files
-                if path.startswith(start)
-            },
+            plain_in=plain_in(component.key, self.results),
         )
+
+
+def copied(
+    like: CheckpointManifest,
+    results: Sequence[WriteResult],
+    arrays: Mapping[str, ArrayEntry],
+    files: Mapping[str, tuple[int, str]],
+) -> CheckpointManifest:
+    """The manifest of a copy in another format: ranks, sharing, commit and notes are those of the old one.
+
+    Args:
+        results: of the ranks that wrote the copy.
+    """
+    components = {
+        key: replace(
+            one,
+            ranks=[rank for rank, result in enumerate(results) if key in result.sizes],
+            size_bytes=sum(result.sizes.get(key, 0) for result in results),
+            checksum=joined_checksum(result.checksums.get(key, "") for result in results),
+            plain_in=plain_in(key, results),
+        )
+        for key, one in like.components.items()
+    }
+    return replace(like, components=components, arrays=dict(arrays), files=dict(files), ckpt_version=__version__)
+
+
+def plain_in(key: str, results: Sequence[WriteResult]) -> dict[str, int]:
+    """Prefix -> the rank that wrote the plain values of that copy of a component."""
+    return {
+        path.removeprefix(f"{key}/").removesuffix(PLAIN_NAME): rank
+        for rank, result in enumerate(results)
+        for path in result.plain_files
+        if path.startswith(f"{key}/")
+    }
 
 
 def join_arrays(

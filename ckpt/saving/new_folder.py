@@ -11,6 +11,7 @@ from ckpt.backends.base import Backend
 from ckpt.catalog.ledger import Ledger, safe_id
 from ckpt.catalog.verify import examine
 from ckpt.errors import ConfigurationError, StorageError
+from ckpt.format.manifest import CheckpointManifest
 from ckpt.ranks.topology import Topology, first_difference, slowest_rank
 from ckpt.saving.manifest_writer import ManifestWriter
 from ckpt.saving.planner import Planner
@@ -62,6 +63,7 @@ class NewFolder(Destination):
         replaces: what is at `path` is replaced: see `Ledger.publish_at`. Otherwise it is refused.
         delete: deletes what was replaced, now or later; it has been renamed already.
         validate: every rank reads back what it wrote, before the folder gets its name.
+        like, config_text: of the checkpoint that is copied: see `ManifestWriter`.
     """
 
     def __init__(
@@ -71,11 +73,15 @@ class NewFolder(Destination):
         replaces: bool = False,
         delete: Callable[[Path], None] | None = None,
         validate: bool = False,
+        like: CheckpointManifest | None = None,
+        config_text: str | None = None,
     ) -> None:
         self.what = f"save into {path}"
         self._path = path
         self._replaces = replaces
         self._validate = validate
+        self._like = like
+        self._config_text = config_text
         self._ledger = Ledger(path.parent, run_id=str(path), delete=delete)
 
     def claim(self, topology: Topology) -> None:
@@ -103,7 +109,8 @@ class NewFolder(Destination):
         started = time.perf_counter()
         with topology.phase("commit") as phase:
             if topology.is_lead:
-                added = ManifestWriter(save, results, topology).write(self._path.name)
+                writer = ManifestWriter(save, results, topology, self._config_text, like=self._like)
+                added = writer.write(self._path.name)
                 phase.payload = added + sum(result.total_bytes for result in results)
         num_bytes = phase.payloads[0]
         if self._validate:

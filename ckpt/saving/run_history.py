@@ -13,7 +13,7 @@ from ckpt.catalog.ledger import Ledger, newer_than
 from ckpt.catalog.retention import Retention
 from ckpt.errors import CheckpointExistsError, CheckpointGoneError, CheckpointNotFoundError, CorruptCheckpointError
 from ckpt.loading.loader import committed_newest_first
-from ckpt.loading.report import LoadReport, Status
+from ckpt.loading.report import LoadReport, Status, some_of
 from ckpt.ranks.topology import Topology
 from ckpt.saving.checkpoint_root import KnownRoots, SaveTarget
 from ckpt.saving.prepared_save import SaveReport
@@ -58,7 +58,7 @@ class RunHistory:
         """
         if self.newer and self._roots.is_home(root):
             raise CheckpointExistsError(
-                f"{self._loaded_name} was loaded, and {self._roots.home} holds newer checkpoints: {', '.join(self.newer)}. What is saved "
+                f"{self._loaded_name} was loaded, and {self._roots.home} holds newer checkpoints: {some_of(self.newer)}. What is saved "
                 "now would lie among them, as one history. Set them aside with overwrite=True, or save to another output_dir"
             )
 
@@ -100,7 +100,7 @@ class RunHistory:
                 newer = newer_than(path, ledger.committed()) if self._roots.is_home(path.parent) else None
                 if newer and self._overwrite:
                     ledger.abandon(newer)
-                    names = ", ".join(one.path.name for one in newer)
+                    names = some_of([one.path.name for one in newer])
                     _log.warning("set aside, for this run goes on from %s: %s", path, names)
                     newer = []
                 own = [one.path.name for one in newer or () if one.run_id == loaded.run_id]

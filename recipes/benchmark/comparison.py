@@ -86,8 +86,8 @@ def compare(keys: CompareKeys) -> int:
         ]  # fmt: skip
         over = f", over those of {keys.relative_to} in the same round" if keys.relative_to else ""
         counts = " and ".join(str(max(map(len, side.values()))) for side in (a, b))
-        print_table(f"medians of {counts} rounds{over}", ["", "figure", "a", "b", "b / a", "95 % of draws"], rows)
         print(f"* larger by more than {keys.tolerance:.0%}, all of the interval: {len(worse)} of {len(found)} figures")
+        print_table(f"medians of {counts} rounds{over}", ["", "figure", "a", "b", "b / a", "95 % of draws"], rows)
     return 1 if worse else 0
 
 

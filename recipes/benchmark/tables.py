@@ -46,7 +46,7 @@ def rounds_text(count: int) -> str:
 def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table; on a narrow console as several below each other, each with the first column."""
     for part in tables_of(title, headings, rows, console().width):
-        console().print(part)
+        console().print(part, crop=False)
 
 
 def tables_of(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], width: int) -> list[Table]:
@@ -63,7 +63,8 @@ def tables_of(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]
     for group in groups:
         part = Table(title=title if not parts else None)
         for at in (0, *group):
-            part.add_column(columns[at][0], justify="right" if at else "left", overflow="fold")
+            width = max(cell_len(line) for cell in columns[at] for line in cell.split("\n"))
+            part.add_column(columns[at][0], justify="right" if at else "left", min_width=width, no_wrap=True)
         for row in zip(*(columns[at][1:] for at in (0, *group)), strict=True):
             part.add_row(*row)
         parts.append(part)

@@ -8,7 +8,6 @@ halve       if the replays differ: replay to the middle, until one step is left
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import signal
 import sys
@@ -24,22 +23,23 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ckpt.catalog.ledger import Ledger
 from ckpt.convert.comparing import Difference, compare
-from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError, printable
+from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.format.names import local_path, step_of
 from ckpt.format.stored import noticing_removal, read_manifest
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import source_at
+from ckpt.loading.report import some_of
 from ckpt.loading.sources import CheckpointSource
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.topology import Topology
-from recipes.commands.comparing import as_json, of_configs, show
+from recipes.commands.comparing import as_json, listed, of_configs
 from recipes.support import CONF
 from recipes.support.config import GIVEN, by_dotted_key, checked, command_keys, values_of
 from recipes.support.launch import launch
 from recipes.support.ranks import ranks_exist
 from recipes.support.report import SUMMARY_NAME, Report, Summary
-from recipes.support.tables import print_json
+from recipes.support.tables import print_json, show
 from recipes.training.restored import CHANGEABLE
 from recipes.training.training import resume, set_up
 
@@ -53,8 +53,6 @@ _OF_ONE_RUN = (
 )  # fmt: skip
 """Keys that name folders or the last step, or repeat other keys."""
 
-_MOST_ROWS = 10
-
 _BEFORE = -1
 """The step before step 0, which is a run's state before its first step."""
 
@@ -66,6 +64,7 @@ class BisectKeys:
     run: str = MISSING
     bad: str = MISSING
     work_dir: str | None = None
+    all: bool = False
     json: bool = False
 
 
@@ -138,7 +137,7 @@ class Parting:
         if not self.replays_part:
             return "the replays of the two agree: what parted the runs is not in the checkpoint before, nor in their configs"
         keys = [one.name for one in self.config if one.name.startswith(_OF_TRAINING)]
-        cause = f"their configs differ in {', '.join(keys)}"
+        cause = f"their configs differ in {some_of(keys)}"
         if not keys:
             cause = "no key of training differs, so training is not deterministic here"
         step = f"step {self.step}" if self.step else "step 0, before the first one"
@@ -164,23 +163,17 @@ def bisect(keys: BisectKeys) -> int:
     if keys.json:
         print_json({"run": keys.run, "bad": keys.bad} | found.as_dict())
         return 0 if found.is_equal else 1
-    _show(found)
-    print(printable(found.sentence))
+    _show(found, all=keys.all)
     return 0 if found.is_equal else 1
 
 
-def _show(found: Parting) -> None:
-    """Print the configs, then the states; of each component the first `_MOST_ROWS` differences."""
+def _show(found: Parting, *, all: bool) -> None:
+    """Print where the runs part, then the differences of the configs and of the states."""
+    show(found.sentence)
     if found.config:
-        print("configs; a is run, b is bad")
-        show(found.config)
+        show("", "configs; a is run, b is bad", *listed(found.config, all=all))
     if found.differences:
-        print(printable(f"step {found.step}; a is {found.a}, b is {found.b}"))
-        each = [list(rows) for _, rows in itertools.groupby(found.differences, lambda one: one.component)]
-        show([one for rows in each for one in rows[:_MOST_ROWS]])
-        for rows in each:
-            if len(rows) > _MOST_ROWS:
-                print(printable(f"{len(rows) - _MOST_ROWS} more in {rows[0].component}: json=true lists all"))
+        show("", f"step {found.step}; a is {found.a}, b is {found.b}", *listed(found.differences, all=all))
 
 
 class _Run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,13 +13,12 @@ from typing import Any
 from omegaconf import MISSING, DictConfig
 
 from ckpt.convert.comparing import Difference, compare
-from ckpt.errors import printable
 from ckpt.format.stored import noticing_removal
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import source_at
 from ckpt.ranks.topology import Topology
 from recipes.support.config import command_keys, values_of
-from recipes.support.tables import add_row, console, counted, print_json, table_of
+from recipes.support.tables import Listing, counted, first_rows, more, most_rows, print_json, show
 
 _LONGEST = 60
 
@@ -37,6 +37,7 @@ class DiffKeys:
     a: str = MISSING
     b: str = MISSING
     load: DiffLoadKeys = field(default_factory=DiffLoadKeys)
+    all: bool = False
     json: bool = False
 
 
@@ -69,11 +70,12 @@ def _diff(keys: DiffKeys) -> int:
     if keys.json:
         print_json({"equal": not found, "a": keys.a, "b": keys.b, "differences": as_json(found)})
     elif not found:
-        print(printable(f"{keys.a} and {keys.b} are equal"))
+        show(f"{keys.a} and {keys.b} are equal")
     else:
-        show(found)
-        components = {one.component for one in found}
-        print(f"{counted(len(found), 'difference')} in {', '.join(map(printable, sorted(components)))}")
+        counts = sorted(Counter(one.component for one in found).items())
+        each = f": {', '.join(f'{number:,} in {key}' for key, number in counts)}"
+        show(f"{counted(len(found), 'difference')}{each if len(counts) > 1 else f' in {counts[0][0]}'}", "")
+        show(*listed(found, all=keys.all))
     return 1 if found else 0
 
 
@@ -86,15 +88,15 @@ def of_configs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Differenc
             yield Difference("config", name, "value", a[name], b[name])
 
 
-def show(found: Sequence[Difference]) -> None:
-    """Print a table of differences."""
-    table = table_of("component", "name", "difference", "a", "b", "elements", "largest", right=(5, 6))
-    for one in found:
+def listed(found: Sequence[Difference], *, all: bool) -> list[str | Listing]:
+    """Return the differences for `show`: without `all` a few of each component, and the number of the others."""
+    table = Listing("component", "name", "difference", "a", "b", "elements", "largest", right=(5, 6), names=2, bare=(2,))
+    for one in first_rows(found, lambda one: one.component, most=most_rows(all=all)):
         of_bits = one.what == "bits"
         cells = [f"norm {value:.6g}" if of_bits else _text(value) for value in (one.a, one.b)]
         numbers = [str(one.num_differ), f"{one.largest:.4g}"] if of_bits else ["", ""]
-        add_row(table, one.component, one.name, one.what, *cells, *numbers)
-    console().print(table)
+        table.add(one.component, one.name, one.what, *cells, *numbers)
+    return [table, *more(len(found) - len(table), "difference")]
 
 
 def as_json(found: Sequence[Difference]) -> list[dict[str, Any]]:

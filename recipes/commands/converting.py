@@ -34,10 +34,11 @@ from ckpt.loading.other_formats.other_source import format_at
 from ckpt.loading.sources import CheckpointSource
 from ckpt.ranks.topology import Topology
 from ckpt.storage.files import read_once
-from recipes.commands.converting_megatron import Converted, convert_megatron, described, differences
+from recipes.commands.converting_megatron import Converted, convert_megatron, described
 from recipes.support.config import command_keys
 from recipes.support.progress import progress_bar
-from recipes.support.tables import counted, print_json
+from recipes.support.tables import counted, first_rows, more, most_rows, print_json
+from recipes.support.tables import show as show_parts
 
 SAFETENSORS = "safetensors"
 DCP = "dcp"
@@ -87,6 +88,7 @@ class ConvertKeys:
     load: ConvertLoadKeys = field(default_factory=ConvertLoadKeys)
     leave_out_unknown: bool = False
     launch: ConvertLaunchKeys = field(default_factory=ConvertLaunchKeys)
+    all: bool = False
     json: bool = False
 
 
@@ -195,7 +197,13 @@ def show(found: Converted, keys: ConvertKeys) -> None:
     first = (
         f"{found.src} is now {found.dst}, for to={found.to}; {files}, {decimal(found.num_bytes)}, read back and right"
     )
-    print("\n".join(printable(line) for line in (first, *found.lines)))
+    listed: list[str] = []
+    for name, what in {"changed": "changed ", "left_out": "left out"}.items():
+        texts = found.held.get(name, [])
+        shown = first_rows(texts, most=most_rows(all=keys.all))
+        listed += [f"  {what} {text}" for text in shown]
+        listed += [f"  {what} {line}" for line in more(len(texts) - len(shown), f"of {len(texts):,} value")]
+    show_parts(first, *found.lines, *listed)
 
 
 def _format_of(src: Path) -> str:
@@ -316,7 +324,7 @@ def _export(keys: ConvertKeys, source_format: str, topology: Topology) -> Conver
     }
     held |= {"files": list(done.files), "left_out": left_out, "changed": changed}
     of = "of everything" if keys.component is None else f"of component={keys.component}"
-    lines = [f"  tensors  {len(selection.tensors)}, {decimal(tensor_bytes)}, {of}", *differences(changed, left_out)]
+    lines = [f"  tensors  {len(selection.tensors)}, {decimal(tensor_bytes)}, {of}"]
     if beside is not None and beside.places:
         held["copied"] = list(beside.places)
         lines.append(f"  copied   {', '.join(held['copied'])}")

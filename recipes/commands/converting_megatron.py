@@ -29,12 +29,11 @@ from ckpt.format.box import Box, whole
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.unpickling import UnknownObject
 from ckpt.loading.other_formats.megatron_folders import common_state, is_megatron, open_sharded
+from ckpt.loading.report import some_of
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
 from ckpt.state.flatten import to_json
 from ckpt.state.sharded_tensor import ShardedTensor
-
-_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -63,11 +62,6 @@ def described(
     files = [dst] if dst.is_file() else dst.rglob("*")
     sizes = [file.stat().st_size for file in files if file.is_file()] if topology.is_lead else []
     return Converted(str(src), str(dst), to, len(sizes), sum(sizes), held, lines)
-
-
-def differences(changed: Sequence[str], left_out: Sequence[str]) -> list[str]:
-    """Return the lines of values that were changed or left out."""
-    return [*(f"  changed  {text}" for text in changed), *(f"  left out {text}" for text in left_out)]
 
 
 def convert_megatron(
@@ -102,7 +96,7 @@ def convert_megatron(
         objects = _objects(old, plain)
         if plain.left_out and not leave_out_unknown:
             raise ConfigurationError(
-                f"{src} holds values of classes that are not built here: {_listed(plain.left_out)}. Leave them out with "
+                f"{src} holds values of classes that are not built here: {some_of(plain.left_out)}. Leave them out with "
                 "leave_out_unknown=true"
             )
     pieces = [one for of_key in old.tensors.values() for one in of_key]
@@ -124,7 +118,6 @@ def convert_megatron(
         f"  arrays   {len(old.tensors)}, {decimal(array_bytes)}",
         f"  objects  {len(objects)}",
         f"  common   {', '.join(names) or 'nothing'}",
-        *differences(plain.changed, left_out),
     ]
     return described(src, dst, to, topology, held, lines)
 
@@ -263,8 +256,3 @@ class _PlainValues:
 
     def _place(self, path: str) -> str:
         return f"{self.file}: {path}" if path else self.file
-
-
-def _listed(texts: list[str]) -> str:
-    more = f" and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
-    return "; ".join(texts[:_NAMED]) + more

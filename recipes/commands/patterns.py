@@ -13,7 +13,8 @@ from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
 from ckpt.state.doctor import PatternVerdict
 from recipes.support.sentences import in_config_words
-from recipes.support.tables import add_row, console, counted, full_line, print_json, table_of
+from recipes.support.tables import Listing, counted, print_json
+from recipes.support.tables import show as show_parts
 from recipes.training.training import set_up
 
 
@@ -66,11 +67,11 @@ def show(result: Mapping[str, Any], *, as_json: bool) -> int:
     if as_json:
         print_json({"ok": not lost, **result})
         return 1 if lost else 0
-    table = table_of("component", "declared", "found", "verdict")
-    table.title = f"{result['parallel']} on {counted(result['world_size'], 'rank')}, after {result['steps']} steps"
+    num_lost = f"{counted(len(lost), 'component')} would lose state" if lost else "a save would lose no state"
+    head = f"{result['parallel']} on {counted(result['world_size'], 'rank')}, after {result['steps']} steps: {num_lost}"
+    table = Listing("component", "declared", "found", "verdict", text=(3,))
     for one in result["components"]:
         found = one["found"][0] if one["found"] else "nothing that fits"
-        add_row(table, one["component"], one["declared"], found, one["verdict"])
-    sentences = [full_line(one["sentence"]) for one in result["components"] if one["sentence"]]
-    console().print(table, *sentences, sep="\n")
+        table.add(one["component"], one["declared"], found, one["verdict"])
+    show_parts(head, "", table, *(one["sentence"] for one in result["components"] if one["sentence"]))
     return 1 if lost else 0

@@ -10,9 +10,8 @@ from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from rich.filesize import decimal
-from rich.text import Text
 
-from ckpt.errors import CheckpointNotFoundError, ConfigurationError, printable
+from ckpt.errors import CheckpointNotFoundError, ConfigurationError
 from ckpt.format.manifest import CheckpointManifest
 from ckpt.format.names import local_path
 from ckpt.format.stored import not_a_checkpoint, read_manifest
@@ -23,12 +22,10 @@ from ckpt.state.sharing import OWN_COPIES, SharingPattern, default_elastic
 from ckpt.state.statefuls import RNGState, as_stateful
 from recipes.commands.reading import is_checkpoint
 from recipes.support.config import OWN_COMPONENTS, checked, made
-from recipes.support.tables import add_row, console, counted, print_json, table_of
+from recipes.support.tables import Listing, counted, first_rows, more, most_rows, print_json
+from recipes.support.tables import show as show_parts
 from recipes.training.parallel.base import Arranged, Layout, backward_of
 from recipes.training.training import Training
-
-MAX_LINES = 20
-"""The most keys of a component that the table lists."""
 
 
 @dataclass
@@ -37,6 +34,7 @@ class PlanKeys:
 
     checkpoint: str = MISSING
     nodes: int = 1
+    all: bool = False
     json: bool = False
 
 
@@ -68,7 +66,7 @@ def keys_of(cfg: DictConfig) -> PlanKeys:
     if OmegaConf.is_missing(cfg, "checkpoint"):
         raise ConfigurationError("no checkpoint is given; add checkpoint=<a checkpoint>")
     with open_dict(cfg):
-        own = {name: cfg.pop(name) for name in ("checkpoint", "nodes", "json")}
+        own = {name: cfg.pop(name) for name in ("checkpoint", "nodes", "all", "json")}
     keys = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(PlanKeys), own))
     assert isinstance(keys, PlanKeys)
     if keys.nodes < 1:
@@ -163,22 +161,26 @@ def show(found: Plan, keys: PlanKeys) -> None:
         return
     saved = "an old checkpoint" if found.manifest is None else f"saved by {counted(found.manifest.world_size, 'rank')}"
     head = f"{found.path}: {saved}; wanted by {counted(found.topology.world_size, 'rank')}, {found.layout}"
-    table = table_of("component", "saved as", "wanted as", "what will happen", "to read", right=(4,))
-    for one in found.forecast.components:
-        add_row(table, one.key, _saved_as(one, found), _wanted_as(one), what(one, found)[1], _to_read(one, found))
-    parts: list[Any] = [Text(printable(head)), table]
-    misfits = [one for one in found.forecast.components if one.misfits]
-    if misfits:
-        keys_table = table_of("component", "what does not fit")
-        for one in misfits:
-            lines = _lines(one.misfits)
-            more = [f"and {len(lines) - MAX_LINES} more, which json=true lists"] if len(lines) > MAX_LINES else []
-            for line in lines[:MAX_LINES] + more:
-                add_row(keys_table, one.key, line)
-        parts.append(keys_table)
     verdict = "It would load." if found.forecast.loads else "It would not load."
-    parts.append(Text(printable(f"{verdict} {found.forecast.refusal}".strip())))
-    console().print(*parts, sep="\n")
+    table = Listing("component", "saved as", "wanted as", "what will happen", "to read", right=(4,), text=(3,))
+    refused = []
+    for one in found.forecast.components:
+        verb, happens = what(one, found)
+        if one.report is None:
+            refused.append(happens)
+        table.add(
+            one.key,
+            _saved_as(one, found),
+            _wanted_as(one),
+            verb if one.report is None else happens,
+            _to_read(one, found),
+        )
+    misfits = [(one.key, *line) for one in found.forecast.components for line in _lines(one.misfits)]
+    keys_table = Listing("component", "key", "what does not fit", names=2, bare=(2,))
+    for row in first_rows(misfits, lambda row: row[0], most=most_rows(all=keys.all)):
+        keys_table.add(*row)
+    listed = ["", keys_table, *more(len(misfits) - len(keys_table), "key")] if misfits else []
+    show_parts(head, f"{verdict} {found.forecast.refusal}".strip(), *refused, "", table, *listed)
 
 
 def as_json(found: Plan) -> dict[str, Any]:
@@ -293,9 +295,9 @@ def _component_as_json(one: LoadPreview, found: Plan) -> dict[str, Any]:
     }
 
 
-def _lines(misfits: Misfits) -> list[str]:
+def _lines(misfits: Misfits) -> list[tuple[str, str]]:
     return [
-        *(f"{key}: {unfit}" for key, unfit in misfits.unfit.items()),
-        *(f"{key}: only in the checkpoint" for key in misfits.only_saved),
-        *(f"{key}: only wanted" for key in misfits.only_wanted),
+        *misfits.unfit.items(),
+        *((key, "only in the checkpoint") for key in misfits.only_saved),
+        *((key, "only wanted") for key in misfits.only_wanted),
     ]

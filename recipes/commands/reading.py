@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from glob import escape
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,10 +25,12 @@ from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry, CheckpointManifest, 
 from ckpt.format.metadata import other_format
 from ckpt.format.names import local_path
 from ckpt.format.stored import checkpoints_below, gone, identity_of, not_a_checkpoint, noticing_removal, read_manifest
+from ckpt.loading.report import some_of
 from recipes.support.config import command_keys
 from recipes.support.page import refuse_other_files
 from recipes.support.progress import SHOWN_AFTER_S, progress_bar
-from recipes.support.tables import add_row, console, counted, full_line, print_json, table_of
+from recipes.support.tables import MOST_ROWS, Listing, counted, first_rows, more, most_rows, print_json
+from recipes.support.tables import show as show_parts
 
 _VERSIONS = ("format_version", "ckpt_version", "pytorch_version")
 _HEAD = ("checkpoint_id", *_VERSIONS, "world_size", "topology", "training_args_hash")
@@ -36,15 +41,16 @@ class ReadingKeys:
     """The keys of a command that only reads."""
 
     path: str = MISSING
+    all: bool = False
     json: bool = False
 
 
 @dataclass
 class InspectKeys(ReadingKeys):
-    """The keys of `inspect`. `filter` and `limit` are for people: JSON and a page have everything."""
+    """The keys of `inspect`. `filter`, `limit` and `all` are for people: JSON and a page have everything."""
 
     filter: str | None = None
-    limit: int | None = 40
+    limit: int | None = MOST_ROWS
     html: str | None = None
 
 
@@ -90,14 +96,15 @@ def verify(keys: ReadingKeys) -> int:
         results.append({"path": str(path), "problems": found.problems, **counts, "damage_shared_with": others})
         if not keys.json:
             speed = f", {seconds:.1f} s, {found.num_bytes / seconds / 1e9:.2f} GB/s" if seconds > SHOWN_AFTER_S else ""
-            _tell_result(path, found.problems, f"{found.num_files} files, {found.num_bytes} bytes{speed}", others)
+            counts_text = f"{found.num_files} files, {found.num_bytes} bytes{speed}"
+            _tell_result(path, found.problems, counts_text, others, all=keys.all)
     if removed == [keys.path]:
         raise gone(Path(keys.path))
     is_sound = not any(result["problems"] for result in results)
     if keys.json:
         print_json({"ok": is_sound, "checkpoints": results, "removed": removed})
     for one in removed if not keys.json else ():
-        print(printable(f"{one}: removed while it was read"))
+        show_parts(f"{one}: removed while it was read")
     return 0 if is_sound else 1
 
 
@@ -182,13 +189,15 @@ def _bytes_below(path: Path) -> int:
     return total
 
 
-def _tell_result(path: Path, problems: Sequence[str], counts: str, others: Sequence[str]) -> None:
+def _tell_result(path: Path, problems: Sequence[str], counts: str, others: Sequence[str], *, all: bool) -> None:
     if not problems:
-        print(printable(f"{path}: ok, {counts}"))
+        show_parts(f"{path}: ok, {counts}")
         return
+    shown = first_rows(problems, most=most_rows(all=all))
     shared = [f"  damaged files are shared with {', '.join(Path(one).name for one in others)}"] if others else []
-    lines = [f"{path}: {counted(len(problems), 'problem')}", *(f"  {problem}" for problem in problems), *shared]
-    print("\n".join(map(printable, lines)))
+    left_out = [f"  {line}" for line in more(len(problems) - len(shown), "problem")]
+    lines = [f"{path}: {counted(len(problems), 'problem')}", *(f"  {problem}" for problem in shown), *left_out, *shared]
+    show_parts(*lines)
 
 
 def _row(one: Committed) -> dict[str, Any] | None:
@@ -233,11 +242,12 @@ def _checkpoint_as_json(path: Path, manifest: CheckpointManifest) -> dict[str, A
 
 def _show_root(root: Path, rows: Sequence[dict[str, Any]], on_disk: int, keys: InspectKeys) -> None:
     """Components that all checkpoints share are shown once above the table, problems below it, in the whole width."""
-    named = [row for row in rows if keys.filter is None or keys.filter in Path(row["path"]).name]
-    shown = named[-keys.limit :] if keys.limit is not None else named
-    table = table_of(
-        "checkpoint", "committed\n(UTC)", "ranks", "arrays", "size", "files", "unique", right=(2, 3, 4, 5, 6), wide=(0,)
-    )
+    names = [Path(row["path"]).name for row in rows]
+    named = [row for row, name in zip(rows, names, strict=True) if _is_chosen(name, keys.filter)]
+    limit = None if keys.all else keys.limit
+    shown = named[-limit:] if limit is not None else named
+    headings = "checkpoint", "committed\n(UTC)", "ranks", "arrays", "size", "files", "unique"
+    table = Listing(*headings, right=(2, 3, 4, 5, 6))
     sound = [row for row in rows if row["problem"] is None]
     alike = len({tuple(row["components"]) for row in sound}) == 1
     for row in shown:
@@ -245,11 +255,10 @@ def _show_root(root: Path, rows: Sequence[dict[str, Any]], on_disk: int, keys: I
         mark = ["  the newest"] if row is rows[-1] else []
         use = decimal(row["apparent_bytes"]), decimal(row["unique_bytes"])
         if row["problem"] is not None:
-            add_row(table, [name, *mark], when, "damaged", "", "", *use)
+            table.add([name, *mark], when, "damaged", "", "", *use)
             continue
         own = [] if alike else [f"  {', '.join(row['components'])}"]
-        add_row(
-            table,
+        table.add(
             [name, *mark, *own],
             when,
             str(row["world_size"]),
@@ -260,18 +269,34 @@ def _show_root(root: Path, rows: Sequence[dict[str, Any]], on_disk: int, keys: I
     head = [f"{root}: {counted(len(rows), 'checkpoint')}, the oldest commit first, {decimal(on_disk)} on disk"]
     head += [f"components: {', '.join(sound[0]['components'])}"] if alike else []
     problems = [f"{Path(row['path']).name}: {row['problem']}" for row in rows if row["problem"] is not None]
-    below = [*_left_out(len(rows), len(named), len(shown), "checkpoint", "older ", keys), *problems]
-    console().print(*map(full_line, head), "", table, *([""] if below else []), *map(full_line, below), sep="\n")
+    below = [*_left_out(names, len(named), len(shown), "checkpoint", "older ", keys), *problems]
+    show_parts(*head, "", *([table] if shown else []), *([""] if below and shown else []), *below)
 
 
-def _left_out(num: int, num_named: int, num_shown: int, what: str, which: str, keys: InspectKeys) -> list[str]:
-    """Say how many rows of a table `filter` and `limit` leave out, and how to see them."""
-    said = [f"filter={keys.filter} leaves out {num - num_named} of {counted(num, what)}"] if num_named < num else []
-    if more := num_named - num_shown:
-        their, them = ("its", "it") if more == 1 else ("their", "them")
-        narrow = "" if keys.filter is not None else f"filter=<part of {their} name> or "
-        said.append(f"{counted(more, f'more {which}{what}')}: give {narrow}limit=null to see {them}")
-    return said
+def _is_chosen(name: str, wanted: str | None) -> bool:
+    """Whether `filter` chooses a name: it is a part of it, in capitals or not; or, with `*` or `?`, a pattern for all of it."""
+    if wanted is None:
+        return True
+    pattern = wanted.lower() if set("*?") & set(wanted) else f"*{escape(wanted.lower())}*"
+    return fnmatchcase(name.lower(), pattern)
+
+
+def _left_out(
+    names: Sequence[str], num_named: int, num_shown: int, what: str, which: str, keys: InspectKeys
+) -> list[str]:
+    """Say how many rows of a table `filter` and `limit` leave out, and how to see them; or that nothing is left, and what there is."""
+    if names and not num_named:
+        parts = dict.fromkeys(
+            part for name in names for part in re.split(r"[/.]", name) if part and not part.isdecimal()
+        )
+        return [
+            f"filter={keys.filter} chooses none of {counted(len(names), what)}; parts of their names: {some_of(list(parts), MOST_ROWS)}"
+        ]
+    out = len(names) - num_named
+    said = [f"filter={keys.filter} leaves out {out:,} of {counted(len(names), what)}"] if out else []
+    num_more = num_named - num_shown
+    narrow = "" if keys.filter is not None else f"filter=<part of {'its' if num_more == 1 else 'their'} name> or "
+    return said + more(num_more, f"{which}{what}", narrow=narrow)
 
 
 def _show_checkpoint(path: Path, manifest: CheckpointManifest, use: DiskUse, keys: InspectKeys) -> None:
@@ -281,29 +306,21 @@ def _show_checkpoint(path: Path, manifest: CheckpointManifest, use: DiskUse, key
         f"version {manifest.format_version}, ckpt {manifest.ckpt_version}, torch {manifest.pytorch_version}, "
         f"{decimal(use.apparent_bytes)} in files, {decimal(use.unique_bytes)} of them its own"
     )
-    components = table_of("component", "pattern", "group", "written by", "equal on", "arrays", "size", right=(5, 6))
-    arrays = table_of("array", "dtype", "shape", "size", "where", right=(3,), wide=(0, 4))
-    num, num_named = 0, 0
+    components = Listing("component", "pattern", "group", "written by", "equal on", "arrays", "size", right=(5, 6))
+    arrays = Listing("array", "dtype", "shape", "size", "where", right=(3,), text=(4,), bare=(1, 2, 3, 4))
+    every: list[tuple[str, ArrayEntry]] = []
     for one in (manifest, *manifests_below(path, manifest).values()):
         for key, component in one.components.items():
             num_arrays, size = str(len(one.arrays_of(key))), decimal(component.size_bytes)
-            add_row(components, key, *_component_cells(component), num_arrays, size)
-        num += len(one.arrays)
-        for name, entry in one.arrays.items():
-            if keys.filter is None or keys.filter in name:
-                num_named += 1
-                if keys.limit is None or num_named <= keys.limit:
-                    add_row(
-                        arrays,
-                        name,
-                        entry.dtype,
-                        shape_text(entry.shape),
-                        decimal(entry.num_bytes),
-                        where_text(entry, name),
-                    )
-    below = _left_out(num, num_named, arrays.row_count, "array", "", keys)
-    tables = "", components, "", arrays, *([""] if below else [])
-    console().print(full_line(head), *tables, *map(full_line, below), sep="\n")
+            components.add(key, *_component_cells(component), num_arrays, size)
+        every += one.arrays.items()
+    named = [(name, entry) for name, entry in every if _is_chosen(name, keys.filter)]
+    for name, entry in first_rows(named, most=None if keys.all else keys.limit):
+        size = decimal(entry.num_bytes)
+        arrays.add(name, entry.dtype, shape_text(entry.shape), size, where_text(entry, name))
+    below = _left_out([name for name, _ in every], len(named), len(arrays), "array", "", keys)
+    tables = "", components, *(["", arrays] if named else []), *([""] if below else [])
+    show_parts(head, *tables, *below)
 
 
 def _component_cells(component: ComponentManifest) -> tuple[str, str, str, str]:

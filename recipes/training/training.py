@@ -24,6 +24,7 @@ from ckpt.errors import (
 )
 from ckpt.format.names import step_of
 from ckpt.loading.loader import LoadReport, require_checkpoint
+from ckpt.loading.report import some_of
 from ckpt.memory.device import Device
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.topology import Topology
@@ -95,7 +96,7 @@ def _require_own_history(cfg: Mapping[str, Any], committed: Sequence[Committed])
         foreign = ("checkpoints of another history", "remove")
         kind, then = foreign if newer is None else ("newer checkpoints", "set aside")
         raise CheckpointExistsError(
-            f"resume={resumed}: {root} holds {kind}: {', '.join(others)}. Give overwrite=true to {then} them, run_name=<another> to write "
+            f"resume={resumed}: {root} holds {kind}: {some_of(others)}. Give overwrite=true to {then} them, run_name=<another> to write "
             "elsewhere, or resume=latest to resume from the newest"
         )
 

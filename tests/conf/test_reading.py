@@ -241,9 +241,10 @@ def test_inspect_marks_the_newest_checkpoint_and_lists_as_many_as_limit_says(
         ((), [first, second], []),
         (("limit=2",), [first, second], []),
         (("limit=null",), [first, second], []),
-        (("limit=1",), [second], ["1 more older checkpoint: give filter=<part of its name> or limit=null to see it"]),
+        (("limit=1", "all=true"), [first, second], []),
+        (("limit=1",), [second], ["1 more older checkpoint: give filter=<part of its name> or all=true to see it"]),
         (("filter='01'",), [first], ["filter=01 leaves out 1 of 2 checkpoints"]),
-        (("filter=check", "limit=1"), [second], ["1 more older checkpoint: give limit=null to see it"]),
+        (("filter=check", "limit=1"), [second], ["1 more older checkpoint: give all=true to see it"]),
     ):
         lines = shown(monkeypatch, capsys, f"path={root}", *overrides)
         rows = [line for line in lines if line.startswith("checkpoint-")]
@@ -259,12 +260,16 @@ def test_inspect_lists_the_arrays_that_filter_and_limit_choose(
     path = f"path={root}/checkpoint-00000001"
     lines = shown(monkeypatch, capsys, path, "limit=1")
     assert lines[-2].startswith("model/big[red] ")
-    assert lines[-1] == "1 more array: give filter=<part of its name> or limit=null to see it"
+    assert lines[-1] == "1 more array: give filter=<part of its name> or all=true to see it"
     lines = shown(monkeypatch, capsys, path, "filter=sma", "limit=1")
     assert lines[-2].startswith("model/small") and lines[-1] == "filter=sma leaves out 1 of 2 arrays"
-    assert shown(monkeypatch, capsys, path, "filter=model", "limit=1")[-1] == "1 more array: give limit=null to see it"
-    for overrides in ((), ("limit=null",), ("limit=2",)):
+    assert shown(monkeypatch, capsys, path, "filter=model", "limit=1")[-1] == "1 more array: give all=true to see it"
+    for overrides in ((), ("limit=null",), ("limit=2",), ("limit=1", "all=true")):
         assert shown(monkeypatch, capsys, path, *overrides)[-1].startswith("model/small")
+    for wanted in ("SMALL", "'model/s*'", "'*sm?ll*'"):
+        assert shown(monkeypatch, capsys, path, f"filter={wanted}")[-2].startswith("model/small")
+    (said,) = [line for line in shown(monkeypatch, capsys, path, "filter='s*'") if line.startswith("filter=")]
+    assert said.startswith("filter=s* chooses none of 2 arrays; parts of their names: model, big[red], small")
     assert run(monkeypatch, "inspect", path, "limit=0") == 1
     assert "limit=0: expected at least 1, or null for all" in capsys.readouterr().err
 

@@ -307,7 +307,7 @@ def test_rank_0_names_the_paths_that_differ_and_the_ranks(caplog: pytest.LogCapt
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith("the common state dict of rank 0, which alone is saved, differs from other ranks' in ")
     assert "w (ranks 1-2)" in message
-    assert message.endswith(" and 4 more")
+    assert message.endswith(" and 4 more)")
 
 
 _WIDE = {f"layer.{number}": number for number in range(1000)}
@@ -343,7 +343,7 @@ def test_a_rank_that_differs_sends_a_few_paths_and_the_warning_says_that_there_a
     assert paths == (None, None, [1001, list(_WIDE)[:100]], [100, list(_WIDE)[50:150]])
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.endswith(
-        "layer.4 (rank 2) and 145 more; of rank 2, with up to 1001 such paths, only the first 100 are looked at"
+        "layer.4 (rank 2) and 145 more); of rank 2, with up to 1001 such paths, only the first 100 are looked at"
     )
 
 

@@ -177,8 +177,8 @@ def test_values_that_only_the_old_program_has_are_refused_by_name_or_left_out(
     torch.save(range(4), tp2 / "bytes" / "shard_0_1.pt")
     said = convert.refused(*overrides_of(tp2, tmp_path / "new"))
     assert said == (
-        f"{tp2} holds values of classes that are not built here: common.pt: list[1] (builtins.range); common.pt: list (all of this "
-        "list); common.pt: key (a key) (builtins.range); bytes/shard_0_1 (builtins.range). Leave them out with leave_out_unknown=true"
+        f"{tp2} holds values of classes that are not built here: common.pt: list[1] (builtins.range), common.pt: list (all of this "
+        "list), common.pt: key (a key) (builtins.range), bytes/shard_0_1 (builtins.range). Leave them out with leave_out_unknown=true"
     )
     assert convert(*overrides_of(tp2, tmp_path / "new", "leave_out_unknown=true"))[0] == 0
     assert load_common_state_dict(tmp_path / "new") == {"key": {}, "set": {1}}

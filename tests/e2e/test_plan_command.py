@@ -100,7 +100,7 @@ def test_a_change_of_ranks_and_layout_is_told_component_by_component(plan: Plan,
     assert f"scheduler replicated replicated, replica replica taken: {moved}" in lines
     assert f"dataset global global, repartition repartitioned at sample {SAMPLE}" in lines
     assert f"rng per_rank per_rank, derive derived from seed 0, step {STEP}" in lines
-    assert lines[-1] == "It would load."
+    assert lines[1] == "It would load."
     root = straight.dir / "checkpoints"
     assert not list(root.glob(".*")), "nothing was written beside the checkpoints either"
 
@@ -131,8 +131,8 @@ def test_what_does_not_fit_is_listed_key_by_key(plan: Plan, saved: str) -> None:
     assert set(optimizer["only_in_checkpoint"]) == own
     code, out, _ = plan(saved, "model.tie_embeddings=true")
     assert code == 1
-    assert re.search(r"model +lm_head\.weight: only in the checkpoint", out)
-    assert out.splitlines()[-1].strip() == "It would not load."
+    assert re.search(r"model +lm_head\.weight +only in the checkpoint", out)
+    assert out.splitlines()[1].strip() == "It would not load."
     tree = plan.json(saved, "model.size=tiny", "~components.optimizer")
     unfit = tree["components"]["model"]["does_not_fit"]
     assert unfit["wte.weight"] == "found float32 [256, 64], expected float32 [256, 128]"

@@ -31,6 +31,7 @@ from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.manifest import COMMON, MANIFEST_NAME, OBJECTS
 from ckpt.format.stored import read_listed_file, read_manifest
 from ckpt.format.unpickling import unknown_in
+from ckpt.loading.report import some_of
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import SharingPattern
@@ -216,7 +217,7 @@ def tell_of_unknown(value: Any, checkpoint_dir: Path) -> None:
     """Log a warning that names the unknown objects in a value that was unpickled."""
     unknown = unknown_in(value)
     if unknown:
-        named = ", ".join(f"{path} ({name})" for path, name in unknown.items())
+        named = some_of([f"{path} ({name})" for path, name in unknown.items()])
         logger.warning("%s: in the place of objects of unknown classes are inert ones: %s", checkpoint_dir, named)
 
 

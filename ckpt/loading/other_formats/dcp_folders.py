@@ -18,7 +18,9 @@ from typing import Any, BinaryIO
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import Box
 from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.consistency import MAX_FILE_BYTES
 from ckpt.format.dtypes import item_bytes, torch_dtype
+from ckpt.format.export_records import RECORDS_NAME, records_for
 from ckpt.format.unpickling import shown, unpickle_inert, unpickle_value
 from ckpt.loading.other_formats.other_checkpoint import (
     Encoded,
@@ -60,9 +62,14 @@ def described_dcp(root: Path, *, allow_pickle: bool) -> tuple[OtherCheckpoint, d
         )
     where = str(root / METADATA)
     with CheckpointFolder(root) as folder:
-        described = unpickle_inert(folder.read(METADATA, _MOST_BYTES), where)
-    with refusing_metadata(root):
-        return _checkpoint(root, described.state), described.state
+        data = folder.read(METADATA, _MOST_BYTES)
+        described = unpickle_inert(data, where)
+        with refusing_metadata(root):
+            checkpoint = _checkpoint(root, described.state)
+        if (root / RECORDS_NAME).exists():
+            found = folder.read(RECORDS_NAME, MAX_FILE_BYTES)
+            checkpoint.records = records_for(data, found, str(root / RECORDS_NAME))
+    return checkpoint, described.state
 
 
 @contextmanager

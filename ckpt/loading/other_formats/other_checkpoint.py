@@ -17,6 +17,7 @@ from ckpt.errors import CorruptCheckpointError
 from ckpt.format.box import Box, first_overlap, overlap, whole
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import item_bytes, torch_dtype
+from ckpt.format.export_records import ExportRecords
 from ckpt.format.held import NOTHING_HELD
 from ckpt.format.records import ArraySpec, ChunkExtent
 from ckpt.loading.strategy import ReadRequest, StoredPart
@@ -114,6 +115,9 @@ class OtherCheckpoint:
         named_by: a folder whose name ends in the step; None: the path that was given to open it.
         described_in: the file below `root` that describes the values, if some hold tensors.
 
+    Attributes:
+        records: of the checkpoint of ours that it was made of; None: it was made of none, or changed since.
+
     Raises:
         CorruptCheckpointError: a path has more steps than any state dict.
     """
@@ -121,6 +125,7 @@ class OtherCheckpoint:
     has_digests = False
     held = NOTHING_HELD
     checked: CheckedBlocks | None = None
+    records: ExportRecords | None = None
 
     def __init__(
         self,

@@ -102,6 +102,10 @@ class Archive:
         """The description of its tensors."""
         return self._read("data.pkl")
 
+    def beside(self, name: str) -> bytes | None:
+        """The content of a member beside it; None: there is none."""
+        return self._read(name) if f"{self._root}{name}" in self._zip.NameToInfo else None
+
     def tensor(self, described: Any, name: str) -> ArchivedTensor:
         """Return the tensor that an object of the pickle stands for.
 

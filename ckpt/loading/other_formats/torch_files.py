@@ -15,6 +15,7 @@ from typing import Any
 
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError
 from ckpt.format.box import whole
+from ckpt.format.export_records import RECORDS_NAME, ExportRecords, records_for
 from ckpt.format.unpickling import UnknownObject, unknown_in, unpickle_archived
 from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint, OtherTensor, Step, folder_with
 from ckpt.loading.other_formats.torch_archives import Archive, located
@@ -54,7 +55,9 @@ def open_torch_file(path: Path, *, allow_pickle: bool) -> OtherCheckpoint:
     if held.kind != "dict":
         raise ConfigurationError(f"{path} holds a {held.kind}, where a state dict should be")
     tensors = {repr(one): tensor for one, tensor in held.tensors.items()}
-    return OtherCheckpoint(path.parent, "torch.save", tensors, held.values)
+    checkpoint = OtherCheckpoint(path.parent, "torch.save", tensors, held.values)
+    checkpoint.records = held.records
+    return checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +67,13 @@ class Content:
     Attributes:
         kind: type of the whole: "dict", also of its subclasses.
         tensors, values: by path; the path of a file that holds one alone is empty.
+        records: as of `OtherCheckpoint`.
     """
 
     kind: str
     tensors: dict[tuple[Step, ...], OtherTensor]
     values: dict[tuple[Step, ...], Callable[[], Any]]
+    records: ExportRecords | None = None
 
 
 def content_of(root: Path, file: str) -> Content:
@@ -88,7 +93,10 @@ def content_of(root: Path, file: str) -> Content:
                 f"{where} is of the format of torch before 1.6; load it with torch, and save it again"
             )
         archive = Archive(stream, 0, stream.seek(0, io.SEEK_END), where)
-        state = unpickle_archived(archive.pickle, where)
+        described = archive.pickle
+        state = unpickle_archived(described, where)
+        found = archive.beside(RECORDS_NAME)
+        records = None if found is None else records_for(described, found, f"{where}: {RECORDS_NAME}")
         for path, leaf in _leaves(state, ()):
             name = ".".join(str(step[0] if isinstance(step, tuple) else step) for step in path)
             label = f"{where}: {name}"
@@ -103,7 +111,7 @@ def content_of(root: Path, file: str) -> Content:
             box = whole(one.shape)
             pieces = partial(located, root, label, one.shape, [(box, file, one)])
             tensors[path] = OtherTensor(path, one.dtype, one.shape, pieces, None if one.header is None else (file, one))
-    return Content(_kind(state), tensors, values)
+    return Content(_kind(state), tensors, values, records)
 
 
 def _leaves(node: Any, path: tuple[Step, ...]) -> list[tuple[tuple[Step, ...], Any]]:

@@ -171,7 +171,7 @@ def test_reports_name_the_keys_of_both_kinds_and_cut_long_lists(caplog: pytest.L
     with caplog.at_level(logging.WARNING):
         maybe_report_missing_and_unexpected_keys(set(), {f"k{n}" for n in range(9)}, raise_error=False)
     assert (
-        "checkpoint): k0, k1, k2, k3, k4 and 4 more; the load goes on without these" in caplog.records[0].getMessage()
+        "checkpoint): 9 (k0, k1, k2, k3, k4 and 4 more); the load goes on without these" in caplog.records[0].getMessage()
     )
 
 

@@ -389,7 +389,7 @@ def test_an_array_that_is_missing_is_an_error_and_the_debug_log_lists_the_folder
     with caplog.at_level(logging.DEBUG, "ckpt"), pytest.raises(MissingStateError) as caught:
         load.load({"w": uncut("layer.9", torch.arange(4))}, tmp_path)
     assert isinstance(caught.value, dist_checkpointing.CheckpointingException)
-    assert f"layer.9 is asked for, and {tmp_path} does not hold it; it holds layer.0, layer.1" in str(caught.value)
+    assert f"layer.9 is asked for, and {tmp_path} does not hold it; it holds 8 (layer.0, layer.1" in str(caught.value)
     assert "layer.4 and 3 more" in str(caught.value) and "layer.5" not in str(caught.value)
     (listed,) = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
     assert listed.startswith(f"{tmp_path} holds [") and "'sharded'" in listed

@@ -1,4 +1,4 @@
-"""The tables that commands print fit a terminal of 80 columns, and nothing that matters is cut off in it."""
+"""What commands print fits a terminal of 80 columns, but for names that are longer: no name is broken, and nothing is cut off."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ import xxhash
 from rich.console import Console
 
 from ckpt import StateComponent
+from ckpt.convert.comparing import Difference
 from ckpt.ranks.topology import Topology
 from recipes.benchmark.tables import tables_of
+from recipes.commands.comparing import listed
 from recipes.commands.patterns import show as show_doctor
 from recipes.commands.reading import InspectKeys, show
 from recipes.support.sweep import short_names, sweep_table
+from recipes.support.tables import show as show_parts
 from tests.states import Held, coordinator, global_index
 
 KEYS = {
@@ -65,6 +68,11 @@ def printed(table: Any) -> str:
 
 def fits(text: str) -> bool:
     return "\N{HORIZONTAL ELLIPSIS}" not in text and max(map(len, text.splitlines())) <= 80
+
+
+def is_whole(text: str) -> bool:
+    """Whether lines are longer than 80 columns for one long word alone."""
+    return all(len(line) <= 80 or len(line.split()) == 1 for line in text.splitlines())
 
 
 def column(text: str, heading: str) -> str:
@@ -149,16 +157,65 @@ def test_inspect_fits_80_columns(tmp_path: Path, capsys: pytest.CaptureFixture[s
         made.save_checkpoint(checkpoint_id=checkpoint_id)
     show(InspectKeys(str(root)))
     text = capsys.readouterr().out
-    assert fits(text), text
-    assert column(text, "checkpoint") == "checkpoint-00000005checkpoint-20261122T101503.123456thenewest"
+    assert is_whole(text), text
+    assert "\ncheckpoint-00000005\n" in text and "\ncheckpoint-20261122T101503.123456 the newest\n" in text
     assert "components:model,optimizer,scheduler,rng,dataloader,progress" in joined(text)
-    assert len(re.findall(r" 1 +444 +2\.3 MB +2\.\d MB +2\.\d MB *\n", text)) == 2, text
+    sizes = r"  ranks: 1  arrays: 444  size: 2\.3 MB\s+files: 2\.\d MB  unique: 2\.\d MB\n"
+    assert len(re.findall(sizes, text)) == 2, text
     show(InspectKeys(str(root / "checkpoint-00000005"), limit=None))
     text = capsys.readouterr().out
-    assert fits(text), max(text.splitlines(), key=len)
-    names = column(text, "array")
-    assert all(f"model/{key}" in names for key in state)
+    assert is_whole(text), max(text.splitlines(), key=len)
+    words = set(text.split())
+    assert all(f"model/{key}" in words for key in state)
     assert re.search(r"model/lm_head\.weight +float32 +640 x 900 +2\.3 MB +zarr by rank 0", text)
+    show(InspectKeys(str(root / "checkpoint-00000005")))
+    text = capsys.readouterr().out
+    assert is_whole(text), text
+    assert len(re.findall(r"\nmodel/", text)) == 20
+    assert text.endswith("\n424 more arrays: give filter=<part of their name> or all=true to see them\n")
+
+
+@pytest.mark.usefixtures("in_80_columns")
+def test_a_filter_that_chooses_nothing_says_what_names_there_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {f"h.{n}.attn.c_attn.weight": torch.zeros(2) for n in range(1200)}
+    made = coordinator(Topology.alone(), tmp_path, [StateComponent("model", Held(state), "replicated")])
+    made.save_checkpoint(checkpoint_id="1")
+    for wanted, said in {
+        "attention": "filter=attention chooses none of 1,200 arrays; parts of their names: model, h, attn, c_attn, weight",
+        "[a]": "filter=[a] chooses none of 1,200 arrays; ",
+        "ATTN": "filter=ATTN",
+        "*.7.*": "filter=*.7.* leaves out 1,199 of 1,200 arrays",
+    }.items():
+        show(InspectKeys(str(tmp_path / "checkpoint-1"), filter=wanted))
+        text = capsys.readouterr().out
+        assert (joined(said) in joined(text)) == (wanted != "ATTN"), text
+        assert text.count("model/h.") == {"ATTN": 20, "*.7.*": 1}.get(wanted, 0)
+
+
+@pytest.mark.parametrize("width", [40, 80, None])
+@pytest.mark.parametrize("is_long", [False, True])
+def test_a_listing_breaks_no_name_on_a_terminal_and_in_a_pipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int | None, is_long: bool
+) -> None:
+    if width is None:
+        monkeypatch.delenv("COLUMNS", raising=False)
+    else:
+        monkeypatch.setenv("COLUMNS", str(width))
+    names = [f"state.transformer.h.{n}.attn.c_attn.weight.exp_avg" * (6 if is_long else 1) for n in range(60)]
+    found = [Difference("model" if n % 3 else "optimizer", name, "bits", 1.0, 2.0, n, 0.5) for n, name in enumerate(names)]
+    show_parts("60 differences in " + " ".join(names[:5]), *listed(found, all=False))
+    text = capsys.readouterr().out
+    assert joined(text).endswith("40moredifferences:giveall=truetoseethem")
+    rows = re.findall(r"^(model|optimizer)\s+(\S+)\s", text, re.MULTILINE)
+    assert [key for key, _ in rows].count("model") == len(rows) // 2 == 10, "each component has its share"
+    assert all(name in names for _, name in rows)
+    if width is not None:
+        assert all(len(line) <= width or len(line.split()) <= 2 for line in text.splitlines()), text
+    show_parts(*listed(found, all=True))
+    text = capsys.readouterr().out
+    assert all(name in text for name in names) and "more" not in text
 
 
 @pytest.mark.usefixtures("in_80_columns")
@@ -173,10 +230,10 @@ def test_components_of_checkpoints_that_differ_and_damage_are_told_beside_or_bel
     show(InspectKeys(str(tmp_path)))
     text = capsys.readouterr().out
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert fits(text)
+    assert is_whole(text)
     assert column(text, "checkpoint") == "checkpoint-1modelcheckpoint-2model,emacheckpoint-3thenewest"
     assert any(line.startswith("checkpoint-3 ") and " damaged " in line for line in lines)
-    assert "checkpoint-3: " in text and "doesnotmatchitsowndigest" in joined(text.partition("checkpoint-3: ")[2])
+    assert "doesnotmatchitsowndigest" in joined(text.partition("\ncheckpoint-3:")[2])
 
 
 @pytest.mark.usefixtures("in_80_columns")
