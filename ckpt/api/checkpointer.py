@@ -6,7 +6,7 @@ import difflib
 import inspect
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -125,7 +125,8 @@ class Checkpointer:
     Args:
         folder: the checkpoint root; made by the first save. A checkpoint is `<folder>/checkpoint-<step>`.
         objects: under names that are no arguments: modules, optimizers, and whatever has `state_dict` and `load_state_dict`. One that
-            is None is skipped. `overwrite`, `verify` and other options of `CheckpointCoordinator` are passed on to it.
+            is None is not saved, and `restore` leaves out what a checkpoint holds under its name. `overwrite`, `verify` and other options
+            of `CheckpointCoordinator` are passed on to it.
         every: `step` saves each step that is a multiple of it.
         keep_last, keep_every, keep_best, metric, greater_is_better: which checkpoints stay: see `ckpt.catalog.retention.Retention`.
         format: "zarr", "tensorstore", "kimi-engine", or a backend.
@@ -206,6 +207,7 @@ class Checkpointer:
         self._next_look, self._last_look = 0, (0, time.monotonic())
         self._open = ExitStack()
         given = {name: one for name, one in objects.items() if one is not None}
+        self._left_out = objects.keys() - given.keys() | (set() if save_rng else {"rng"} - given.keys())
         device = _device_of(given) if device is None else as_device(device)
         if save_rng:
             given.setdefault("rng", ProgramRNG(device, seed=torch.initial_seed(), step=lambda: self._step))
@@ -240,7 +242,7 @@ class Checkpointer:
             self._is_known = True
             return Restored(0)
         try:
-            self.coordinator.load_checkpoint(path, strict=strict)
+            self.coordinator.load_checkpoint(path, strict=strict, leave_out=self._left_out)
         except CheckpointNotFoundError as error:
             if near := difflib.get_close_matches(str(which), ("latest", "best"), n=1, cutoff=0.7):
                 error.args = (f'{error} Did you mean restore("{near[0]}")?',)
@@ -442,6 +444,11 @@ class ProgramRNG(RNGState):
     def load_changed(self, saved: Any) -> None:
         """On other ranks: continue from the program's own seed of this rank, and the step."""
         self.seed(self._seed or 0, saved[0].get("step", 0))
+
+
+def names_of_objects(given: Iterable[str]) -> list[str]:
+    """The names among keyword arguments of `Checkpointer` that are those of objects."""
+    return [name for name in given if name not in _OPTIONS and name not in inspect.signature(Checkpointer).parameters]
 
 
 def _require_objects(objects: Mapping[str, Any]) -> None:

@@ -122,7 +122,7 @@ def python(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complet
         (["train.steps=[1"], "train.steps=[1: cannot be read as key=value: no viable alternative at input '[1'"),
         (["ckpt=null"], "Config group override must be a string or a list. Got NoneType"),
         (["train.steps=-1"], "train.steps=-1: expected at least 1"),
-        (["train.steps=three"], "train.steps: Value 'three' of type 'str' could not be converted to Integer"),
+        (["train.steps=three"], "train.steps=three: expected a whole number"),
         (
             ["parallel=single", "launch.nproc_per_node=2"],
             "parallel=single trains on one rank, but there are 2: choose ",
@@ -141,7 +141,7 @@ def python(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complet
             "the folder of the sweep, /proc/x, cannot be written: No such file or directory: '/proc/x'; choose another with output_dir=",
         ),
         (["output_dir=/proc"], "the folder of the run, /proc, cannot be written: No such file or directory: '/proc/"),
-        (["optimizer.lr=abc"], "optimizer.lr=abc: Value 'abc' of type 'str' could not be converted to Float"),
+        (["optimizer.lr=abc"], "optimizer.lr=abc: expected a number"),
         (["resume="], "resume= has no value: it is latest, null or the path of a checkpoint; leave the key out"),
         (["run_name="], "run_name= has no value: it is a name; leave the key out for its default"),
         (["output_dir="], "output_dir= has no value: it is a folder; leave the key out for its default"),
