@@ -6,8 +6,8 @@ import difflib
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -118,6 +118,8 @@ class Checkpointer:
 
     Every rank makes one with the same arguments, and calls its methods in the same order. Ranks are those of `torch.distributed`, if it is
     initialized, else this process alone.
+
+    Rank 0 logs one line for each committed save and each restore (logger "ckpt", INFO), and warns of what was not restored.
 
     Leaving the block saves the last step, if it was not saved. SIGTERM to any rank inside the block saves one step on all ranks, and ends
     the program with exit code 143.
@@ -240,6 +242,7 @@ class Checkpointer:
         path = self._path_of(which)
         if path is None and self._is_empty():
             self._is_known = True
+            self._tell("nothing is restored: there is no checkpoint in %s yet", self._folder)
             return Restored(0)
         try:
             self.coordinator.load_checkpoint(path, strict=strict, leave_out=self._left_out)
@@ -257,6 +260,8 @@ class Checkpointer:
         self._step = self._saved_step = int(report.checkpoint_id)
         self._unsaved = None
         self._next_look, self._last_look = 0, (self._step, time.monotonic())
+        size = f"{report.bytes_needed / 1e9:.4g} GB in {report.load_s:.3g} s"
+        self._tell("step %d is restored: %s: %s", self._step, report.path, size)
         return Restored(self._step, report)
 
     def step(
@@ -305,7 +310,8 @@ class Checkpointer:
         checkpoint_id = as_checkpoint_id(step)
         self._require_own_folder()
         self._step = step
-        path = self.coordinator.save_checkpoint(checkpoint_id=checkpoint_id, metrics=metrics, metadata=metadata)
+        with self._telling_of_saves():
+            path = self.coordinator.save_checkpoint(checkpoint_id=checkpoint_id, metrics=metrics, metadata=metadata)
         if path is None:
             return None
         self._saved_step, self._unsaved = step, None
@@ -336,7 +342,8 @@ class Checkpointer:
             phase.payload = [self._has_sigterm_come(), min(_MOST_STEPS, max(1, round(_LOOK_S * steps_s)))]
         self._next_look, self._last_look = step + phase.payloads[0][1], (step, now)
         if self.coordinator.num_pending:
-            self.coordinator.maybe_finalize()
+            with self._telling_of_saves():
+                self.coordinator.maybe_finalize()
         return any(told for told, _ in phase.payloads)
 
     def list(self) -> list[SavedStep]:
@@ -360,11 +367,12 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait for saves in the background. Collective."""
-        self.coordinator.wait()
+        with self._telling_of_saves():
+            self.coordinator.wait()
 
     def close(self) -> None:
         """Wait for saves in the background, and release threads, processes and memory. Collective."""
-        with self._open:  # left without an error: a signal that has come does not end the process
+        with self._open, self._telling_of_saves():  # left without an error: a signal that has come does not end the process
             self.coordinator.close()
 
     def __enter__(self) -> Self:
@@ -390,10 +398,24 @@ class Checkpointer:
         with ExitStack() as closing:
             closing.callback(self.close)
             try:
-                self.coordinator.wait()  # else `when_busy="skip"` could leave the last one out
+                self.wait()  # else `when_busy="skip"` could leave the last one out
             finally:
                 if self._unsaved is not None:
                     self.save(**self._unsaved)
+
+    @contextmanager
+    def _telling_of_saves(self) -> Iterator[None]:
+        """Log the saves that the block finds committed, also where it then fails."""
+        known = len(self.coordinator.reports)
+        try:
+            yield
+        finally:
+            for report in self.coordinator.reports[known:]:
+                self._tell("step %d is saved: %s", int(report.checkpoint_id), report)
+
+    def _tell(self, text: str, *values: Any) -> None:
+        if self._topology.is_lead:
+            _log.info(text, *values)
 
     def _path_of(self, which: str | int | Path) -> Path | None:
         if which == "latest":
