@@ -90,7 +90,7 @@ def test_a_setting_of_saves_beside_training_is_refused_where_training_waits(tmp_
     ("override", "expected"),
     [
         ("train.steps=many", "train.steps=many: expected a whole number"),
-        ("train.steps=null", "train.steps: "),
+        ("train.steps=null", "train.steps=null: expected a whole number"),
         ("overwrite=perhaps", "overwrite=perhaps: expected true or false"),
         ("parallel.exact_resume=perhaps", "parallel.exact_resume=perhaps: expected true or false"),
         ("parallel.dp=some", "parallel.dp=some: expected a whole number"),
