@@ -155,8 +155,6 @@ def _preview(
             count = sum(match.restored for match in matches)
             report = replace(report, restored=count, wanted=count)
         if goes_on(report):
-            for source, match in zip(sources, matches, strict=True):  # finds damage of the indexes
-                source.prepare(match.requests).close()
             report = _applied(matches, report)
     except Exception as error:  # whatever an object raises when it is asked, it would raise in the load
         return replace(preview, refusal=_named(first.key, sentence(error)))

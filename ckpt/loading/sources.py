@@ -212,9 +212,11 @@ class CommittedSource(CheckpointSource):
         Damage in a file of an optional component alone is that component's; in a file of several components it is the checkpoint's.
         """
         damaged: dict[str, dict[str, Any]] = {}
-        if not self._verify:
-            return damaged
         mine = slice(self.topology.rank, None, self.topology.world_size)
+        if not self._verify:
+            for rank in self._manifest.index_ranks()[mine]:
+                self._checkpoint.index(rank)  # which is checked, and reading tensors needs it
+            return damaged
         for path in list(self._manifest.files)[mine]:
             try:
                 read_listed_file(self._checkpoint.root, self._manifest, path, self._held)
