@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -376,15 +376,19 @@ class CheckpointCoordinator:
         """
         return self._saver.diagnose()
 
-    def load_checkpoint(self, checkpoint_path: str | Path | None = None, strict: bool = True) -> None:
+    def load_checkpoint(
+        self, checkpoint_path: str | Path | None = None, strict: bool = True, *, leave_out: Collection[str] = ()
+    ) -> None:
         """Load all components in place; random generators last. Collective.
 
         Args:
             checkpoint_path: a checkpoint, which is loaded or refused; None: the newest sound one below output_dir; damaged
                 ones are passed over, with a warning.
-            strict: missing or unfitting state is an error. Otherwise it is left out and keeps its values: components that are
-                absent or belong to other ranks, tensors and plain values on one side alone, tensors of another shape
-                or type. Something of each required component must match all the same.
+            strict: missing or unfitting state is an error. Otherwise it is left out and keeps its values: components on one side
+                alone or of other ranks, tensors and plain values on one side alone, tensors of another shape or type. Something
+                of each required component must match all the same.
+            leave_out: keys of components that this load does not restore, on purpose: this run's keep their state, and those
+                of the checkpoint need none here.
 
         An error of an optional component (`required=False`), be it a mismatch, damage, or one raised by its object, leaves that
         component out on all ranks, and the load goes on. `last_load` reports on every component.
@@ -395,14 +399,15 @@ class CheckpointCoordinator:
             CheckpointError: anything else, the same on every rank.
         """
         check_flags(strict=strict)
+        load = partial(self._loader.load, strict=strict, leave_out=frozenset(leave_out))
         path = None if checkpoint_path is None else as_folder("checkpoint_path", checkpoint_path)
         self.maybe_finalize(blocking=True)
         self._history.newer = []
         if path is not None:
-            self.last_load = self._loader.load(path, strict=strict, may_be_old=True)
+            self.last_load = load(path, may_be_old=True)
             self._history.leave_newer(self.last_load)
         else:
-            self.last_load = self._history.load_newest(partial(self._loader.load, strict=strict))
+            self.last_load = self._history.load_newest(load)
         self._history.go_on_from(self.last_load)
 
     def require_no_newer(self) -> None:

@@ -12,12 +12,12 @@ from recipes.support.cli import recipe
 
 @recipe("doctor", writes=False)
 def main(cfg: DictConfig) -> int:
-    from recipes.commands.patterns import examine, keys_of, show
+    from recipes.commands.patterns import examine, keys_of, require_resume, show
     from recipes.support.config import checked
     from recipes.support.launch import launch
 
     keys = keys_of(cfg)
-    result = launch(examine, checked(cfg) | {"doctor": {"steps": keys.steps}})
+    result = launch(examine, require_resume(checked(cfg)) | {"doctor": {"steps": keys.doctor.steps}})
     return 0 if result is None else show(result, as_json=keys.json)
 
 

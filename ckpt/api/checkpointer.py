@@ -6,8 +6,8 @@ import difflib
 import inspect
 import logging
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -120,13 +120,16 @@ class Checkpointer:
     Every rank makes one with the same arguments, and calls its methods in the same order. Ranks are those of `torch.distributed`, if it is
     initialized, else this process alone.
 
+    Rank 0 logs one line for each committed save and each restore (logger "ckpt", INFO), and warns of what was not restored.
+
     Leaving the block saves the last step, if it was not saved. SIGTERM to any rank inside the block saves one step on all ranks, and ends
     the program with exit code 143.
 
     Args:
         folder: the checkpoint root; made by the first save. A checkpoint is `<folder>/checkpoint-<step>`.
         objects: under names that are no arguments: modules, optimizers, and whatever has `state_dict` and `load_state_dict`. One that
-            is None is skipped. `overwrite`, `verify` and other options of `CheckpointCoordinator` are passed on to it.
+            is None is not saved, and `restore` leaves out what a checkpoint holds under its name. `overwrite`, `verify` and other options
+            of `CheckpointCoordinator` are passed on to it.
         every: `step` saves each step that is a multiple of it.
         keep_last, keep_every, keep_best, metric, greater_is_better: which checkpoints stay: see `ckpt.catalog.retention.Retention`.
         format: "zarr", "tensorstore", "kimi-engine", or a backend.
@@ -207,6 +210,7 @@ class Checkpointer:
         self._next_look, self._last_look = 0, (0, time.monotonic())
         self._open = ExitStack()
         given = {name: one for name, one in objects.items() if one is not None}
+        self._left_out = objects.keys() - given.keys() | (set() if save_rng else {"rng"} - given.keys())
         device = _device_of(given) if device is None else as_device(device)
         if save_rng:
             given.setdefault("rng", ProgramRNG(device, seed=torch.initial_seed(), step=lambda: self._step))
@@ -239,9 +243,10 @@ class Checkpointer:
         path = self._path_of(which)
         if path is None and self._is_empty():
             self._is_known = True
+            self._tell("nothing is restored: there is no checkpoint in %s yet", self._folder)
             return Restored(0)
         try:
-            self.coordinator.load_checkpoint(path, strict=strict)
+            self.coordinator.load_checkpoint(path, strict=strict, leave_out=self._left_out)
         except CheckpointNotFoundError as error:
             if near := difflib.get_close_matches(str(which), ("latest", "best"), n=1, cutoff=0.7):
                 error.args = (f'{error} Did you mean restore("{near[0]}")?',)
@@ -257,6 +262,8 @@ class Checkpointer:
         self._step = self._saved_step = step
         self._unsaved = None
         self._next_look, self._last_look = 0, (self._step, time.monotonic())
+        size = f"{report.bytes_needed / 1e9:.4g} GB in {report.load_s:.3g} s"
+        self._tell("step %d is restored: %s: %s", self._step, report.path, size)
         return Restored(self._step, report)
 
     def step(
@@ -305,7 +312,8 @@ class Checkpointer:
         checkpoint_id = as_checkpoint_id(step)
         self._require_own_folder()
         self._step = step
-        path = self.coordinator.save_checkpoint(checkpoint_id=checkpoint_id, metrics=metrics, metadata=metadata)
+        with self._telling_of_saves():
+            path = self.coordinator.save_checkpoint(checkpoint_id=checkpoint_id, metrics=metrics, metadata=metadata)
         if path is None:
             return None
         self._saved_step, self._unsaved = step, None
@@ -336,7 +344,8 @@ class Checkpointer:
             phase.payload = [self._has_sigterm_come(), min(_MOST_STEPS, max(1, round(_LOOK_S * steps_s)))]
         self._next_look, self._last_look = step + phase.payloads[0][1], (step, now)
         if self.coordinator.num_pending:
-            self.coordinator.maybe_finalize()
+            with self._telling_of_saves():
+                self.coordinator.maybe_finalize()
         return any(told for told, _ in phase.payloads)
 
     def list(self) -> list[SavedStep]:
@@ -363,11 +372,15 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait for saves in the background. Collective."""
-        self.coordinator.wait()
+        with self._telling_of_saves():
+            self.coordinator.wait()
 
     def close(self) -> None:
         """Wait for saves in the background, and release threads, processes and memory. Collective."""
-        with self._open:  # left without an error: a signal that has come does not end the process
+        with (
+            self._open,
+            self._telling_of_saves(),
+        ):  # left without an error: a signal that has come does not end the process
             self.coordinator.close()
 
     def __enter__(self) -> Self:
@@ -393,10 +406,24 @@ class Checkpointer:
         with ExitStack() as closing:
             closing.callback(self.close)
             try:
-                self.coordinator.wait()  # else `when_busy="skip"` could leave the last one out
+                self.wait()  # else `when_busy="skip"` could leave the last one out
             finally:
                 if self._unsaved is not None:
                     self.save(**self._unsaved)
+
+    @contextmanager
+    def _telling_of_saves(self) -> Iterator[None]:
+        """Log the saves that the block finds committed, also where it then fails."""
+        known = len(self.coordinator.reports)
+        try:
+            yield
+        finally:
+            for report in self.coordinator.reports[known:]:
+                self._tell("step %d is saved: %s", int(report.checkpoint_id), report)
+
+    def _tell(self, text: str, *values: Any) -> None:
+        if self._topology.is_lead:
+            _log.info(text, *values)
 
     def _path_of(self, which: str | int | Path) -> Path | None:
         if which == "latest":
@@ -447,6 +474,11 @@ class ProgramRNG(RNGState):
     def load_changed(self, saved: Any) -> None:
         """On other ranks: continue from the program's own seed of this rank, and the step."""
         self.seed(self._seed or 0, saved[0].get("step", 0))
+
+
+def names_of_objects(given: Iterable[str]) -> list[str]:
+    """The names among keyword arguments of `Checkpointer` that are those of objects."""
+    return [name for name in given if name not in _OPTIONS and name not in inspect.signature(Checkpointer).parameters]
 
 
 def _require_objects(objects: Mapping[str, Any]) -> None:

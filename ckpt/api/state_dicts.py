@@ -94,8 +94,8 @@ def load(
 
     Args:
         path: of a checkpoint: a folder, or a file. Of Orbax: a step with one item, or an item.
-        into: a state dict whose tensors are filled in place, DTensors of any layout among them, and whose plain values are set. None: whole
-            tensors are made, on the host.
+        into: a state dict whose tensors are filled in place, DTensors of any layout among them, and whose plain values are set; of a
+            checkpoint with components, some of them. None: whole tensors are made, on the host.
         load: "direct", "two-stage", or a loading strategy.
         strict: keys on one side alone, and shapes that differ, are an error; otherwise they are left out.
         allow_pickle: read the pickles that describe checkpoints of other programs; no code in them is run.
@@ -140,7 +140,7 @@ def load(
                 objects = {key: Filled(_mapping(f"into[{key!r}]", one)) for key, one in parts.items()}
                 components = [StateComponent(key, one, AUTO) for key, one in objects.items()]
     loader = Loader(components, run.topology, strategy, device, verify=True, allow_pickle=allow_pickle)
-    report = loader.load(folder, strict=strict, may_be_old=True)
+    report = loader.load(folder, strict=strict, leave_out=sharing.keys() - objects.keys(), may_be_old=True)
     _log.info("%s: %.4g GB in %.3g s", folder, report.bytes_needed / 1e9, report.load_s)
     for one in report.components:
         _log.info("%s", one)

@@ -27,7 +27,7 @@ from transformers.integrations import ClearMLCallback, MLflowCallback, WandbCall
 from transformers.trainer_utils import HubStrategy, SaveStrategy, get_last_checkpoint
 from transformers.utils import ENV_VARS_TRUE_VALUES, is_peft_available, is_sagemaker_mp_enabled
 
-from ckpt.api.checkpointer import Checkpointer
+from ckpt.api.checkpointer import Checkpointer, names_of_objects
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.format.stored import read_manifest
@@ -60,6 +60,7 @@ _NOT_CALLED = (
     "_load_best_model",
 )
 """Methods of `Trainer` that write or read files which a checkpoint of this package does not have."""
+_OWN_OBJECTS = ("model", "optimizer", "scheduler", "scaler", "trainer")
 _GIVEN = {
     "keep_last": "TrainingArguments(save_total_limit=...)",
     "keep_best": "TrainingArguments(metric_for_best_model=...)",
@@ -68,12 +69,7 @@ _GIVEN = {
     "every": "TrainingArguments(save_steps=...)",
     "save_at_end": "TrainingArguments(save_strategy=...)",
     "save_rng": "TrainingArguments(save_only_model=...)",
-    "model": "Trainer itself",
-    "optimizer": "Trainer itself",
-    "scheduler": "Trainer itself",
-    "scaler": "Trainer itself",
-    "trainer": "Trainer itself",
-    "rng": "Trainer itself",
+    **dict.fromkeys((*_OWN_OBJECTS, "rng"), "Trainer itself"),
 }
 """Arguments of `Checkpointer` that follow from something else."""
 _UPLOADS: dict[type, tuple[str, str, Set[str]]] = {
@@ -206,12 +202,14 @@ class CkptTrainerMixin(_Base):
         return path
 
     def _ckpt_read(self, which: str | Path, *, save_rng: bool = False, **objects: Any) -> Path | None:
-        """Restore objects, and nothing else. Collective."""
+        """Restore objects, and nothing else of what this trainer saves. Collective."""
         load = self._ckpt_options.get("load")
         load = load if isinstance(load, str) else "direct"  # an object is in use
         device = device_of(self.model.parameters())
+        names = (*_OWN_OBJECTS, *names_of_objects(self._ckpt_options))
+        given: dict[str, Any] = {name: objects.get(name) for name in names}
         with Checkpointer(
-            self._ckpt_folder, load=load, device=device, save_rng=save_rng, on_sigterm=False, **objects
+            self._ckpt_folder, load=load, device=device, save_rng=save_rng, on_sigterm=False, **given
         ) as checkpoints:
             return checkpoints.restore(which).path
 
@@ -275,7 +273,8 @@ class CkptTrainerMixin(_Base):
         return {"optimizer": optimizer, "scheduler": self.lr_scheduler, "scaler": self.accelerator.scaler}
 
     def _checkpointer(self) -> Checkpointer:
-        objects: dict[str, Any] = {"model": self.model_wrapped, "trainer": self._ckpt_files}
+        objects: dict[str, Any] = dict.fromkeys(_OWN_OBJECTS)
+        objects |= {"model": self.model_wrapped, "trainer": self._ckpt_files}
         if not self.args.save_only_model:
             objects |= self._training_state()
         limit = self.args.save_total_limit

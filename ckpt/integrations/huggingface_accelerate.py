@@ -125,7 +125,8 @@ class CkptAccelerator(Accelerator):
         Args:
             input_dir: of a checkpoint; also one that Accelerate itself saved. None: the newest of `automatic_checkpoint_naming`. A
                 checkpoint of that folder sets `ProjectConfiguration.iteration` to the number after it.
-            load_kwargs, load_model_func_kwargs: passed on for a checkpoint that Accelerate itself saved, otherwise refused.
+            load_kwargs, load_model_func_kwargs: passed on for a checkpoint that Accelerate itself saved, otherwise refused, but for
+                `strict=False`: state that only this program has, or only the checkpoint, is left out.
 
         Raises:
             CheckpointNotFoundError: there is none.
@@ -146,11 +147,12 @@ class CkptAccelerator(Accelerator):
         if any(phase.payloads):
             super().load_state(str(here), load_kwargs, **load_model_func_kwargs)
         else:
+            strict = load_model_func_kwargs.pop("strict", True)
             self._ckpt_require_no("load_state", self._load_model_state_pre_hook, load_kwargs, load_model_func_kwargs)
             loader = Loader(
                 run.components, run.topology, self._ckpt_strategy, run.device, verify=True, allow_pickle=False
             )
-            loader.load(path, strict=True)
+            loader.load(path, strict=strict)
         is_in_root = self.project_dir is not None and path.parent.resolve() == self._ckpt_root.resolve()
         if is_in_root and _NUMBERED.fullmatch(path.name):
             self.project_configuration.iteration = _number(path) + 1

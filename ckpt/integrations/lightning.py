@@ -226,7 +226,7 @@ class CkptCheckpointIO(CheckpointIO):
         device = device_of(model.parameters())
         loader = Loader(components, current_topology(), self._strategy, device, verify=True, allow_pickle=False)
         try:
-            loader.load(path, strict=strict)
+            loader.load(path, strict=strict, leave_out=() if optimizers else [OPTIMIZERS])
         finally:
             self._strategy.close()
         set_model_state_dict(model, objects[MODEL].loaded, options=StateDictOptions(strict=strict))

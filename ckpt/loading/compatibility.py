@@ -5,7 +5,7 @@ Used by a load, and by forecast.py for ranks that do not exist yet.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 from ckpt.errors import MissingStateError, WorldSizeError, describe, rebuild
@@ -50,6 +50,34 @@ def as_saved(component: StateComponent, source: CheckpointSource) -> StateCompon
         return component.with_sharing(saved)
     takes_a_part = offers(component.stateful, Prepared)
     return component.with_sharing(Sharing(SharingPattern.SHARDED if takes_a_part else SharingPattern.REPLICATED))
+
+
+def asked_for(
+    components: Sequence[StateComponent], source: CheckpointSource, leave_out: Collection[str]
+) -> list[StateComponent]:
+    """The components that a load restores, each under the pattern that it is loaded with."""
+    return [as_saved(one, source) for one in components if one.key not in leave_out]
+
+
+def passed_over(
+    source: CheckpointSource, components: Sequence[StateComponent], leave_out: Collection[str], *, strict: bool
+) -> dict[str, ComponentReport]:
+    """Return the reports of components that only the checkpoint has, but for those that are left out on purpose.
+
+    Args:
+        components: all that this run declares.
+
+    Raises:
+        MissingStateError: there are some, and the load is strict.
+    """
+    declared = [one.key for one in components]
+    others = [key for key in source.only_saved(declared) if key not in leave_out]
+    if others and strict:
+        raise MissingStateError(
+            f"components only in the checkpoint: {some_of(others)}; this run has {some_of(declared)}. Give each its object, or load "
+            "with strict=False, which leaves them out."
+        )
+    return {key: ComponentReport(key, Status.SKIPPED, "only in the checkpoint") for key in others}
 
 
 def rows_for_object(source: CheckpointSource, component: StateComponent) -> list[Rows]:

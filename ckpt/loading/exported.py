@@ -80,7 +80,7 @@ class ExportedSource(ManifestSource):
             out = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
             name = entry.alias_of or start + key
             request = ReadRequest(name, f"{component.key}: {key}", whole(entry.shape), out)
-            DirectLoad().prepare([request], self._checkpoint, self._topology, self._device, verify=False).run()
+            DirectLoad().prepare([request], self._checkpoint, self.topology, self._device, verify=False).run()
             found[key] = entry.dtype, entry.shape, digest_of(raw_bytes(out).numpy().data)
         return found
 
@@ -89,7 +89,7 @@ class ExportedSource(ManifestSource):
         return {}
 
     def prepare(self, requests: Sequence[ReadRequest]) -> Reading:
-        return self._strategy.prepare(requests, self._checkpoint, self._topology, self._device, verify=False)
+        return self._strategy.prepare(requests, self._checkpoint, self.topology, self._device, verify=False)
 
 
 def _tensors_of(

@@ -1,25 +1,25 @@
 """Forecast a load: for ranks that need not exist, and without reading a tensor.
 
 The decisions are those of a load (compatibility.py, state_matching.py), made once for each rank. Damage in the bytes of tensors is
-not foreseen: only reading finds it.
+not foreseen: only reading finds it. Damage in other files is found as by a load that verifies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ckpt.errors import CheckpointError, describe, rebuild, sentence
-from ckpt.format.stored import noticing_removal, read_manifest
-from ckpt.loading.compatibility import as_saved, copies_for_object, fit, goes_on, require_something
+from ckpt.format.stored import noticing_removal
+from ckpt.loading.compatibility import asked_for, copies_for_object, fit, goes_on, passed_over, require_something
 from ckpt.loading.direct import DirectLoad
+from ckpt.loading.loader import Loader
 from ckpt.loading.report import ComponentReport, Misfits, Status
-from ckpt.loading.sources import CheckpointSource, CommittedSource
+from ckpt.loading.sources import CheckpointSource
 from ckpt.loading.state_matching import Match, match_changed, report_of_trouble, settle
-from ckpt.loading.strategy import StoredCheckpoint, bytes_of
-from ckpt.loading.torch_save_folders import OldSource, old_files
+from ckpt.loading.strategy import bytes_of
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import Prepared, offers
@@ -71,11 +71,19 @@ class Forecast:
     """Forecast for a load.
 
     Attributes:
-        refusal: the error that it would fail with because nothing would be restored, though no component refuses; "": it would not.
+        refusal: the error that it would fail with though no component refuses; "": it would not.
+        checkpoint_id, config_text: as of `LoadReport`.
     """
 
     components: Sequence[LoadPreview]
-    refusal: str = ""
+    refusal: str
+    checkpoint_id: str
+    config_text: str
+
+    @property
+    def restored(self) -> set[str]:
+        """The components that would be restored, or a part of them."""
+        return {one.key for one in self.components if one.report is not None and goes_on(one.report)}
 
     @property
     def loads(self) -> bool:
@@ -83,8 +91,17 @@ class Forecast:
         return not self.refusal and not any(one.refusal for one in self.components)
 
 
-def forecast(path: Path, ranks: Sequence[Rank], device: Device, *, strict: bool, allow_pickle: bool) -> Forecast:
-    """Forecast `load_checkpoint(path, strict=strict)` on these ranks.
+def forecast(
+    path: Path,
+    ranks: Sequence[Rank],
+    device: Device,
+    *,
+    strict: bool,
+    allow_pickle: bool,
+    leave_out: Collection[str] = (),
+    verify: bool = True,
+) -> Forecast:
+    """Forecast `load_checkpoint(path, strict=strict, leave_out=leave_out)` on these ranks.
 
     Objects that need no tensor, or hold their own, are given the plain values that they would get, so that an error that they raise
     is foreseen too.
@@ -92,48 +109,66 @@ def forecast(path: Path, ranks: Sequence[Rank], device: Device, *, strict: bool,
     Raises:
         CheckpointNotFoundError: there is no checkpoint at the path.
         CheckpointGoneError: it was removed or replaced while it was read.
-        CorruptCheckpointError: its manifest is damaged.
+        CorruptCheckpointError: a file is damaged that the load checks before it reads tensors.
     """
     with noticing_removal(path) as require_there:
-        found = _forecast(path, ranks, device, strict=strict, allow_pickle=allow_pickle)
+        found = _forecast(
+            path, ranks, device, strict=strict, allow_pickle=allow_pickle, verify=verify, leave_out=leave_out
+        )
         if not found.loads:
             require_there()
         return found
 
 
-def _forecast(path: Path, ranks: Sequence[Rank], device: Device, *, strict: bool, allow_pickle: bool) -> Forecast:
-    sources = _sources(path, ranks, device, allow_pickle)
-    numbers = range(len(ranks[0].components))
-    of_ranks = [[as_saved(one, source) for one in rank.components] for rank, source in zip(ranks, sources, strict=True)]
-    previews = [_preview(sources, [components[number] for components in of_ranks], strict) for number in numbers]
-    if any(one.refusal for one in previews):
-        return Forecast(previews)
+def _forecast(
+    path: Path,
+    ranks: Sequence[Rank],
+    device: Device,
+    *,
+    strict: bool,
+    allow_pickle: bool,
+    verify: bool,
+    leave_out: Collection[str],
+) -> Forecast:
+    declared = ranks[0].components
+    loader = Loader((), Topology.alone(), DirectLoad(), device, verify=verify, allow_pickle=allow_pickle)
+    opened = loader.open(path)  # one for all, so that each index is read once
+    sources = [opened.for_rank(rank.topology) for rank in ranks]
+    optional = {one.key for one in declared if not one.required}
+    damaged = [source.check(optional) for source in sources]
+    of_ranks = [asked_for(rank.components, source, leave_out) for rank, source in zip(ranks, sources, strict=True)]
+    previews = [_preview(sources, ones, damaged, strict) for ones in zip(*of_ranks, strict=True)]
+    refusal = ""
     try:
-        require_something({one.key: one.report for one in previews if one.report is not None})
+        if not any(one.refusal for one in previews):
+            require_something({one.key: one.report for one in previews if one.report is not None})
+            passed_over(opened, declared, leave_out, strict=strict)
     except CheckpointError as error:
-        return Forecast(previews, str(error))
-    return Forecast(previews)
+        refusal = str(error)
+    return Forecast(previews, refusal, opened.checkpoint_id, opened.config_text)
 
 
-def _sources(path: Path, ranks: Sequence[Rank], device: Device, allow_pickle: bool) -> list[CheckpointSource]:
-    if files := old_files(path, allow_pickle=allow_pickle):
-        return [OldSource(path, files, rank.topology) for rank in ranks]
-    stored = StoredCheckpoint(path, read_manifest(path))  # one for all, so that each index is read once
-    return [CommittedSource(stored, "", rank.topology, DirectLoad(), device, verify=True) for rank in ranks]
-
-
-def _preview(sources: Sequence[CheckpointSource], ones: Sequence[StateComponent], strict: bool) -> LoadPreview:
+def _preview(
+    sources: Sequence[CheckpointSource],
+    ones: Sequence[StateComponent],
+    damaged: Sequence[Mapping[str, dict[str, Any]]],
+    strict: bool,
+) -> LoadPreview:
     """The forecast for one component.
 
     Args:
         ones: the component of each rank.
+        damaged: what the check of each rank has found.
     """
     first = ones[0]
     preview = LoadPreview(first)
     try:
         if sources[0].holds(first.key):
             preview = LoadPreview(first, misfits=_misfits(sources, ones), moved=sources[0].moved(first))
-        matches = [_matched(source, one, strict) for source, one in zip(sources, ones, strict=True)]
+        matches = [
+            _matched(source, one, strict, found.get(one.key))
+            for source, one, found in zip(sources, ones, damaged, strict=True)
+        ]
         report = settle(first, [match.to_json() for match in matches], matches[0].saved_keys, strict=strict)
         if report.changed:
             copies = [copies_for_object(source, one) for source, one in zip(sources, ones, strict=True)]
@@ -152,11 +187,13 @@ def _preview(sources: Sequence[CheckpointSource], ones: Sequence[StateComponent]
     )
 
 
-def _matched(source: CheckpointSource, component: StateComponent, strict: bool) -> Match:
+def _matched(
+    source: CheckpointSource, component: StateComponent, strict: bool, damage: dict[str, Any] | None = None
+) -> Match:
     """The match of one rank. Ranks may share objects here, so an object forgets what it prepared for one before the next."""
     found = Match(component)
     try:
-        found = fit(source, component, strict=strict)
+        found = fit(source, component, strict=strict, damage=damage)
     finally:
         found.forget_prepared()
     return found

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
@@ -33,7 +33,15 @@ from ckpt.format.manifest import CONFIG_NAME, MANIFEST_NAME, STATE, CheckpointMa
 from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.format.stored import gone, identity_of, read_listed_file, read_manifest_bytes
 from ckpt.format.strict_json import refusing
-from ckpt.loading.compatibility import as_saved, copies_for_object, fit, goes_on, require_something, rows_for_object
+from ckpt.loading.compatibility import (
+    asked_for,
+    copies_for_object,
+    fit,
+    goes_on,
+    passed_over,
+    require_something,
+    rows_for_object,
+)
 from ckpt.loading.exported import ExportedSource
 from ckpt.loading.other_formats.other_source import OtherSource, format_at, open_other
 from ckpt.loading.report import ComponentReport, LoadReport, Status
@@ -117,7 +125,9 @@ class Loader:
     allow_pickle: bool
     files_of: Callable[[bytes, Topology], HeldFiles] | None = None
 
-    def load(self, path: Path, *, strict: bool, may_be_old: bool = False) -> LoadReport:
+    def load(
+        self, path: Path, *, strict: bool, leave_out: Collection[str] = (), may_be_old: bool = False
+    ) -> LoadReport:
         """Load once. See `CheckpointCoordinator.load_checkpoint`. Collective.
 
         Args:
@@ -128,7 +138,7 @@ class Loader:
         """
         before = identity_of(path) if self.topology.is_lead else None
         try:
-            report = self._load(path, strict=strict, may_be_old=may_be_old)
+            report = self._load(path, strict=strict, leave_out=leave_out, may_be_old=may_be_old)
         except _MAY_COME_OF_REMOVAL as error:
             self._require_still_there(path, before, error)
             raise
@@ -152,16 +162,17 @@ class Loader:
         if phase.payloads[0]:
             raise gone(path) from cause
 
-    def _load(self, path: Path, *, strict: bool, may_be_old: bool) -> LoadReport:
+    def _load(self, path: Path, *, strict: bool, leave_out: Collection[str], may_be_old: bool) -> LoadReport:
         started = time.perf_counter()
         with self.topology.operation(f"load of {path.name}"), _forgetting_unless_loaded() as matches:
             source = self._open(path, may_be_old, share_checks=True)
-            load = replace(self, components=[as_saved(component, source) for component in self.components])
+            load = replace(self, components=asked_for(self.components, source, leave_out))
             with self.topology.phase("check") as phase:
                 load._match(source, strict, phase, matches)
                 phase.payload = {key: one.to_json() for key, one in matches.items()}
             with self.topology.phase("compare keys"):
                 reports = load._settle(matches, phase.payloads, strict)
+                others = passed_over(source, self.components, leave_out, strict=strict)
             load._gather_copies(source, matches, reports)
             read, needed, slowest = self._read(source, matches, reports)
             load_s = self._apply(matches, reports, started)
@@ -174,7 +185,7 @@ class Loader:
             needed,
             source.config_text,
             slowest_rank=slowest,
-            components=tuple(reports.values()),
+            components=(*reports.values(), *others.values()),
             run_id=source.run_id,
             metrics=source.metrics,
             metadata=source.metadata,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -35,12 +36,22 @@ class CheckpointSource(Protocol):
     config_text: str
     metrics: Mapping[str, float | None]
     metadata: Mapping[str, Any]
+    topology: Topology
+
+    def for_rank(self, topology: Topology) -> Self:
+        """The same checkpoint, as another rank sees it. What was read of it is shared."""
+        other = copy.copy(self)
+        other.topology = topology
+        return other
 
     def holds(self, key: str) -> bool:
         """Whether it holds this component."""
 
     def component_keys(self) -> Collection[str]:
         """The components it holds, for messages."""
+
+    def only_saved(self, declared: Collection[str]) -> list[str]:
+        """The components with state of a run that are not among these keys. A strict load refuses them."""
 
     def saved_sharing(self, component: StateComponent) -> Sharing | None:
         """The pattern it was saved under; None: the checkpoint does not say. It holds the component."""
@@ -88,7 +99,7 @@ class CheckpointSource(Protocol):
         """Plan how every request is filled. All ranks call it, outside of a phase, each with its own requests."""
 
 
-class ManifestSource:
+class ManifestSource(CheckpointSource):
     """What a manifest answers. See `CheckpointSource`.
 
     Attributes:
@@ -102,13 +113,16 @@ class ManifestSource:
         self.config_text = config_text
         self.metrics = manifest.metrics
         self.metadata = manifest.metadata
-        self._topology = topology
+        self.topology = topology
 
     def holds(self, key: str) -> bool:
         return key in self.manifest.components
 
     def component_keys(self) -> Collection[str]:
         return self.manifest.components
+
+    def only_saved(self, declared: Collection[str]) -> list[str]:
+        return [key for key in self.manifest.components if key not in declared]
 
     def saved_sharing(self, component: StateComponent) -> Sharing:
         saved = self.manifest.components[component.key]
@@ -129,11 +143,11 @@ class ManifestSource:
                 f"component {component.key} out.",
                 component=component.key,
             )
-        return saved.prefix(self._topology)
+        return saved.prefix(self.topology)
 
     def moved(self, component: StateComponent) -> str | None:
         """See `CheckpointSource.moved`."""
-        saved, topology = self.saved_sharing(component), self._topology
+        saved, topology = self.saved_sharing(component), self.topology
         match saved.pattern:
             case SharingPattern.PER_NODE:
                 then, now = self.manifest.topology["nodes"], [list(ranks) for ranks in topology.nodes]
@@ -188,7 +202,7 @@ class ManifestSource:
     def _require_same_group(self, component: StateComponent, then: str | None) -> None:
         """Accept a group of another name with the same instances; the members of any other would get different states."""
         now = component.process_group_name
-        here, there = (self._topology.groups.get(name or "") for name in (now, then))
+        here, there = (self.topology.groups.get(name or "") for name in (now, then))
         if here is not None and there is not None and here.instances != there.instances:
             raise MissingStateError(
                 f"component {component.key} was saved per_group of {then} and is now declared per_group of {now}, whose members are "
@@ -242,9 +256,11 @@ class CommittedSource(ManifestSource):
         Damage in a file of an optional component alone is that component's; in a file of several components it is the checkpoint's.
         """
         damaged: dict[str, dict[str, Any]] = {}
+        mine = slice(self.topology.rank, None, self.topology.world_size)
         if not self._verify:
+            for rank in self.manifest.index_ranks()[mine]:
+                self._checkpoint.index(rank)  # which is checked, and reading tensors needs it
             return damaged
-        mine = slice(self._topology.rank, None, self._topology.world_size)
         for path in list(self.manifest.files)[mine]:
             try:
                 read_listed_file(self._checkpoint.root, self.manifest, path, self._held)
@@ -252,11 +268,11 @@ class CommittedSource(ManifestSource):
                 _note_damage(damaged, path, error, optional)
         for rank in self.manifest.index_ranks()[mine]:
             self._check_files_of(rank, optional, damaged)
-            self._topology.progress()
+            self.topology.progress()
         return damaged
 
     def prepare(self, requests: Sequence[ReadRequest]) -> Reading:
-        return self._strategy.prepare(requests, self._checkpoint, self._topology, self._device, verify=self._verify)
+        return self._strategy.prepare(requests, self._checkpoint, self.topology, self._device, verify=self._verify)
 
     def contents(self, component: StateComponent, prefix: str) -> dict[str, tuple[Any, ...]]:
         """See `CheckpointSource.contents`. Large arrays are not read: their digests are in the indexes."""
@@ -275,7 +291,7 @@ class CommittedSource(ManifestSource):
             ReadRequest(start + key, f"{component.key}: {key}", whole(form[1]), out) for key, form, out in small
         ]
         # Not by the strategy of the load, which may need all ranks.
-        reading = DirectLoad().prepare(requests, self._checkpoint, self._topology, self._device, verify=self._verify)
+        reading = DirectLoad().prepare(requests, self._checkpoint, self.topology, self._device, verify=self._verify)
         reading.run()
         return found | {key: (*form, digest_of(raw_bytes(out).numpy().data)) for key, form, out in small}
 

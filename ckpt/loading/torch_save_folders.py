@@ -31,7 +31,7 @@ from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import raw_bytes, zarr_name
 from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry, digest_of
 from ckpt.format.unpickling import unpickle_state_dict
-from ckpt.loading.sources import Rows, require_same_kind
+from ckpt.loading.sources import CheckpointSource, Rows, require_same_kind
 from ckpt.loading.strategy import ReadRequest, ReadStats, bytes_of
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import NamedFromPositions, offers
@@ -83,7 +83,7 @@ class _Copying:
         """Nothing is held."""
 
 
-class OldSource:
+class OldSource(CheckpointSource):
     """A folder of pickled files, open for reading by one rank. See `ckpt.loading.sources.CheckpointSource`.
 
     Args:
@@ -99,7 +99,7 @@ class OldSource:
         self.checkpoint_id = folder.name.removeprefix("checkpoint-")
         self._folder = folder
         self._files = files
-        self._topology = topology
+        self.topology = topology
         self._copies: dict[str, tuple[SharingPattern, dict[str, str]]] = {}
         self._leaves: dict[tuple[str, str], Leaves] = {}
 
@@ -108,6 +108,11 @@ class OldSource:
 
     def component_keys(self) -> Collection[str]:
         return list(dict.fromkeys(match["key"] for name in self._files if (match := _FILE.fullmatch(name))))
+
+    def only_saved(self, declared: Collection[str]) -> list[str]:
+        names = [name for name in self._files if not any(_read_name(name, key) for key in declared)]
+        keys = dict.fromkeys(match["key"] for name in names if (match := _FILE.fullmatch(name)))
+        return [key for key in keys if key not in declared]
 
     def saved_sharing(self, component: StateComponent) -> Sharing | None:
         """See `CheckpointSource.saved_sharing`: by the names of its files, if they are of one kind without groups."""
@@ -128,7 +133,7 @@ class OldSource:
                 f"leave component {component.key} out.",
                 component=component.key,
             )
-        return self._prefixes_here(component, copies)[self._topology.rank]
+        return self._prefixes_here(component, copies)[self.topology.rank]
 
     def moved(self, component: StateComponent) -> str | None:
         was, copies = self._copies_of(component)
@@ -182,7 +187,7 @@ class OldSource:
             prefix = next(p for k, p in self._leaves if k == key and rest.startswith(p))
             saved = _plain_tensor(self._leaves[key, prefix].tensors[rest.removeprefix(prefix)])
             request.out.copy_(saved[request.box.slices])
-            self._topology.progress()
+            self.topology.progress()
         num_bytes = bytes_of(requests)
         return ReadStats(num_bytes, num_bytes)
 
@@ -208,7 +213,7 @@ class OldSource:
 
     def _prefixes_here(self, component: StateComponent, saved: Collection[str]) -> list[str]:
         """The prefix of each rank's copy in this run. A group instance is found by the rank that saved it, where names give that."""
-        topology, kind = self._topology, component.pattern
+        topology, kind = self.topology, component.pattern
         sets = holders_of(component, topology) if kind in OWN_COPIES else [range(topology.world_size)]
         here: dict[int, str] = {}
         for number, ranks in enumerate(sets):

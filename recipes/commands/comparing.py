@@ -90,7 +90,9 @@ def of_configs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Differenc
 
 def listed(found: Sequence[Difference], *, all: bool) -> list[str | Listing]:
     """Return the differences for `show`: without `all` a few of each component, and the number of the others."""
-    table = Listing("component", "name", "difference", "a", "b", "elements", "largest", right=(5, 6), names=2, bare=(2,))
+    table = Listing(
+        "component", "name", "difference", "a", "b", "elements", "largest", right=(5, 6), names=2, bare=(2,)
+    )
     for one in first_rows(found, lambda one: one.component, most=most_rows(all=all)):
         of_bits = one.what == "bits"
         cells = [f"norm {value:.6g}" if of_bits else _text(value) for value in (one.a, one.b)]

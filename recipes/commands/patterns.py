@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
 
-from ckpt.errors import ConfigurationError
+from ckpt.catalog.ledger import Ledger
+from ckpt.errors import CheckpointNotFoundError, ConfigurationError
 from ckpt.ranks.topology import Topology
 from ckpt.state.doctor import PatternVerdict
 from recipes.support.sentences import in_config_words
 from recipes.support.tables import Listing, counted, print_json
 from recipes.support.tables import show as show_parts
-from recipes.training.training import set_up
+from recipes.training.training import require_named_checkpoint, set_up
+
+
+@dataclass
+class StepsKeys:
+    steps: int = 2
 
 
 @dataclass
 class DoctorKeys:
     """The doctor's keys beside those of a training run."""
 
-    steps: int = 2
+    doctor: StepsKeys = field(default_factory=StepsKeys)
     json: bool = False
 
 
@@ -30,19 +36,31 @@ def keys_of(cfg: DictConfig) -> DoctorKeys:
     """Pop the doctor's own keys from the config and return them, their types checked.
 
     Raises:
-        ConfigurationError: there is no such key, or doctor.steps is negative.
+        ConfigurationError, OmegaConfBaseException: there is no such key, or a value is wrong.
     """
     with open_dict(cfg):
-        own = cfg.pop("doctor")
-        as_json = cfg.pop("json")
-    try:
-        keys = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DoctorKeys), own, {"json": as_json}))
-    except OmegaConfBaseException as error:
-        raise ConfigurationError(f"{str(error).splitlines()[0]}; the doctor has doctor.steps and json") from error
+        own = {one.name: cfg.pop(one.name) for one in fields(DoctorKeys)}
+    keys = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DoctorKeys), own))
     assert isinstance(keys, DoctorKeys)
-    if keys.steps < 0:
-        raise ConfigurationError(f"doctor.steps={keys.steps}: expected at least 0")
+    if keys.doctor.steps < 0:
+        raise ConfigurationError(f"doctor.steps={keys.doctor.steps}: expected at least 0")
     return keys
+
+
+def require_resume(cfg: dict[str, Any]) -> dict[str, Any]:
+    """Return the config, before any rank starts, if there is what `resume` names.
+
+    Raises:
+        CheckpointNotFoundError: there is not.
+    """
+    require_named_checkpoint(cfg)
+    root = cfg["checkpoint_root"]
+    if cfg["resume"] == "latest" and Ledger(Path(root), run_id="reader").newest() is None:
+        raise CheckpointNotFoundError(
+            f"resume=latest: there is no checkpoint in {root}. The doctor writes no run folder: give that of the run to examine as "
+            "run_dir=outputs/<run_name>, or a checkpoint as resume=<path>"
+        )
+    return cfg
 
 
 def examine(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
@@ -50,7 +68,7 @@ def examine(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
     training, coordinator = set_up(cfg, topology)
     if cfg["resume"] is not None:
         path = None if cfg["resume"] == "latest" else cfg["resume"]
-        coordinator.load_checkpoint(path, strict=cfg["load"]["strict"])
+        coordinator.load_checkpoint(path, strict=cfg["load"]["strict"], leave_out=training.left_out)
     for _ in range(cfg["doctor"]["steps"]):
         training.step()
     return {

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from rich.filesize import decimal
 
-from ckpt.errors import CheckpointNotFoundError, ConfigurationError
+from ckpt.errors import ConfigurationError
 from ckpt.format.manifest import CheckpointManifest
 from ckpt.format.names import local_path
-from ckpt.format.stored import not_a_checkpoint, read_manifest
+from ckpt.format.stored import read_manifest
 from ckpt.loading.forecast import Forecast, LoadPreview, Rank, forecast
+from ckpt.loading.loader import require_checkpoint
 from ckpt.loading.report import Misfits, Status
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import OWN_COPIES, SharingPattern, default_elastic
@@ -85,15 +86,26 @@ def plan(keys: PlanKeys, cfg: DictConfig) -> Plan:
     given = cfg.launch.nproc_per_node
     num_ranks = keys.nodes * given if isinstance(given, int) else 0
     run = checked(cfg, num_ranks=num_ranks)
-    manifest = read_manifest(path) if is_checkpoint(path) else None
-    if manifest is None and not run["load"]["allow_pickle"] and not list(path.glob("*_state*.pt")):
-        what = not_a_checkpoint(path) if path.exists() else f"{path} does not exist"
-        raise CheckpointNotFoundError(f"{what}; give the folder of a committed checkpoint as checkpoint=")
-    layout: Layout = made(run["parallel"])
-    ranks = [Rank(parts.topology, parts.components()) for parts in _parts_of_ranks(run, layout, num_ranks, keys.nodes)]
-    device = made(run["device"])
     load = run["load"]
-    found = forecast(path, ranks, device, strict=load["strict"], allow_pickle=load["allow_pickle"])
+    require_checkpoint(path, allow_pickle=load["allow_pickle"])
+    manifest = read_manifest(path) if is_checkpoint(path) else None
+    layout: Layout = made(run["parallel"])
+    parts = _parts_of_ranks(run, layout, num_ranks, keys.nodes)
+    ranks = [Rank(one.topology, one.components()) for one in parts]
+    found = forecast(
+        path,
+        ranks,
+        made(run["device"]),
+        strict=load["strict"],
+        allow_pickle=load["allow_pickle"],
+        leave_out=parts[0].left_out,
+        verify=load["verify"],
+    )
+    if found.loads:
+        try:
+            parts[0].go_on_from(str(path), found.checkpoint_id, found.restored, found.config_text)
+        except ConfigurationError as error:
+            found = replace(found, refusal=str(error))
     axes = " x ".join(f"{axis} {size}" for axis, size in layout.sizes(num_ranks).items())
     named = f"parallel={layout.name}" + (f" ({axes})" if axes else "")
     return Plan(path, manifest, ranks[0].topology, named, found, _exact(found, layout, num_ranks))

@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from recipes.support import CONF
 from recipes.support.completion import script
 from recipes.support.help import help_text
-from recipes.support.sentences import sentence_of, sentence_of_arguments
+from recipes.support.sentences import sentence_of, sentence_of_arguments, sentence_of_choices
 
 Work = Callable[[DictConfig], int | None]
 
@@ -195,7 +195,7 @@ class _Command:
             if error.pid != os.getpid():
                 self._print(str(error))
         elif self.job.calls == 0 and isinstance(error, ValueError):  # Hydra's own, of an override such as ckpt=null
-            self._print(" ".join(str(error).split()))
+            self._print(sentence_of_choices(str(error), sys.argv[1:], CONF))
         elif isinstance(error, KeyError) and error.args == ("COMP_LINE",):  # of Hydra's completion
             self._print(
                 "-sc query=bash is asked by bash, which sets COMP_LINE; -sc install=bash prints the code for completion"
@@ -227,7 +227,11 @@ class FolderCallback(Callback):
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         if (command := _UNDER_WAY.get(None)) is not None:
-            command.begin(Path(str(config.hydra.run.dir)).absolute(), ())
+            try:
+                folder = str(config.hydra.run.dir)
+            except OmegaConfBaseException as error:  # output_dir=null
+                raise _Refused from error
+            command.begin(Path(folder).absolute(), ())
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         if (command := _UNDER_WAY.get(None)) is not None:

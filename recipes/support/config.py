@@ -25,13 +25,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.format.names import local_path
+from ckpt.memory.device import Device
+from ckpt.saving.arguments import as_backend, as_strategy
 from ckpt.saving.host_cache import memories_of
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.state.pattern_check import check_choice
 from ckpt.state.sharing import check_component
 from ckpt.storage.pool import Memories
-from recipes.support.keys import by_dotted_key
+from recipes.support.keys import by_dotted_key, shown
 from recipes.support.metrics import check_report
+from recipes.support.sentences import wrong_value
 from recipes.training.parallel.base import Layout
 
 OWN_COMPONENTS = ("model", "optimizer", "scheduler", "dataset", "rng")
@@ -134,6 +137,7 @@ class RunKeys:
 
 
 Keys = TypeVar("Keys")
+Kind = TypeVar("Kind")
 
 
 def command_keys(cfg: DictConfig, schema: type[Keys], paths: Mapping[str, str]) -> Keys:
@@ -158,6 +162,10 @@ def command_keys(cfg: DictConfig, schema: type[Keys], paths: Mapping[str, str]) 
 
 def save_settings(save: Mapping[str, Any]) -> SaveSettings:
     """Return the coordinator's argument `saves`, from the keys of `save`."""
+    if not isinstance(save, Mapping):
+        raise ConfigurationError(
+            f"coordinator.saves.save={shown(save)}: expected the keys of save; leave it at ${{save}}"
+        )
     return SaveSettings(**{one.name: save[one.name] for one in fields(SaveSettings)})
 
 
@@ -184,7 +192,8 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
     for name in ("ckpt", "strategy", "coordinator"):  # the coordinator last: its nodes repeat others
         bind(run[name], name, AT_RUN_TIME[name])
     kept_memories(run)
-    made(run["strategy"])
+    as_strategy(made(run["strategy"]))
+    _require_group("strategy.group", run["strategy"].get("group"), layout.axes)
     if run["load"]["reread"] is None:
         run["load"]["reread"] = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
     run["components"] = {key: _component(key, node, layout.axes) for key, node in run["components"].items()}
@@ -200,9 +209,9 @@ def check_training(run: Mapping[str, Any], num_ranks: int) -> Layout:
     """
     for name in ("device", "parallel", "model", "data", "optimizer"):
         bind(run[name], name, AT_RUN_TIME[name])
-    made(run["device"]).require()
-    made(run["data"])
-    layout: Layout = made(run["parallel"])
+    made_as(Device, "device", run["device"]).require()
+    _require_loader(run["data"])
+    layout = made_as(Layout, "parallel", run["parallel"])
     layout.check(num_ranks)
     check_batch(run, layout, num_ranks)
     return layout
@@ -264,7 +273,7 @@ def kept_memories(run: Mapping[str, Any]) -> Memories | None:
         ConfigurationError: a setting of saves contradicts another one, or the backend.
     """
     saves = made(run["coordinator"]["saves"]) if "saves" in run["coordinator"] else SaveSettings()
-    return memories_of(made(run["ckpt"]), saves)
+    return memories_of(as_backend(made(run["ckpt"])), saves)
 
 
 def made(node: Mapping[str, Any], **given: Any) -> Any:
@@ -274,6 +283,36 @@ def made(node: Mapping[str, Any], **given: Any) -> Any:
     """
     make: partial[Any] = instantiate({**node, "_partial_": True, "_convert_": "all"})
     return make(**given)
+
+
+def made_as(kind: type[Kind], name: str, node: Mapping[str, Any], **given: Any) -> Kind:
+    """Return what the `_target_` of a node makes.
+
+    Raises:
+        ConfigurationError: it is no `kind`.
+    """
+    return require_kind(kind, name, node, made(node, **given))
+
+
+def require_kind(kind: type[Kind], name: str, node: Mapping[str, Any], one: Any) -> Kind:
+    """Return an object that the `_target_` of a node has made, if it is a `kind`; see `made_as`."""
+    if not isinstance(one, kind):
+        raise ConfigurationError(
+            f"{name}: {node['_target_']} makes a {type(one).__name__}; expected a {kind.__module__}.{kind.__qualname__}"
+        )
+    return one
+
+
+def _require_loader(node: Mapping[str, Any]) -> None:
+    loader = getattr(made(node), "loader", None)
+    takes = ("context", "batch_size", "seed", "topology", "device", "share")
+    try:
+        inspect.signature(loader).bind(**dict.fromkeys(takes))  # type: ignore[arg-type]
+    except TypeError as error:  # also of None
+        raise ConfigurationError(
+            f"data: {node['_target_']} makes an object without a method loader({', '.join(takes)}), which returns the batches of a "
+            "rank, as that of recipes.training.text.TextData does"
+        ) from error
 
 
 def check_batch(run: Mapping[str, Any], layout: Layout, num_ranks: int) -> None:
@@ -300,7 +339,12 @@ def bind(node: MutableMapping[str, Any], name: str, given: Collection[str] = ())
     """
     if "_target_" not in node:
         raise ConfigurationError(f"{name} has no _target_, the class it should make; choose one with {name}=<choice>")
-    target = _located(str(node["_target_"]), name)
+    path = node["_target_"]
+    if not isinstance(path, str) or "." not in path:
+        raise ConfigurationError(
+            f"{name}._target_={shown(path)}: expected the name of a class or function with its module, such as torch.optim.AdamW"
+        )
+    target = _located(path, name)
     keys = [str(key) for key in node if key not in _HYDRAS_OWN]
     parameters = _parameters(target)
     known = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -341,6 +385,8 @@ def _signature(function: Any) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(function, eval_str=True).parameters
     except (NameError, TypeError):  # it has annotations that exist for type checkers only
         return inspect.signature(function).parameters
+    except ValueError:  # of C, without a signature: only the call tells
+        return {"keys": inspect.Parameter("keys", inspect.Parameter.VAR_KEYWORD)}
 
 
 def _is_open(parameters: Mapping[str, inspect.Parameter]) -> bool:
@@ -369,7 +415,7 @@ def _typed(value: Any, hint: Any, key: str) -> Any:
     """Convert a value to the annotated type of its argument, if OmegaConf knows that type."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     plain = tuple(kind for kind in kinds if kind in (bool, int, float, str, NoneType))
-    if isinstance(value, Mapping) or type(value) in kinds or hint is inspect.Parameter.empty:
+    if type(value) in kinds or hint is inspect.Parameter.empty or (isinstance(value, Mapping) and not plain):
         return value
     try:  # of `float | Tensor` a config can hold the float
         schema = _schema(hint if plain in ((), (NoneType,)) else Union[plain])  # noqa: UP007
@@ -378,7 +424,7 @@ def _typed(value: Any, hint: Any, key: str) -> Any:
     try:
         return OmegaConf.to_container(OmegaConf.merge(schema, {"value": value}))["value"]  # type: ignore[index,call-overload]
     except OmegaConfBaseException as error:
-        raise ConfigurationError(f"{key}={value}: {str(error).strip().splitlines()[0]}") from error
+        raise ConfigurationError(wrong_value(error, key)) from error
 
 
 @functools.cache
@@ -412,7 +458,7 @@ def _component(key: str, node: Any, group_names: Collection[str]) -> dict[str, A
     try:
         keys = resolved(ComponentKeys, {k: v for k, v in node.items() if k in COMPONENT_KEYS})
     except OmegaConfBaseException as error:
-        raise ConfigurationError(f"{where}.{error.full_key}: {str(error).strip().splitlines()[0]}") from error
+        raise ConfigurationError(wrong_value(error, f"{where}.{error.full_key}")) from error
     _check_sharing(key, keys, group_names)
     return keys | rest
 
@@ -426,27 +472,33 @@ def _check_sharing(key: str, keys: Mapping[str, Any], group_names: Collection[st
             )
         return
     check_component(key, **{k: v for k, v in keys.items() if k != "required"})
-    if group is not None and group not in group_names:
-        has = f"has {', '.join(group_names)}" if group_names else "has none"
+    _require_group(f"components.{key}.process_group_name", group, group_names)
+
+
+def _require_group(key: str, group: Any, names: Collection[str]) -> None:
+    if isinstance(group, str) and group not in names:
+        has = f"has {', '.join(names)}" if names else "has none"
         raise ConfigurationError(
-            f"components.{key}.process_group_name={group}: there is no such process group; the layout chosen with parallel= {has}"
+            f"{key}={group}: there is no such process group; the layout chosen with parallel= {has}"
         )
 
 
 def require_numbers(run: Mapping[str, Any], least: Mapping[str, int], *, seconds: Collection[str] = ()) -> None:
-    """Refuse numbers that are too small.
+    """Refuse numbers that are too small, or that no seed or counter can hold.
 
     Args:
         least: dotted key -> the smallest value; null is allowed where the schema allows it.
         seconds: dotted keys of times, which are more than 0.
 
     Raises:
-        ConfigurationError: a number is too small.
+        ConfigurationError: a number is too small or too large.
     """
     values = by_dotted_key(run)
     for key, minimum in least.items():
         if values[key] is not None and values[key] < minimum:
             raise ConfigurationError(f"{key}={values[key]}: expected at least {minimum}")
+        if values[key] is not None and values[key] >= 1 << 63:
+            raise ConfigurationError(f"{key}={values[key]}: expected less than 2**63")
     for key in seconds:
         if not values[key] > 0:
             raise ConfigurationError(f"{key}={values[key]}: expected more than 0 seconds")

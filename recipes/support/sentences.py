@@ -7,13 +7,20 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
-from omegaconf import OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf import BooleanNode, DictConfig, FloatNode, IntegerNode, ListConfig, OmegaConf, StringNode
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    ValidationError,
+)
 
-from recipes.support.keys import by_dotted_key
+from recipes.support.keys import by_dotted_key, shown
 
 
 def sentence_of(error: BaseException, conf: Path, config_name: str) -> str:
@@ -32,7 +39,7 @@ def sentence_of(error: BaseException, conf: Path, config_name: str) -> str:
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} has no value: give it with {error.full_key}=<value>"
     if isinstance(error, OmegaConfBaseException):
-        return _wrong_value(error)
+        return wrong_value(error)
     if isinstance(error, HydraException):
         return _of_hydra(error, conf, config_name)
     from ckpt.errors import sentence
@@ -94,9 +101,11 @@ def sentence_of_arguments(said: str, arguments: Sequence[str]) -> str:
 
 
 def _of_hydra(error: HydraException, conf: Path, config_name: str) -> str:
-    refused = re.match(r"Could not (?:override|delete(?: from config\.)?) '([^']+)'", str(error))
+    refused = re.match(r"Could not (override|delete)(?: from config\.)? '([^']+)'", str(error))
+    if refused is not None and refused[1] == "delete" and refused[2] in _keys(conf, config_name):
+        return f"~{refused[2]}: a key whose value is null cannot be taken out; in a file of your own, with --config-dir, leave it out"
     if refused is not None:
-        return _no_such_key(refused[1], conf, config_name)
+        return _no_such_key(refused[2], conf, config_name)
     merging = re.match(r"Error merging override (.*)", str(error))
     if merging is not None and isinstance(error.__cause__, OmegaConfBaseException):
         return f"{merging[1]}: {_first_line(error.__cause__)}"
@@ -115,13 +124,40 @@ def _of_hydra(error: HydraException, conf: Path, config_name: str) -> str:
     return text or type(error).__name__
 
 
+def sentence_of_choices(said: str, words: Sequence[str], conf: Path) -> str:
+    """Return the one-line text of Hydra's error about a choice that is no name, such as `ckpt=null`.
+
+    Args:
+        words: the command line.
+    """
+    for group, _, choice in (word.partition("=") for word in words):
+        options = sorted(file.stem for file in (conf / group).glob("*.yaml")) if choice else []
+        if options and not isinstance(yaml.safe_load(choice), str | list):
+            return f"{group}={choice}: expected a choice; {group} is one of {', '.join(options)}"
+    return " ".join(said.split())
+
+
+_MEANT = {
+    "gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "ascend": "npu", "cann": "npu",
+    "safetensors": "kimi-engine", "ocdbt": "tensorstore",
+    "dp": "ddp", "tp": "ddp_tp", "pp": "pipeline",
+}  # fmt: skip
+"""Other names of choices."""
+_NOT_SUPPORTED = {"mps", "tpu", "xla", "xpu", "hpu", "mlu", "musa"}
+"""Devices, of which none is like another."""
+
+
 def _no_such_choice(error: MissingConfigException) -> str:
     group, _, choice = (error.missing_cfg_file or "").rpartition("/")
     if not group or not error.options:
         return " ".join(str(error).split("Config search path")[0].split())
-    near = difflib.get_close_matches(choice, error.options, n=1)
+    name = choice.lower()
+    near = [_MEANT.get(name, name)]
+    if near[0] not in error.options:
+        near = [] if name in _NOT_SUPPORTED else difflib.get_close_matches(name, error.options, n=1)
+    what = "it is not supported" if name in _NOT_SUPPORTED else "there is no such choice"
     hint = f"did you mean {near[0]}? " if near else ""
-    return f"{group}={choice}: there is no such choice; {hint}{group} is one of {', '.join(sorted(error.options))}"
+    return f"{group}={choice}: {what}; {hint}{group} is one of {', '.join(sorted(error.options))}"
 
 
 def _no_such_key(key: str, conf: Path, config_name: str) -> str:
@@ -144,9 +180,35 @@ def _keys(conf: Path, config_name: str) -> list[str]:
     return sorted({".".join(parts[: n + 1]) for parts in leaves for n in range(len(parts))})
 
 
-def _wrong_value(error: OmegaConfBaseException) -> str:
+_EXPECTED: dict[type, str] = {
+    IntegerNode: "a whole number",
+    FloatNode: "a number",
+    BooleanNode: "true or false",
+    StringNode: "a text",
+    ListConfig: "a list, such as [a,b]",
+    DictConfig: "keys with values, such as {a:1}",
+}
+"""The node of a key's type -> what it takes."""
+
+
+def wrong_value(error: OmegaConfBaseException, key: str = "") -> str:
+    """Return the one-line text of an error about the value of a key, or about what the value refers to.
+
+    Args:
+        key: the dotted key; "": the one that the error names.
+    """
     text = _first_line(error)
-    return f"{error.full_key}: {text}" if error.full_key and error.full_key not in text else text
+    referred = re.match(r"While dereferencing interpolation '\$\{([\w.]+)\}'", text)
+    key = referred[1] if referred else key or error.full_key or ""
+    if re.match(r"field '.*' is not Optional", text):
+        return f"{key}=null: expected {_EXPECTED[DictConfig]}"
+    if (merged := re.match(r"Merge error: .* value: (.*)", text)) is not None:
+        return f"{key}{'=' if key else ''}{merged[1]}: expected {_EXPECTED[DictConfig]}; --help-all shows the keys"
+    expected = _EXPECTED.get(type(error.child_node))
+    if expected and isinstance(error, ValidationError):
+        value = error.value
+        return f"{key}={shown(OmegaConf.to_container(value) if OmegaConf.is_config(value) else value)}: expected {expected}"
+    return f"{key}: {text}" if key and key not in text else text
 
 
 def _first_line(error: BaseException) -> str:

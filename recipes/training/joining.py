@@ -21,7 +21,7 @@ from ckpt.engine.elastic.membership import Rendezvous
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, RankAbsentError
 from ckpt.format.names import step_of
 from ckpt.loading.direct import DirectLoad
-from ckpt.loading.loader import Loader, committed_newest_first
+from ckpt.loading.loader import Loader, committed_newest_first, components_of
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import StateComponent
@@ -162,5 +162,5 @@ def _model_in(path: Path, model: Mapping[str, Any]) -> tuple[int, dict[str, torc
     component = StateComponent("model", state, "global")
     with Topology.alone() as topology:
         loader = Loader([component], topology, DirectLoad(), host, verify=True, allow_pickle=False)
-        loader.load(path, strict=True)
+        loader.load(path, strict=True, leave_out=components_of(path).keys() - {component.key})
     return step, state.state_dict()

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ckpt.errors import ConfigurationError
-from ckpt.loading.loader import LoadReport
-from ckpt.loading.report import Status
-from recipes.support.config import GIVEN, values_of
+from recipes.support.config import GIVEN
 
 CHANGEABLE = ("lr", "weight_decay", "betas", "eps")
 """Options of an optimizer that may change on a resume, because the optimizer's state does not depend on them."""
@@ -78,7 +76,9 @@ class Settled:
 
 def settle(
     cfg: Mapping[str, Any],
-    loaded: LoadReport,
+    path: str,
+    restored: Collection[str],
+    stored: Mapping[str, Any],
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LambdaLR,
 ) -> Settled:
@@ -86,23 +86,26 @@ def settle(
 
     Every rank calls it with equal arguments, right after the load.
 
+    Args:
+        path: of the checkpoint.
+        restored: the components that the load has restored.
+        stored: the values of its config by dotted key.
+
     Raises:
         ConfigurationError: a value of the command line contradicts what the checkpoint restored, and can no longer take effect.
     """
     settled = Settled(copy.deepcopy(dict(cfg)), optimizer, scheduler)
-    restored = {one.key for one in loaded.components if one.status in (Status.RESTORED, Status.PARTLY)}
-    stored = values_of(loaded.config_text)
     options: dict[str, Any] = {}
     if "optimizer" in restored:
-        _require_same_class(cfg, stored, loaded.path)
+        _require_same_class(cfg, stored, path)
         options |= {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "lr")}
     if "scheduler" in restored:
         options["lr"] = scheduler.base_lrs[0]
     for option, value in options.items():
         if option in cfg["optimizer"]:
             settled.settle_option(option, _plain(value))
-    if restored & {"rng", "dataset"}:
-        settled.settle_seed(stored.get("train.seed", cfg["train"]["seed"]), loaded.path)
+    if "rng" in restored or "dataset" in restored:
+        settled.settle_seed(stored.get("train.seed", cfg["train"]["seed"]), path)
     return settled
 
 

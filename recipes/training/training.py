@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from ckpt.errors import (
     printable,
 )
 from ckpt.format.names import step_of
+from ckpt.loading.compatibility import goes_on
 from ckpt.loading.loader import LoadReport, require_checkpoint
 from ckpt.loading.report import some_of
 from ckpt.memory.device import Device
@@ -32,7 +33,16 @@ from ckpt.state.abilities import Declared, offers
 from ckpt.state.address import local_tensor
 from ckpt.state.state_digest import state_digest
 from ckpt.state.statefuls import ModelState, OptimizerState, RNGState
-from recipes.support.config import COMPONENT_KEYS, check_batch, config_text, made
+from recipes.support.config import (
+    COMPONENT_KEYS,
+    OWN_COMPONENTS,
+    check_batch,
+    config_text,
+    made,
+    made_as,
+    require_kind,
+    values_of,
+)
 from recipes.support.report import SUMMARY_NAME, Report, Summary, write_summary
 from recipes.support.run_folder import writing
 from recipes.training.parallel.base import Arranged, Layout
@@ -53,13 +63,7 @@ def settle_start(cfg: dict[str, Any]) -> dict[str, Any]:
         StorageError: the checkpoint root cannot be made.
     """
     root, resumed = cfg["checkpoint_root"], cfg["resume"]
-    if resumed not in (None, "latest"):
-        try:
-            require_checkpoint(Path(resumed), allow_pickle=cfg["load"]["allow_pickle"])
-        except CheckpointNotFoundError as error:
-            if not difflib.get_close_matches(Path(resumed).name, ["latest"], cutoff=0.7):
-                raise
-            raise CheckpointNotFoundError(f"{error} Did you mean resume=latest?") from error
+    require_named_checkpoint(cfg)
     committed = Ledger(Path(root), run_id="reader").committed()
     if not cfg["overwrite"]:
         _require_own_history(cfg, committed)
@@ -71,6 +75,19 @@ def settle_start(cfg: dict[str, Any]) -> dict[str, Any]:
         )
         return cfg | {"resume": None}
     return cfg
+
+
+def require_named_checkpoint(cfg: Mapping[str, Any]) -> None:
+    """Raise CheckpointNotFoundError if `resume` names a folder that holds no checkpoint."""
+    resumed = cfg["resume"]
+    if resumed in (None, "latest"):
+        return
+    try:
+        require_checkpoint(Path(resumed), allow_pickle=cfg["load"]["allow_pickle"])
+    except CheckpointNotFoundError as error:
+        if not difflib.get_close_matches(Path(resumed).name, ["latest"], cutoff=0.7):
+            raise
+        raise CheckpointNotFoundError(f"{error} Did you mean resume=latest?") from error
 
 
 def _require_own_history(cfg: Mapping[str, Any], committed: Sequence[Committed]) -> None:
@@ -136,7 +153,7 @@ def train(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
 
 def set_up(cfg: dict[str, Any], topology: Topology) -> tuple[Training, CheckpointCoordinator]:
     """Make the parts of a run, and the coordinator of its components. Collective."""
-    make_coordinator = instantiate(cfg["coordinator"])
+    make_coordinator = instantiate({**cfg["coordinator"], "_partial_": True})
     device: Device = make_coordinator.keywords["device"]
     with topology.operation("the set-up of the run"), topology.phase("build"), device.telling_of_room():
         training = Training(cfg, topology, device)
@@ -174,8 +191,12 @@ class Training:
         self.layout.check(num_ranks)
         check_batch(cfg, self.layout, num_ranks)
         seed = cfg["train"]["seed"]
-        self.model: torch.nn.Module = made(cfg["model"], seed=seed).to(device.torch_device)
+        self.model = made_as(torch.nn.Module, "model", cfg["model"], seed=seed).to(device.torch_device)
         self.layout.fit(self.model, num_ranks)
+        if not isinstance(getattr(self.model, "context", None), int):
+            raise ConfigurationError(
+                f"model: a {type(self.model).__name__} has no attribute context, the number of tokens of a sample, which the loader needs"
+            )
         self.loader = made(cfg["data"]).loader(
             context=self.model.context,
             batch_size=cfg["train"]["batch_size"],
@@ -200,7 +221,7 @@ class Training:
             optimizer = made(node, params=self.model.parameters())
         except (TypeError, ValueError) as error:  # of values that their types allow, such as lr=-1
             raise ConfigurationError(f"optimizer: {node['_target_']} refuses its values: {error}") from None
-        self.optimizer = arranged.wrap_optimizer(optimizer)
+        self.optimizer = arranged.wrap_optimizer(require_kind(torch.optim.Optimizer, "optimizer", node, optimizer))
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate_factor)
         self.model_state = ModelState(self.model)
         self.optimizer_state = OptimizerState(self.optimizer, self.model)
@@ -225,14 +246,42 @@ class Training:
         order = [*(key for key in objects if key != "rng"), "rng"]
         return [_component(key, objects[key], nodes[key]) for key in order if key in nodes]
 
+    @property
+    def left_out(self) -> frozenset[str]:
+        """The recipe's own components that the config is without, as after `~components.optimizer`."""
+        return frozenset(OWN_COMPONENTS) - self.cfg["components"].keys()
+
     def coordinated(self, make: Callable[..., CheckpointCoordinator]) -> CheckpointCoordinator:
         """Make the coordinator of these components. Collective."""
-        return make(  # by name: `AT_RUN_TIME` of `recipes.support.config` lists the names
+        coordinator = make(  # by name: `AT_RUN_TIME` of `recipes.support.config` lists the names
             state_components=self.components(),
             process_groups=self.layout.process_groups(self.topology),
             topology=self.topology,
             config_text=config_text(self.cfg),
         )
+        return require_kind(CheckpointCoordinator, "coordinator", self.cfg["coordinator"], coordinator)
+
+    def go_on_from(self, path: str, checkpoint_id: str, restored: Collection[str], saved_config: str) -> list[str]:
+        """After a load: take over the step, and the values of the config that the checkpoint restored.
+
+        Args:
+            restored: the components that were.
+            saved_config: text of the config of the run that saved it.
+
+        Returns:
+            a line for the user for each value that differs between config and checkpoint.
+
+        Raises:
+            ConfigurationError: the checkpoint's id is no step, or a value of the command line contradicts what was restored.
+            CorruptCheckpointError: `saved_config` is no config.
+        """
+        step = step_of(checkpoint_id)
+        if step is None:
+            raise ConfigurationError(f"{path} has an id that is no step: this recipe did not save it")
+        self.steps_done = step
+        settled = settle(self.cfg, path, restored, values_of(saved_config), self.optimizer, self.scheduler)
+        self.cfg = settled.cfg
+        return settled.lines
 
     def step(self) -> float:
         """Train one step on the next batch and return its loss, the mean over the global batch. Collective."""
@@ -332,17 +381,15 @@ def resume(training: Training, coordinator: CheckpointCoordinator, summary: Summ
     """
     cfg = training.cfg
     path = None if cfg["resume"] == "latest" else cfg["resume"]
-    loaded = _load(coordinator, report, path, strict=cfg["load"]["strict"])
-    step = step_of(loaded.checkpoint_id)
-    if step is None:
-        raise ConfigurationError(f"{loaded.path} has an id that is no step: this recipe did not save it")
-    training.steps_done = step
-    summary.add_resume(loaded, training.digest())
-    settled = settle(cfg, loaded, training.optimizer, training.scheduler)
-    training.cfg = report.cfg = settled.cfg
-    coordinator.config_text = config_text(settled.cfg)
+    loaded = _load(training, coordinator, report, path, strict=cfg["load"]["strict"])
+    digest = training.digest()
+    restored = {one.key for one in loaded.components if goes_on(one)}
+    lines = training.go_on_from(loaded.path, loaded.checkpoint_id, restored, loaded.config_text)
+    summary.add_resume(loaded, digest)
+    report.cfg = training.cfg
+    coordinator.config_text = config_text(training.cfg)
     report.resumed(loaded)
-    for line in settled.lines:
+    for line in lines:
         report.console.print(f"  {line}")
 
 
@@ -350,7 +397,7 @@ def _reread(training: Training, coordinator: CheckpointCoordinator, summary: Sum
     """Load the last checkpoint into scrambled tensors, and compare the state's digest with the saved one."""
     path = summary.checkpoints[-1]["path"]
     training.scramble()
-    loaded = _load(coordinator, report, path, strict=True)
+    loaded = _load(training, coordinator, report, path, strict=True)
     digest = training.digest()
     if digest != summary.state_digest:
         raise CorruptCheckpointError(
@@ -360,9 +407,11 @@ def _reread(training: Training, coordinator: CheckpointCoordinator, summary: Sum
     report.reread(loaded)
 
 
-def _load(coordinator: CheckpointCoordinator, report: Report, path: str | None, *, strict: bool) -> LoadReport:
+def _load(
+    training: Training, coordinator: CheckpointCoordinator, report: Report, path: str | None, *, strict: bool
+) -> LoadReport:
     with report.moving(f"loading {'the newest checkpoint' if path is None else Path(path).name}"):
-        coordinator.load_checkpoint(path, strict=strict)
+        coordinator.load_checkpoint(path, strict=strict, leave_out=training.left_out)
     assert coordinator.last_load is not None
     return coordinator.last_load
 

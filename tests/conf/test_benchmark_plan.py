@@ -66,7 +66,7 @@ def test_as_json_it_prints_only_json_with_rounds_per_case(
         ("dp=[0]", "dp=[0]: expected at least 1"),
         ("dp=[]", "dp=[]: expected at least 1"),
         ("width=-5", "width=-5: expected at least 1"),
-        ("pp=many", "pp: Value 'many' of type 'str' could not be converted to Integer"),
+        ("pp=many", "pp=many: expected a whole number"),
         ("optimizer_state=[halved]", "optimizer_state=['halved']: expected some of replicated, sharded"),
         ("vocabulary=5", "vocabulary: there is no such key; did you mean vocab?"),
     ],

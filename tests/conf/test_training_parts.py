@@ -120,3 +120,16 @@ def test_only_an_unforeseen_error_shows_where_it_came_from(
     with pytest.raises(CheckpointError), tracebacks_of_bugs():
         raise agreed from cause
     assert (type(cause.__cause__ or cause).__name__ in capsys.readouterr().err) is shown
+
+
+LAYOUTS = [
+    ["parallel=accelerate"], ["parallel=ddp"], ["parallel=fsdp"], ["parallel=pipeline"], ["parallel=single"],
+    ["parallel=ddp_pipeline", "parallel.pp=1"], ["parallel=ddp_tp", "parallel.tp=1"],
+    ["parallel=hsdp", "parallel.fsdp=1"], ["parallel=tp_fsdp", "parallel.tp=1"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout[0])
+def test_one_rank_of_any_layout_trains_without_a_process_group(tmp_path: Path, layout: list[str]) -> None:
+    """And as the plain model does, to the bit."""
+    assert training(tmp_path, "model.size=nano", *layout).step() == training(tmp_path, "model.size=nano").step()

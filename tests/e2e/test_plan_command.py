@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 import recipes.plan
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, CorruptCheckpointError, MissingStateError
 from recipes.commands.planning import keys_of, show
 from recipes.commands.planning import plan as planned
 from recipes.training.gpt import GPT
@@ -152,6 +154,14 @@ CASES = {
     "tied": ["model.tie_embeddings=true"],
     "tied, as far as it goes": ["model.tie_embeddings=true", "load.strict=false"],
     "without schedule": ["~components.scheduler"],
+    "another optimizer": ["optimizer._target_=torch.optim.Adam"],
+    "another optimizer, without its state": [
+        "optimizer._target_=torch.optim.Adam", "~components.optimizer", "~components.scheduler"
+    ],
+    "an option of no loaded state": ["+optimizer.amsgrad=true"],
+    "two-stage": ["strategy=two-stage", "strategy.group=dp"],
+    "sharded": ["parallel=fsdp"],
+    "one stage": ["parallel=pipeline"],
     "another pattern": ["components.model.sharing_pattern=per_rank", "components.model.validate_replication=false"],
     "more than was saved": [
         "+components.more={_target_: tests.e2e.nodes.NodeCache, made_in: x, sharing_pattern: global}"
@@ -161,9 +171,50 @@ CASES = {
     ],
 }
 REFUSED = {
-    "generators of two ranks", "any generator's state", "model refuses", "another text", "tied", "another pattern",
-    "more than was saved",
+    "another optimizer", "an option of no loaded state", "generators of two ranks", "any generator's state", "model refuses",
+    "another text", "tied", "another pattern", "more than was saved",
 }  # fmt: skip
+
+
+def test_a_component_that_the_run_has_forgotten_is_refused_by_plan_and_run_alike(plan: Plan, tmp_path: Path) -> None:
+    more = "+components.more={_target_: tests.e2e.nodes.NodeCache, made_in: x, sharing_pattern: global}"
+    run(tmp_path / "saved", "train.steps=1", more)
+    path = checkpoint(tmp_path / "saved", 1)
+    tree = plan.json(f"checkpoint={path}")
+    assert not tree["loads"] and "only in the checkpoint: more; this run has model, optimizer" in tree["refusal"]
+    with pytest.raises(MissingStateError, match="only in the checkpoint: more; this run has model, optimizer"):
+        run(tmp_path / "run", "train.steps=2", f"resume={path}")
+    assert plan.json(f"checkpoint={path}", "load.strict=false")["loads"]
+    assert run(tmp_path / "run", "train.steps=2", f"resume={path}", "load.strict=false")["first_step"] == 2
+
+
+@pytest.mark.parametrize("damaged", ["rng/rank-00000/plain.json", "index-00000.json", "config.yaml"])
+@pytest.mark.parametrize("verify", ["true", "false"])
+def test_damage_that_a_load_meets_before_it_reads_tensors_is_foreseen(
+    plan: Plan, straight: Run, tmp_path: Path, damaged: str, verify: str
+) -> None:
+    path = tmp_path / checkpoint(straight.dir, STEP).name
+    shutil.copytree(checkpoint(straight.dir, STEP), path)
+    (path / damaged).write_bytes((path / damaged).read_bytes()[:-3])
+    given = f"load.verify={verify}"
+
+    def refuses(act: Callable[[], Any]) -> bool:
+        try:
+            return act() is False
+        except CorruptCheckpointError:
+            return True
+
+    planned = refuses(lambda: plan.json(f"checkpoint={path}", given)["loads"])
+    assert planned == refuses(lambda: run(tmp_path / "run", f"train.steps={STEP}", f"resume={path}", given))
+    assert planned or verify == "false"
+
+
+def test_a_checkpoint_of_another_program_is_planned_as_it_is_loaded(plan: Plan, tmp_path: Path) -> None:
+    torch.save({"model": GPT(size="nano").state_dict(), "epoch": 3}, tmp_path / "model-3.pt")
+    only_model = [f"~components.{key}" for key in ("optimizer", "scheduler", "dataset", "rng")]
+    given = [*only_model, "load.allow_pickle=true"]
+    assert plan.json(f"checkpoint={tmp_path / 'model-3.pt'}", *given)["loads"]
+    assert run(tmp_path / "run", "train.steps=4", f"resume={tmp_path / 'model-3.pt'}", *given)["first_step"] == 1
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -178,8 +229,9 @@ def test_a_run_of_one_rank_does_what_was_planned(
     except CheckpointError as error:
         assert not tree["loads"]
         sentences = [one["text"].removeprefix("refused: ") for one in tree["components"].values()]
+        sentences += [tree["refusal"]] if tree["refusal"] else []
         assert any(str(error).endswith(sentence) for sentence in sentences), (str(error), sentences)
-        assert verdicts(tree)[str(error.component)] == "refused"
+        assert tree["refusal"] or verdicts(tree)[str(error.component)] == "refused"
     else:
         assert tree["loads"]
         assert summary["bytes_needed"] == sum(one["bytes_of_all_ranks"] for one in tree["components"].values())
@@ -254,7 +306,7 @@ def test_what_cannot_be_planned_is_one_sentence(plan: Plan, overrides: list[str]
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["checkpoint=/nowhere"], "/nowhere does not exist; give the folder of a committed checkpoint as checkpoint="),
+        (["checkpoint=/nowhere"], "/nowhere is not a checkpoint: it does not exist. Give the folder of a committed checkpoint"),
         (["checkpoint=/proc"], "/proc is not a checkpoint"),
         (["checkpoint=/proc", "nodes=0"], "nodes=0: expected at least 1"),
         (["checkpoint=/proc", "parallel=single", "nodes=2"], "parallel=single trains on one rank, but there are 2"),

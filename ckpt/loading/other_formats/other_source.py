@@ -32,7 +32,7 @@ from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint, Step
 from ckpt.loading.other_formats.safetensors_files import is_safetensors, open_safetensors
 from ckpt.loading.other_formats.torch_files import is_torch_file, open_torch_file
 from ckpt.loading.report import some_of
-from ckpt.loading.sources import Rows, require_same_kind
+from ckpt.loading.sources import CheckpointSource, Rows, require_same_kind
 from ckpt.loading.strategy import LoadingStrategy, Reading, ReadRequest
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
@@ -72,7 +72,7 @@ def open_other(path: Path, format: str, *, allow_pickle: bool) -> OtherCheckpoin
     return _OPEN[format][1](path, allow_pickle=allow_pickle)
 
 
-class OtherSource:
+class OtherSource(CheckpointSource):
     """A checkpoint of another program, open for reading by one rank."""
 
     run_id: str | None = None
@@ -88,7 +88,7 @@ class OtherSource:
             number[0] if number else "0"
         )  # the step of "step-100" and "iter_0000100"; weights to begin with have none
         self._checkpoint = checkpoint
-        self._topology = topology
+        self.topology = topology
         self._strategy = strategy
         self._device = device
         self._found: dict[str, tuple[Leaves, dict[str, str]]] = {}
@@ -99,6 +99,13 @@ class OtherSource:
 
     def component_keys(self) -> Collection[str]:
         return [STATE] if STATE in self._keys else self._keys
+
+    def only_saved(self, declared: Collection[str]) -> list[str]:
+        """See `CheckpointSource.only_saved`: those with tensors below their name. Others, such as "args" and "epoch", are notes."""
+        if STATE in declared:  # all of it, as one state dict
+            return []
+        nested = {_name(one.path[0]) for one in self._checkpoint.tensors.values() if len(one.path) > 1}
+        return [key for key in self._tensors if key in nested and key not in declared]
 
     def saved_sharing(self, component: StateComponent) -> Sharing | None:
         """See `CheckpointSource.saved_sharing`: shared by all ranks, however many had saved it."""
@@ -153,7 +160,7 @@ class OtherSource:
                 for request in requests
                 for key, _, rest in [request.name.partition("/")]
             ]
-        return self._strategy.prepare(named, self._checkpoint, self._topology, self._device, verify=False)
+        return self._strategy.prepare(named, self._checkpoint, self.topology, self._device, verify=False)
 
     @cached_property
     def _keys(self) -> list[str]:
@@ -273,7 +280,7 @@ class OtherSource:
             raise ConfigurationError(
                 f"{self._checkpoint.root} holds objects of classes that are not built: {named}. Leave component {key} out."
             )
-        if self._topology.is_lead:
+        if self.topology.is_lead:
             _log.warning("%s: objects of classes that are not built are left out: %s", self._checkpoint.root, named)
         known = {path: without_unknown(value) for path, value in read.items()}
         return {path: value for path, value in known.items() if not isinstance(value, UnknownObject)}

@@ -22,15 +22,14 @@ class Accelerated(DataParallel):
 
     name = "accelerate"
 
-    def arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
+    def _arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
         accelerator = self._accelerator(topology, device)
         if accelerator.num_processes != topology.world_size:
             raise ConfigurationError(
                 f"parallel=accelerate: Accelerate found {accelerator.num_processes} ranks, not {topology.world_size}; choose parallel=ddp, "
                 "or unset ACCELERATE_ variables"
             )
-        one_unused = self.exact_resume and topology.world_size > 1
-        wrapped = accelerator.prepare(WithOneUnused(model) if one_unused else model)
+        wrapped = accelerator.prepare(WithOneUnused(model) if self.exact_resume else model)
 
         def backward(rows: torch.Tensor) -> torch.Tensor:
             loss = next_token_loss(wrapped(rows[:, :-1]), rows[:, 1:])

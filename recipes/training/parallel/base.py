@@ -95,9 +95,18 @@ class Layout(ABC):
                 f"parallel={self.name} knows where to cut a recipes GPT, but the model is a {type(model).__name__}: choose parallel=ddp"
             )
 
-    @abstractmethod
     def arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
-        """Lay the model out. Collective; every rank passes the same whole model, on its device."""
+        """Lay the model out. Collective; every rank passes the same whole model, on its device.
+
+        One rank holds it whole in every layout, and has no process group.
+        """
+        if topology.world_size == 1:
+            return Arranged(model, backward_of(model))
+        return self._arrange(model, topology, device)
+
+    @abstractmethod
+    def _arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
+        """Lay the model out over several ranks. See `arrange`."""
 
     def position(self, rank: int, num_ranks: int) -> dict[str, int]:
         """Return a rank's coordinate along each axis."""

@@ -39,7 +39,7 @@ class _Pipelined(Layout):
                 f"parallel.pp={pp} asks for more stages than the model has layers, {layers}: give parallel.pp={layers} or fewer"
             )
 
-    def arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
+    def _arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
         rank, num_ranks = topology.rank, topology.world_size
         # Every rank makes all instances of a group, in the same order, and gets its own.
         groups = {axis: dist.new_subgroups_by_enumeration(self.instances(axis, num_ranks))[0] for axis in self.axes}

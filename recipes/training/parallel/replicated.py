@@ -28,8 +28,8 @@ class Single(Layout):
                 f"parallel=single trains on one rank, but there are {num_ranks}: choose parallel=ddp, or launch.nproc_per_node=1"
             )
 
-    def arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
-        return Arranged(model, backward_of(model))
+    def _arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
+        raise AssertionError("`check` refuses several ranks")
 
 
 class DataParallel(Layout):
@@ -51,9 +51,7 @@ class DataParallel(Layout):
         super().__init__(dp=dp)
         self.exact_resume = exact_resume
 
-    def arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
-        if topology.world_size == 1:
-            return Arranged(model, backward_of(model))
+    def _arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
         if not self.exact_resume:
             return Arranged(model, backward_of(DistributedDataParallel(model)))
         # With find_unused_parameters DDP does not rebuild its buckets.

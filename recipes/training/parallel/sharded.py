@@ -32,7 +32,7 @@ class FullySharded(Layout):
     def __init__(self, *, dp: int | None = None) -> None:
         super().__init__(dp=dp)
 
-    def arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
+    def _arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
         shard(model, self.mesh(device, topology.world_size))
         return Arranged(model, backward_of(model))
 
@@ -84,7 +84,7 @@ class TensorThenFullySharded(_TensorParallel):
 
     name = "tp_fsdp"
 
-    def arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
+    def _arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
         mesh = self.mesh(device, topology.world_size)
         cut_layers(model, mesh["tp"])
         shard(model, mesh["dp"])
@@ -103,7 +103,7 @@ class TensorAndDataParallel(_TensorParallel):
 
     name = "ddp_tp"
 
-    def arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
+    def _arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
         mesh = self.mesh(device, topology.world_size)
         cut_layers(model, mesh["tp"])
         plain = backward_of(model)

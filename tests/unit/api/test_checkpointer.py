@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from ckpt import Checkpointer, SharingPattern
-from ckpt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ConfigurationError
+from ckpt.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    MissingStateError,
+)
 from ckpt.format.names import step_of
 from ckpt.format.stored import read_manifest
 from tests.crafts import edit_manifest
@@ -371,3 +378,53 @@ def test_an_id_that_is_no_step_is_refused_in_one_sentence(tmp_path: Path, id: st
             checkpoints.restore()
         assert all(one.step in (1, None) for one in checkpoints.list())
     assert step_of(id) is None
+
+
+def test_an_object_that_is_forgotten_is_refused_and_none_leaves_it_out(tmp_path: Path) -> None:
+    loop = Loop()
+    with Checkpointer(tmp_path, **loop.objects) as checkpoints:
+        loop.step()
+        checkpoints.save(1)
+    model = Loop(seed=1).model
+    before = [one.clone() for one in model.state_dict().values()]
+    with (
+        Checkpointer(tmp_path, model=model) as checkpoints,
+        pytest.raises(
+            MissingStateError,
+            match=r"only in the checkpoint: optimizer, scheduler, data; this run has model, rng\. Give each its object",
+        ),
+    ):
+        checkpoints.restore()
+    assert all(same_bits(*two) for two in zip(model.state_dict().values(), before, strict=True))
+    for names in ({"save_rng": False}, {}):
+        with Checkpointer(tmp_path, model=model, optimizer=None, scheduler=None, data=None, **names) as checkpoints:
+            restored = checkpoints.restore()
+        assert "optimizer" not in restored.summary()
+    with Checkpointer(tmp_path, model=model) as checkpoints:
+        assert "optimizer: skipped: only in the checkpoint" in checkpoints.restore(strict=False).summary()
+    assert all(
+        same_bits(*two) for two in zip(model.state_dict().values(), loop.model.state_dict().values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_line_is_logged_for_each_committed_save_and_each_restore(
+    tmp_path: Path, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "ckpt")
+    loop = Loop()
+    with Checkpointer(tmp_path, **loop.objects, mode=mode) as checkpoints:
+        checkpoints.restore()
+        for step in (1, 2):
+            loop.step()
+            checkpoints.save(step)
+        checkpoints.wait()
+        checkpoints.restore()
+    said = [one.getMessage() for one in caplog.records if one.levelname == "INFO"]
+    assert said[0] == f"nothing is restored: there is no checkpoint in {tmp_path} yet"
+    for line, step in zip(said[1:3], (1, 2), strict=True):
+        assert re.match(
+            rf"step {step} is saved: {tmp_path}/checkpoint-0000000{step}: [\d.e-]+ GB in [\d.e-]+ s", line
+        ), line
+    assert re.match(rf"step 2 is restored: {tmp_path}/checkpoint-00000002: [\d.e-]+ GB in [\d.e-]+ s$", said[3])
+    assert len(said) == 4

@@ -93,7 +93,7 @@ def test_what_orbax_saved_on_four_devices_loads_on_three_ranks() -> None:
 def test_a_checkpointer_finds_the_model_and_the_step(tmp_path: Path, path: str) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(6, 8))
     with Checkpointer(tmp_path, model=model, save_rng=False) as checkpoints:
-        assert checkpoints.restore(GOLDEN / path) == 7
+        assert checkpoints.restore(GOLDEN / path, strict=False) == 7
     require_same(dict(model.state_dict()), dict(reversed(written(path)["model"].items())))
 
 

@@ -122,6 +122,36 @@ def test_a_component_that_was_saved_empty_is_restored_empty(tmp_path: Path) -> N
     assert (reports["cache"].status, reports["cache"].fraction) == (Status.RESTORED, 1.0)
 
 
+def test_a_component_that_only_the_checkpoint_has_is_refused_unless_the_load_is_not_strict(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, model={"w": global_index((3,))}, optimizer={"m": global_index((4,))}, ema={"w": torch.ones(3)})
+    held = Held({"w": torch.zeros(3)})
+    with pytest.raises(
+        MissingStateError,
+        match=r"components only in the checkpoint: optimizer, ema; this run has model\. Give each its object, or load with strict=False",
+    ):
+        load(made(tmp_path, model=held))
+    assert held.loaded is None, "nothing was read"
+    reports = load(made(tmp_path, model=held), strict=False)
+    assert reports["model"].status is Status.RESTORED and same_bits(held.state["w"], global_index((3,)))
+    assert [str(reports[key]) for key in ("optimizer", "ema")] == [
+        "optimizer: skipped: only in the checkpoint",
+        "ema: skipped: only in the checkpoint",
+    ]
+    assert "component optimizer: skipped: only in the checkpoint" in caplog.text
+
+
+def test_components_that_are_left_out_on_purpose_are_restored_neither_here_nor_missed(tmp_path: Path) -> None:
+    save(tmp_path, model={"w": global_index((3,))}, optimizer={"m": global_index((4,))}, ema={"w": torch.ones(3)})
+    held = Held({"w": torch.zeros(3)}), Held({"w": torch.zeros(3)})
+    coordinator = made(tmp_path, model=held[0], ema=held[1])
+    coordinator.load_checkpoint(leave_out=["optimizer", "ema"])
+    assert coordinator.last_load is not None
+    assert [one.key for one in coordinator.last_load.components] == ["model"]
+    assert same_bits(held[0].state["w"], global_index((3,))) and held[1].loaded is None
+
+
 def test_an_optional_component_that_does_not_match_is_left_out_whole_even_where_the_load_is_strict(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
