@@ -22,7 +22,7 @@ from accelerate.utils import DistributedType
 
 from ckpt.api.checkpointer import ProgramRNG, auto_components
 from ckpt.backends.base import Backend
-from ckpt.catalog.ledger import Ledger
+from ckpt.catalog.ledger import Ledger, is_removable
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.loading.loader import Loader
@@ -108,7 +108,7 @@ class CkptAccelerator(Accelerator):
             with run.topology.operation(f"save into {path}"), run.topology.phase("retain"):
                 if run.topology.is_lead:
                     ledger = Ledger(self._ckpt_root, run_id=str(self._ckpt_root))
-                    for old in _numbered(self._ckpt_root)[: -max(project.total_limit, 1)]:
+                    for old in _own(self._ckpt_root)[: -max(project.total_limit, 1)]:
                         ledger.remove(old)
         return path
 
@@ -150,7 +150,7 @@ class CkptAccelerator(Accelerator):
 
     def find_latest(self) -> Path | None:
         """Return the newest checkpoint of `automatic_checkpoint_naming`, or None. Not collective."""
-        return next(reversed(_numbered(self._ckpt_root)), None)
+        return next(reversed(_own(self._ckpt_root)), None)
 
     @property
     def _ckpt_root(self) -> Path:
@@ -164,8 +164,7 @@ class CkptAccelerator(Accelerator):
         """The next folder of `automatic_checkpoint_naming`, as the lead sees it. Collective."""
         with topology.operation("save_state"), topology.phase("number") as phase:
             if topology.is_lead:
-                newest = self.find_latest()
-                least = 0 if newest is None else _number(newest) + 1
+                least = max((_number(one) + 1 for one in _numbered(self._ckpt_root)), default=0)
                 phase.payload = str(self._ckpt_root / f"checkpoint_{max(self.project_configuration.iteration, least)}")
         return Path(phase.payloads[0])
 
@@ -292,11 +291,16 @@ def _seedable(loader: Any) -> Any:
 
 
 def _numbered(root: Path) -> list[Path]:
-    """The checkpoints of automatic naming, the oldest first."""
+    """All checkpoints under names of automatic naming, by number."""
     found = [
         one for one in root.glob("checkpoint_*") if _NUMBERED.fullmatch(one.name) and (one / MANIFEST_NAME).exists()
     ]
     return sorted(found, key=_number)
+
+
+def _own(root: Path) -> list[Path]:
+    """The checkpoints of automatic naming, the oldest first, without links, copies and renamed ones, which are the user's."""
+    return [one for one in _numbered(root) if is_removable(one) and not one.is_symlink()]
 
 
 def _number(path: Path) -> int:

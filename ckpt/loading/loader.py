@@ -175,6 +175,7 @@ class Loader:
             slowest_rank=slowest,
             components=tuple(reports.values()),
             run_id=source.run_id,
+            history=source.history,
             metrics=source.metrics,
             metadata=source.metadata,
         )

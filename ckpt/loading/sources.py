@@ -32,6 +32,7 @@ class CheckpointSource(Protocol):
 
     checkpoint_id: str
     run_id: str | None
+    history: Mapping[str | None, int]
     config_text: str
     metrics: Mapping[str, float | None]
     metadata: Mapping[str, Any]
@@ -103,6 +104,8 @@ class CommittedSource:
     ) -> None:
         self.checkpoint_id = checkpoint.manifest.checkpoint_id
         self.run_id = checkpoint.manifest.run_id
+        own: dict[str | None, int] = {self.run_id: checkpoint.manifest.commit_number or 0}
+        self.history: Mapping[str | None, int] = own | dict(checkpoint.manifest.history.items())
         self.config_text = config_text
         self.metrics = checkpoint.manifest.metrics
         self.metadata = checkpoint.manifest.metadata

@@ -43,7 +43,7 @@ class ManifestWriter:
         results: of every rank, in order.
         config_text: stored as config.yaml; None: no such file.
         commit: its place in the order of commits; None: it is in no checkpoint root.
-        run_id: of the run's training history.
+        run_id, history: see `CheckpointManifest`.
         metrics, metadata: as in the manifest.
         beside: files that are in the folder already and belong to the checkpoint, relative to it.
         manifest_digest: of the bytes of the manifest, once it is written.
@@ -56,6 +56,7 @@ class ManifestWriter:
     config_text: str | None = None
     commit: Commit | None = None
     run_id: str | None = None
+    history: Mapping[str, int] = field(default_factory=dict)
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     beside: Sequence[str] = ()
@@ -89,6 +90,7 @@ class ManifestWriter:
             timestamp=self.commit.timestamp if self.commit is not None else datetime.now(UTC),
             commit_number=self.commit.number if self.commit is not None else None,
             run_id=self.run_id,
+            history=dict(self.history),
             world_size=topology.world_size,
             topology={
                 "nodes": [list(ranks) for ranks in topology.nodes],

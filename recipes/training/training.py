@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch.distributed
 from hydra.utils import instantiate
 
 from ckpt import CheckpointCoordinator, StateComponent
-from ckpt.catalog.ledger import Committed, Ledger, newer_than
+from ckpt.catalog.ledger import Ledger
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.loading.loader import LoadReport, require_checkpoint
 from ckpt.memory.device import Device
@@ -52,9 +52,10 @@ def settle_start(cfg: dict[str, Any]) -> dict[str, Any]:
             if not difflib.get_close_matches(Path(resumed).name, ["latest"], cutoff=0.7):
                 raise
             raise CheckpointNotFoundError(f"{error} Did you mean resume=latest?") from error
-    committed = Ledger(Path(root), run_id="reader").committed()
+    ledger = Ledger(Path(root), run_id="reader")
+    committed = ledger.committed()
     if not cfg["overwrite"]:
-        _require_own_history(cfg, committed)
+        _require_own_history(cfg, ledger)
     with writing("the checkpoint root", Path(root), "checkpoint_root"):
         Path(root).mkdir(parents=True, exist_ok=True)
     if resumed == "latest" and not committed:
@@ -63,13 +64,13 @@ def settle_start(cfg: dict[str, Any]) -> dict[str, Any]:
     return cfg
 
 
-def _require_own_history(cfg: Mapping[str, Any], committed: Sequence[Committed]) -> None:
+def _require_own_history(cfg: Mapping[str, Any], ledger: Ledger) -> None:
     """Refuse to save beside checkpoints of another run: a later `resume=latest` would mix both.
 
     Raises:
         CheckpointExistsError: there are such checkpoints.
     """
-    root, resumed = cfg["checkpoint_root"], cfg["resume"]
+    root, resumed, committed = cfg["checkpoint_root"], cfg["resume"], ledger.committed()
     if resumed is None and committed:
         raise CheckpointExistsError(
             f"{root} holds the checkpoints of an earlier run, up to {committed[-1].path.name}: resume with resume=latest, write elsewhere "
@@ -80,7 +81,7 @@ def _require_own_history(cfg: Mapping[str, Any], committed: Sequence[Committed])
     step = Path(resumed).name.removeprefix("checkpoint-")
     if step.isdecimal() and int(step) >= cfg["train"]["steps"]:
         return  # a run that is resumed at its last step saves nothing
-    newer = newer_than(Path(resumed), committed)
+    newer = ledger.newer_than(Path(resumed))
     others = [one.path.name for one in (committed if newer is None else newer)]
     if others:
         foreign = ("checkpoints of another history", "remove")
