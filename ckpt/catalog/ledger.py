@@ -28,7 +28,6 @@ import logging
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -60,6 +59,7 @@ from ckpt.errors import (
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.durable import exchange, sync_folder
 from ckpt.format.manifest import MANIFEST_NAME, MAX_COMMIT_NUMBER
+from ckpt.format.removal import empty, own_name, remove
 from ckpt.format.stored import read_manifest
 
 _COMMITTED = "checkpoint-"
@@ -338,14 +338,17 @@ class Ledger:
                 old = self._put_in_place_of(target, unpublished, swap=is_ours)
             else:
                 self.require_free(target)
-                if target.is_dir():
-                    target.rmdir()  # else the rename could not be undone
+                remove(target, empty)  # else the rename could not be undone
                 self._rename(unpublished, target)
         committed(target)
         if old is not None and is_ours:
             self._remove(old, target, self._delete)
         elif old is not None:
-            _log.warning("what was at %s is no checkpoint of this package, or was saved under another name; it is now %s", target, old)
+            _log.warning(
+                "what was at %s is no checkpoint of this package, or was saved under another name; it is now %s",
+                target,
+                old,
+            )
         self._release(unpublished)
 
     @contextmanager
@@ -507,7 +510,7 @@ class Ledger:
             elif match["kind"] == "unpublished" and path not in self._owners:
                 with _warned(f"cannot clean up {path}"), abandoned(path, self._run_id, now, self._stale_s) as dead:
                     if dead and (not path.exists() or self._remove(path)):
-                        owner_file(path).unlink(missing_ok=True)
+                        remove(owner_file(path), own_name)
 
     def _settle_replaced(self, names: list[str]) -> None:
         """Finish replacements that a kill interrupted: restore the old checkpoint, or remove it if the new one is committed."""
@@ -734,15 +737,7 @@ def _make_folder(path: Path) -> None:
 def delete_folder(doomed: Path) -> None:
     """Delete a renamed folder or file. Another process may be deleting it, too. Never raises."""
     with _warned(f"cannot delete {doomed}, the next save tries again"):
-        if doomed.is_dir() and not doomed.is_symlink():
-            shutil.rmtree(doomed, onerror=_unless_gone)
-        else:
-            doomed.unlink(missing_ok=True)
-
-
-def _unless_gone(_function: object, _path: str, raised: tuple[type[BaseException], BaseException, object]) -> None:
-    if not isinstance(raised[1], FileNotFoundError):
-        raise raised[1]
+        remove(doomed, own_name)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from typing import Any, Self
 import psutil
 
 from ckpt.errors import FolderInUseError, sentence
+from ckpt.format.removal import Same, remove
 from ckpt.ranks.addresses import machine
 
 OWNER_SUFFIX = ".owner.json"
@@ -88,7 +89,7 @@ class _Claim:
         """End the claim and remove the file."""
         try:
             if self.stands:
-                self.file.unlink(missing_ok=True)
+                remove(self.file, Same.of(self._descriptor))
         finally:
             self.let_go()
 
@@ -343,7 +344,7 @@ def remove_dead_claims(folder: Path, names: Iterable[str]) -> None:
     for name in filter(_CLAIM.fullmatch, names):
         with _opened(folder / name) as descriptor:
             if descriptor is not None and _lock(descriptor, wait=False) is not _Lock.HELD_BY_ANOTHER:
-                (folder / name).unlink(missing_ok=True)
+                remove(folder / name, Same.of(descriptor))
 
 
 def living_runs(root: Path, names: Iterable[str], stale_s: float) -> Iterator[str]:
@@ -368,7 +369,7 @@ def living_runs(root: Path, names: Iterable[str], stale_s: float) -> Iterator[st
                 if lock is _Lock.HELD_BY_ANOTHER or not (is_seen_here or is_silent):
                     yield match["id"] or str(about.get("run_id"))
                 elif match["id"] is not None:
-                    (root / match[0]).unlink(missing_ok=True)
+                    remove(root / match[0], Same.of(descriptor))
         except PermissionError:  # of another user
             yield match["id"] or ""
 
@@ -425,11 +426,11 @@ def _make(file: Path, about: Mapping[str, object], put: Callable[[Path, Path], o
             os.write(descriptor, json.dumps(about).encode())
             put(beside, file)
         except BaseException as error:
+            if isinstance(error, OSError):  # after any other the next claim removes the file
+                remove(beside, Same.of(descriptor))
             os.close(descriptor)
             if isinstance(error, FileNotFoundError):  # `remove_dead_claims` removed it before it was locked
                 continue
-            if isinstance(error, OSError):  # after any other the next claim removes the file
-                beside.unlink(missing_ok=True)
             raise
         return descriptor
 
@@ -446,7 +447,7 @@ def _put_if_free(beside: Path, file: Path) -> None:
         if error.errno not in _NO_LINKS:
             raise
     else:
-        beside.unlink(missing_ok=True)
+        remove(beside, Same.of(file))
         return
     os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
     os.replace(beside, file)

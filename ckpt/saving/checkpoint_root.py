@@ -25,6 +25,7 @@ from ckpt.errors import CorruptCheckpointError, StorageError
 from ckpt.format.held import places_from_json
 from ckpt.format.manifest import CheckpointManifest
 from ckpt.format.notes import storable_metadata, storable_metrics
+from ckpt.format.removal import empty, remove
 from ckpt.planning.plan import SavePlan
 from ckpt.ranks.topology import Topology, slowest_rank
 from ckpt.saving.host_cache import HeldStep, HostCache
@@ -203,7 +204,7 @@ class CheckpointRoot(Destination):
                 self._lock.release()
                 if not was_there:
                     with suppress(OSError):  # something else lies in it by now
-                        self._target.root.rmdir()
+                        remove(self._target.root, empty)
             raise
 
     def rooms(self, share: RankWritePlan, backend: Backend) -> Mapping[int, torch.Tensor]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable
-import shutil
 from pathlib import Path
 from typing import Any
 
