@@ -69,14 +69,15 @@ class CheckpointCoordinator:
         strategy: spreads a load over ranks; or "direct" or "two-stage".
         device: where the tensors live; or its type, such as "cpu".
         keep_last: number of checkpoints of this run that stay in the root after a save, or a `ckpt.catalog.retention.Retention`; None
-            keeps all. Loading a checkpoint of the root makes those of its run this run's own; checkpoints of other runs stay, and do not
-            count.
+            keeps all. After the load of a checkpoint of the root, it and the earlier ones of its run, and of the runs before that, count,
+            too. Other runs' checkpoints stay, and do not count; nor do copied and renamed ones.
         verify: check every byte that a load reads.
         config_text: stored as config.yaml in each checkpoint; its hash goes into the manifest.
-        overwrite: the first commit removes all checkpoints that were in the root, of any run. After a load of one of them by its path,
-            only newer ones go, at once: they are renamed `.abandoned-<id>-<nonce>`.
-        shared_root: several runs may save into the root at a time. Otherwise the first save claims it, until the coordinator is closed
-            or its process ends, and saves of other runs are refused.
+        overwrite: the first commit removes all checkpoints that were in the root, of any run that lives no more, but no copied or renamed
+            ones. After a load of one of them by its path, only newer ones go, at once: they are renamed `.abandoned-<id>-<nonce>`.
+        shared_root: several runs may save into the root at a time, under ids of each run's own; none touches the checkpoints of another
+            one that lives. Otherwise the first save claims the root, until the coordinator is closed or its process ends, and saves of
+            other runs are refused.
         allow_pickle: read a checkpoint without a manifest, named by its path, that is pickled in parts: tensors and plain values only
             (`ckpt.loading.torch_save_folders`, `ckpt.loading.other_formats`).
         pattern_check: before the first save of several ranks, compare one hash over all state with the sharing patterns: "warn" refuses
@@ -145,17 +146,16 @@ class CheckpointCoordinator:
         self._saves = saves
         self._background = Background(run, saves) if saves.is_async else None
         self._host_cache = host_cache_of(run.backend, saves)
-        run_id = secrets.token_hex(8)
         self._roots = KnownRoots(
             self.output_dir,
-            run_id=f"{self.output_dir.absolute()}" + (f", of {run_id}" if shared_root else ""),
+            run_id=secrets.token_hex(8),
             stale_s=stale_s,
             shared_root=shared_root,
             min_live=saves.incremental_min_live if saves.incremental else None,
             delete=self._background.delete if self._background is not None else None,
             host_cache=self._host_cache,
         )
-        self._history = RunHistory(run.topology, self._roots, run_id, retention=retention, overwrite=overwrite)
+        self._history = RunHistory(run.topology, self._roots, retention=retention, overwrite=overwrite)
         self._saver = Saver(run, self._roots, pattern_check=pattern_check, packed_bytes=packed_mib << 20)
         self._strategy = strategy
         self._strategy.bind(run.backend)
@@ -230,7 +230,9 @@ class CheckpointCoordinator:
             the path; None: nothing is saved, because another save is unfinished and `saves.when_busy` is "skip".
 
         Raises:
-            CheckpointExistsError: an older checkpoint of output_dir was loaded by its path, newer ones lie there, and `overwrite` is false.
+            CheckpointExistsError: an older checkpoint of output_dir was loaded by its path, newer ones lie there, and `overwrite` is false;
+                or a living run that shares the root has a checkpoint of this id.
+            ConfigurationError: `metrics` lacks the one by which checkpoints are kept.
             CheckpointError: the same on every rank; nothing was committed, unless its sentence ends so: then a rank failed after the
                 lead had renamed the folder. It may be the error of an earlier save in the background, whose name it begins with.
         """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -242,6 +243,12 @@ class Checkpointer:
         """
         path = self._path_of(which)
         if path is None and self._is_empty():
+            if self._topology.is_lead and (names := self._ledger.renamed()):
+                _log.warning(
+                    "%s is empty but for %s, which is a checkpoint under another name, and restored by its path alone: the run begins anew",
+                    self._folder,
+                    names[0],
+                )
             self._is_known = True
             self._tell("nothing is restored: there is no checkpoint in %s yet", self._folder)
             return Restored(0)
@@ -298,7 +305,8 @@ class Checkpointer:
         """Save this step now. Collective.
 
         Args:
-            metrics: name -> value, such as of the loss, for `keep_best` and `restore("best")`.
+            metrics: name -> value, such as of the loss, for `keep_best` and `restore("best")`. With `keep_best` each save needs `metric`;
+                math.nan: there is no value. A save at SIGTERM or at the end of the block can do without.
             metadata: plain values to keep with the checkpoint; `restore` gives them back.
 
         Returns:
@@ -306,6 +314,7 @@ class Checkpointer:
 
         Raises:
             CheckpointExistsError: the folder holds checkpoints of another run, which `restore` has not been called for.
+            ConfigurationError: `metric` is missing, by which `keep_best` goes.
             CheckpointError: see `CheckpointCoordinator.save_checkpoint`.
         """
         check_step(step)
@@ -409,7 +418,12 @@ class Checkpointer:
                 self.wait()  # else `when_busy="skip"` could leave the last one out
             finally:
                 if self._unsaved is not None:
-                    self.save(**self._unsaved)
+                    self.save(**self._unsaved | {"metrics": self._completed(self._unsaved["metrics"])})
+
+    def _completed(self, metrics: Mapping[str, float] | None) -> Mapping[str, float] | None:
+        """The metrics of a save that the program has not asked for, which must not fail for lack of one."""
+        kept_by = self._retention.metric if self._retention.keep_best is not None else None
+        return metrics if kept_by is None else {kept_by: math.nan} | dict(metrics or {})
 
     @contextmanager
     def _telling_of_saves(self) -> Iterator[None]:

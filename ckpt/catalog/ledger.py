@@ -2,40 +2,47 @@
 
 Names below the checkpoint root:
 
-    checkpoint-<id>                       committed: it holds a manifest. Only this is ever loaded, with one exception:
+    checkpoint-<id>                       committed: it holds a manifest with this id. Only this is looked for, with one exception:
     .replaced-<id>-<nonce>                the old checkpoint of that id while the new one is renamed. If there is no committed
                                           checkpoint-<id>, a kill came between, and readers take this one
     .unpublished-<id>-<nonce>             a save in progress, or the rest of a killed one
     .unpublished-<id>-<nonce>.owner.json  beside it: its owner; locked by the lead rank, with the heartbeat as mtime
     .run.owner.json                       likewise the run that saves in this root, while it lives
+    .run-<run id>.owner.json              likewise each of the runs that share this root
     .claim-<nonce>                        an owner file before its rename, or the rest of one after a kill
     .quarantined-<id>-<nonce>             kept: a damaged checkpoint whose name a save needed, or that shared a damaged file; or
-                                          a folder of such a name that is no checkpoint
+                                          whatever else had that name: a link, a folder without a checkpoint or with that of another id
     .quarantined-<id>-<nonce>.reason.txt  beside it: the reason
     .abandoned-<id>-<nonce>               kept: newer than the checkpoint that a run continued from with overwrite=True
     .removed-<id>-<nonce>                 being deleted: never read; the next save finishes the deletion
+
+A folder in which a manifest has another id than its name is the user's, who has copied or renamed a checkpoint: it is not counted, moved
+or removed, and nothing is linked to it. It can be loaded by its path.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import secrets
-import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
+from ckpt.backends.zarr_format import DOCUMENT
 from ckpt.catalog.owner import (
     OWNER_SUFFIX,
     FolderLock,
     Owner,
     abandoned,
     file_system_now,
+    living_runs,
     owner_file,
     remove_dead_claims,
 )
@@ -52,6 +59,8 @@ from ckpt.errors import (
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.durable import exchange, sync_folder
 from ckpt.format.manifest import MANIFEST_NAME, MAX_COMMIT_NUMBER
+from ckpt.format.removal import empty, own_name, remove
+from ckpt.format.stored import read_manifest
 
 _COMMITTED = "checkpoint-"
 ROOT_OWNER = f".run{OWNER_SUFFIX}"
@@ -59,6 +68,7 @@ _VALID_ID = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 _HIDDEN = re.compile(r"\.(?P<kind>unpublished|replaced|quarantined|abandoned|removed)-(?P<id>.+)-[0-9a-f]{8}")
 _TIMESTAMP = re.compile(rb'"timestamp"\s*:\s*"([^"]+)"')
 _COMMIT_NUMBER = re.compile(rb'"commit_number"\s*:\s*(-?\d[\d.]*)\s*[,}]')
+_ID = re.compile(rb'"checkpoint_id"\s*:\s*("(?:[^"\\]|\\.)*")')
 _RUN_ID = re.compile(rb'"run_id"\s*:\s*"([0-9A-Za-z_.-]{1,64})"')
 _HEAD_BYTES = 4096  # holds these keys as `CheckpointManifest` writes them; other writers may order them otherwise
 _MOST_BYTES = 1 << 16
@@ -75,8 +85,9 @@ class Committed:
     Attributes:
         timestamp: of the manifest, UTC.
         number: its `commit_number`; 0: none, as in older versions.
-        run_id: of its training history; None: the manifest has none.
+        run_id: of the run that saved it; None: the manifest has none.
         is_ahead: its time is more than a day in the future, and is not used for the order of commits.
+        says_id: the manifest says this id; False: it says none, because it is damaged, or the whole name, as saves by path write it.
     """
 
     id: str
@@ -85,6 +96,7 @@ class Committed:
     number: int = 0
     run_id: str | None = None
     is_ahead: bool = False
+    says_id: bool = True
 
     @property
     def order(self) -> tuple[int, bool, datetime, str]:
@@ -99,18 +111,13 @@ class Commit(NamedTuple):
         number: greater than that of every checkpoint in the root.
         timestamp: now, or just after the newest checkpoint if the clock is behind it by less than a day. UTC.
         behind: the latest time in the root minus the clock; zero or less: the clock is right.
+        runs: the run ids of the checkpoints in the root.
     """
 
     number: int
     timestamp: datetime
     behind: timedelta
-
-
-def newer_than(checkpoint: Path, committed: Sequence[Committed]) -> list[Committed] | None:
-    """Return the checkpoints committed after this one, the oldest first; None: this one is not in the list."""
-    where = os.path.realpath(checkpoint)
-    at = next((number for number, one in enumerate(committed) if os.path.realpath(one.path) == where), None)
-    return None if at is None else list(committed[at + 1 :])
+    runs: frozenset[str | None] = frozenset()
 
 
 class Ledger:
@@ -118,8 +125,9 @@ class Ledger:
 
     Args:
         root: the checkpoint root; need not exist before the first `open`.
-        run_id: of this run. Unpublished folders of dead processes of this run are removed at once; those of other runs after
-            `stale_s` without a heartbeat.
+        run_id: of this run and its restarts. Unpublished folders of dead processes of this run are removed at once; those of other runs
+            after `stale_s` without a heartbeat.
+        saves_as: the `run_id` in the manifests of this run alone; None: they have none.
         keep_last: how many checkpoints of a run `retain` leaves, or a `Retention`; None keeps all.
         stale_s: seconds without a heartbeat, by the file system's clock, after which an unlocked save counts as abandoned.
         delete: deletes, now or later, replaced and surplus checkpoints, which have been renamed already.
@@ -130,20 +138,26 @@ class Ledger:
         root: Path,
         *,
         run_id: str,
+        saves_as: str | None = None,
         keep_last: int | Retention | None = None,
         stale_s: float = 60.0,
         delete: Callable[[Path], None] | None = None,
     ) -> None:
         self._root = Path(root)
         self._run_id = run_id
+        self._saves_as = saves_as
         self._retention = as_retention(keep_last)
         self._stale_s = stale_s
         self._delete = delete or delete_folder
         self._owners: dict[Path, Owner] = {}
         self._restored: dict[Path, Path] = {}
+        self._published: Path | None = None
 
     def committed(self) -> list[Committed]:
-        """Return every committed checkpoint, the oldest commit first. Writes nothing; a missing root holds none."""
+        """Return every committed checkpoint, the oldest commit first, without those under names of the user's. Writes nothing.
+
+        A missing root holds none.
+        """
         with _told(f"checkpoint root {self._root} cannot be read"):
             names = self._names()
             for _ in range(10):
@@ -157,13 +171,34 @@ class Ledger:
         """Return the checkpoint that was committed last."""
         return max(self.committed(), key=lambda one: one.order, default=None)
 
+    def newer_than(self, checkpoint: Path) -> list[Committed] | None:
+        """Return the checkpoints committed after this one, the oldest first; None: this one is not in the root.
+
+        Args:
+            checkpoint: its folder may have any name.
+        """
+        where, committed = os.path.realpath(checkpoint), self.committed()
+        at = next((number for number, one in enumerate(committed) if os.path.realpath(one.path) == where), None)
+        if at is not None:
+            return committed[at + 1 :]
+        this = _look(Path(where)) if os.path.dirname(where) == os.path.realpath(self._root) else None
+        return None if this is None else [one for one in committed if one.order[:3] > this.order[:3]]
+
     def next_commit(self) -> Commit:
         """Return number and time for a checkpoint that will be published. Lead rank only."""
-        found, now = self.committed(), datetime.now(UTC)
+        with _told(f"checkpoint root {self._root} cannot be read"):
+            names = [name for name in self._names() if name.startswith((_COMMITTED, ".replaced-"))]
+            found, now = [one for name in names if (one := _look(self._root / name))], datetime.now(UTC)
         number = 1 + max((one.number for one in found), default=0)
         latest = max((one.timestamp for one in found), default=now)
         credible = [one.timestamp + timedelta(microseconds=1) for one in found if not one.is_ahead]
-        return Commit(min(number, MAX_COMMIT_NUMBER), max([now, *credible]), latest - now)
+        runs = frozenset(one.run_id for one in found)
+        return Commit(min(number, MAX_COMMIT_NUMBER), max([now, *credible]), latest - now, runs)
+
+    def renamed(self) -> list[str]:
+        """Return the names of copied and renamed checkpoints in the root, which are the user's."""
+        names = [name for name in self._names() if name.startswith(_COMMITTED)]
+        return [name for name in names if _look(self._root / name) and not _look_for(_id_in(name), self._root / name)]
 
     def claim(self, lock: FolderLock, progress: Callable[[], object]) -> None:
         """Create the root if needed, and acquire its lock, or check that it is still held. Lead rank only.
@@ -188,6 +223,7 @@ class Ledger:
         The owner file beside it stays locked, and its mtime young, until `publish` or `discard`.
 
         Raises:
+            CheckpointExistsError: another run, which lives, has a checkpoint of this id.
             ConfigurationError: the id is not a valid file name.
             StorageError: the root cannot be created or written.
         """
@@ -198,6 +234,7 @@ class Ledger:
         with self._told_of_root():
             _make_folder(self._root)
             self._clean_up()
+            self._require_not_of_another(checkpoint_id)
             folder = self._aside("unpublished", checkpoint_id)
             self._owners[folder] = Owner(folder, self._run_id)
             try:
@@ -218,17 +255,19 @@ class Ledger:
         """Commit a complete and durable folder, which has a manifest, by renaming it; return its final path.
 
         A committed checkpoint of the same id is moved aside first and removed afterwards: readers find the old or the new one at any
-        moment. A checkpoint in `refused`, or a folder that is no checkpoint, is quarantined instead.
+        moment. A checkpoint in `refused`, or whatever is no checkpoint of this id, is quarantined instead.
 
         Args:
             refused: checkpoint that this run found damaged -> reason.
             committed: called with the final path after the rename, before anything is removed.
 
         Raises:
+            CheckpointExistsError: another run, which lives, has committed a checkpoint of this id.
             StorageError: the commit failed; an old checkpoint of this id is back in its place.
         """
         target = self._root / f"{_COMMITTED}{checkpoint_id}"
         with self._publishing(unpublished, target):
+            self._require_not_of_another(checkpoint_id)
             aside = self._make_way(target, checkpoint_id, refused or {})
             try:
                 self._rename(unpublished, target)
@@ -237,11 +276,28 @@ class Ledger:
                     os.rename(aside, target)
                 raise
         committed(target)
+        self._published = target
         self._restored.pop(target, None)
         self._release(unpublished)
         if aside is not None and aside.name.startswith(".replaced-"):
-            self._remove(aside, checkpoint_id, self._delete)
+            self._remove(aside, target, self._delete)
         return target
+
+    def _require_not_of_another(self, checkpoint_id: str) -> None:
+        """Require that no living run has a checkpoint of this id, which it would lose."""
+        one = _look_for(checkpoint_id, self._root / f"{_COMMITTED}{checkpoint_id}")
+        if one is not None and one.run_id in self.living():
+            raise CheckpointExistsError(
+                f"{one.path} is of another run, {one.run_id}, which lives and shares the root: save under ids of each run's own, or into "
+                "another root"
+            )
+
+    def living(self) -> Set[str | None]:
+        """Return the run ids of the other runs that save in this root, and may be alive."""
+        if not (names := [name for name in self._names() if name.startswith(".run")]):
+            return set()
+        found: set[str | None] = {*living_runs(self._root, names, self._stale_s)}
+        return found - {self._saves_as}
 
     def require_free(self, target: Path) -> None:
         """Require that nothing, or an empty folder, is where a new checkpoint shall be.
@@ -267,9 +323,9 @@ class Ledger:
         """Commit a complete and durable folder by giving it a name of its own, which is free.
 
         Args:
-            replaces: the name need not be free. A checkpoint or a symbolic link is removed, once the new one has taken its name, which is
-                atomic where the file system can swap two names. Elsewhere a kill between two renames leaves the old one as
-                `<stem>.replaced-<nonce><suffix>`. Anything else is kept under such a name, with a warning.
+            replaces: the name need not be free. A checkpoint that was saved there, or a symbolic link, is removed, once the new one has
+                taken its name, which is atomic where the file system can swap two names. Elsewhere a kill between two renames leaves the
+                old one as `<stem>.replaced-<nonce><suffix>`. Anything else is kept under such a name, with a warning.
             committed: as of `publish`.
 
         Raises:
@@ -282,14 +338,17 @@ class Ledger:
                 old = self._put_in_place_of(target, unpublished, swap=is_ours)
             else:
                 self.require_free(target)
-                if target.is_dir():
-                    target.rmdir()  # else the rename could not be undone
+                remove(target, empty)  # else the rename could not be undone
                 self._rename(unpublished, target)
         committed(target)
         if old is not None and is_ours:
-            self._remove(old, safe_id(target.name), self._delete)
+            self._remove(old, target, self._delete)
         elif old is not None:
-            _log.warning("what was at %s is no checkpoint of this package, and is now %s", target, old)
+            _log.warning(
+                "what was at %s is no checkpoint of this package, or was saved under another name; it is now %s",
+                target,
+                old,
+            )
         self._release(unpublished)
 
     @contextmanager
@@ -371,7 +430,7 @@ class Ledger:
     def discard(self, unpublished: Path) -> None:
         """Remove a failed save. Never raises: the next `open` of this run removes the rest."""
         match = _HIDDEN.fullmatch(unpublished.name)
-        if match is None or not unpublished.exists() or self._remove(unpublished, match["id"]):
+        if match is None or not unpublished.exists() or self._remove(unpublished):
             self._release(unpublished)
         elif (owner := self._owners.pop(unpublished, None)) is not None:
             owner.let_go()  # the owner file stays, and names the folder's owner
@@ -383,30 +442,32 @@ class Ledger:
 
     def remove(self, checkpoint: Path) -> None:
         """Remove a checkpoint below the root, whatever its name: rename it, then delete it. If that fails, it stays, with a warning."""
-        self._remove(checkpoint, safe_id(checkpoint.name), self._delete)
+        self._remove(checkpoint, checkpoint, self._delete)
 
     def retain(
-        self, *, keep: Path, own: Collection[str | None] | None = None, remove_others: bool = False
+        self, *, keep: Path, history: Mapping[str | None, int] = MappingProxyType({}), remove_others: bool = False
     ) -> list[Path]:
         """Remove the checkpoints of a run that its retention does not keep, after `keep` was committed; return what was removed.
 
-        `keep` is never removed, and counts as the newest. Symbolic links are not counted and not removed.
+        `keep` is never removed, and counts as the newest. Neither counted nor removed are symbolic links, folders whose manifest does not
+        say the id that is in their name, and checkpoints of other living runs.
 
         Args:
-            own: all `run_id`s of the run; None: all checkpoints are the run's.
+            history: run id -> the largest commit number that counts, of the runs that this one goes on from.
             remove_others: also remove the checkpoints of all other runs.
         """
         if not self._retention.removes and not remove_others:
             return []
         with _told(f"checkpoint root {self._root} cannot be read"):
             self._settle_replaced(self._names())
-        committed = self.committed()
+            committed, living = self.committed(), self.living()
         newest = next((c for c in committed if self._is(c.path, keep)), None)
-        found = [c for c in committed if c is not newest and not c.path.is_symlink()]
-        ours = [c for c in found if own is None or c.run_id in own]
+        found = [c for c in committed if c is not newest and c.says_id and not c.path.is_symlink()]
+        found = [c for c in found if c.run_id not in living]
+        ours = [c for c in found if c.run_id == self._saves_as or c.number <= history.get(c.run_id, -1)]
         surplus = [c for c in found if c not in ours] if remove_others else []
         surplus += self._retention.surplus(ours, newest)
-        return [old.path for old in surplus if self._remove(old.path, old.id, self._delete)]
+        return [old.path for old in surplus if self._remove(old.path, old.path, self._delete)]
 
     def _names(self) -> list[str]:
         try:
@@ -415,8 +476,8 @@ class Ledger:
             return []
 
     def _committed_among(self, names: list[str]) -> list[Committed]:
-        published = {name.removeprefix(_COMMITTED) for name in names if name.startswith(_COMMITTED)}
-        found = {id: one for id in published if (one := _look(id, self._root / f"{_COMMITTED}{id}"))}
+        published = {_id_in(name) for name in names if name.startswith(_COMMITTED)}
+        found = {id: one for id in published if (one := _look_for(id, self._root / f"{_COMMITTED}{id}"))}
         for id, candidates in self._replaced_among(names).items():
             if id not in found and candidates:
                 found[id] = candidates[-1]
@@ -428,7 +489,7 @@ class Ledger:
         for name in names:
             match = _HIDDEN.fullmatch(name)
             if match is not None and match["kind"] == "replaced":
-                one = _look(match["id"], self._root / name)
+                one = _look_for(match["id"], self._root / name)
                 aside.setdefault(match["id"], []).extend([one] if one else [])
         return {id: sorted(some, key=lambda one: one.order) for id, some in aside.items()}
 
@@ -445,25 +506,25 @@ class Ledger:
             if match is None:
                 continue
             if match["kind"] == "removed":
-                delete_folder(path)
+                self._finish_removal(path, self._root / f"{_COMMITTED}{match['id']}", delete_folder)
             elif match["kind"] == "unpublished" and path not in self._owners:
                 with _warned(f"cannot clean up {path}"), abandoned(path, self._run_id, now, self._stale_s) as dead:
-                    if dead and (not path.exists() or self._remove(path, match["id"])):
-                        owner_file(path).unlink(missing_ok=True)
+                    if dead and (not path.exists() or self._remove(path)):
+                        remove(owner_file(path), own_name)
 
     def _settle_replaced(self, names: list[str]) -> None:
         """Finish replacements that a kill interrupted: restore the old checkpoint, or remove it if the new one is committed."""
         for id, candidates in self._replaced_among(names).items():
             target = self._root / f"{_COMMITTED}{id}"
             with _warned(f"cannot settle the replacement of {target}"):
-                if candidates and _look(id, target) is None:
+                if candidates and _look_for(id, target) is None:
                     self._make_way(target, id, refused={})
                     back = candidates.pop().path
                     os.rename(back, target)
                     sync_folder(self._root)
                     self._restored[target] = back
                 for old in candidates:
-                    self._remove(old.path, id)
+                    self._remove(old.path, target)
 
     def _make_way(self, target: Path, checkpoint_id: str, refused: Mapping[Path, str]) -> Path | None:
         """Move aside the folder at `target`; return its new path, or None if there is none."""
@@ -483,33 +544,87 @@ class Ledger:
             f"{reason}\nmoved here from {path.name} by run {self._run_id} at {when}\n", encoding="utf-8"
         )
         os.rename(path, aside)
+        _log.warning("%s is now %s: %s", path, aside, reason)
         return aside
 
     def _why_refused(self, target: Path, checkpoint_id: str, refused: Mapping[Path, str]) -> str | None:
-        if _look(checkpoint_id, target) is None:
+        if target.is_symlink():
+            return "it is no checkpoint, but a symbolic link"
+        if not (target / MANIFEST_NAME).is_file():
             return f"it holds no {MANIFEST_NAME}, so it is no checkpoint"
+        if (one := _look_for(checkpoint_id, target)) is None or not one.says_id:
+            return f"its {MANIFEST_NAME} does not say that it was saved as {checkpoint_id}"
         return next((reason for path, reason in refused.items() if self._is(target, path)), None)
 
     def _is(self, now: Path, named: Path) -> bool:
         """Whether `named` is the checkpoint at `now`, by this path or by its path before it was restored."""
         return os.path.abspath(named) in map(os.path.abspath, (now, self._restored.get(now, now)))
 
-    def _remove(self, path: Path, checkpoint_id: str, delete: Callable[[Path], None] | None = None) -> bool:
-        """Rename a folder to `.removed-...`, then delete it. Return False, with a warning, if the rename fails."""
-        doomed = self._aside("removed", checkpoint_id)
+    def _remove(self, path: Path, home: Path | None = None, delete: Callable[[Path], None] | None = None) -> bool:
+        """Rename a folder to `.removed-...`, then delete it. Return False, with a warning, if the rename fails.
+
+        Args:
+            home: the folder in which files stay that the user has put into a checkpoint; None: it was never published.
+        """
+        doomed = self._aside("removed", _name_of(home or path))
         try:
             os.rename(path, doomed)
         except OSError as error:
             _log.warning("cannot remove %s, the next save tries again: %s", path, sentence(error))
             return False
-        (delete or delete_folder)(doomed)
+        self._finish_removal(doomed, home, delete or delete_folder)
         return True
+
+    def _finish_removal(self, doomed: Path, home: Path | None, delete: Callable[[Path], None]) -> None:
+        """Delete a renamed checkpoint, but for what the user has put beside its files, which goes back to `home`."""
+        try:
+            for name in self._files_of_user(doomed) if home is not None else ():
+                assert home is not None
+                home.mkdir(exist_ok=True)
+                back = home / name if not os.path.lexists(home / name) else home / f"{name}.{secrets.token_hex(4)}"
+                os.rename(doomed / name, back)
+                _log.warning("%s stays, and belongs to no checkpoint: the one that it was put into is removed", back)
+        except CorruptCheckpointError as error:
+            if (doomed / MANIFEST_NAME).is_file():  # else another process deletes it, too
+                with _warned(f"cannot move {doomed} into quarantine"):
+                    why = f"it was to be removed, but may hold files of the user's, which a damaged manifest does not tell: {error}"
+                    self._put_in_quarantine(doomed, _name_of(home or doomed), why)
+                return
+        except OSError as error:
+            _log.warning("cannot remove %s, the next save tries again: %s", doomed, sentence(error))
+            return
+        delete(doomed)
+
+    def _files_of_user(self, checkpoint: Path) -> list[str]:
+        """Return what lies in a checkpoint's folder beside what its save has put there. Folders of components are not looked into."""
+        if checkpoint.is_symlink() or not (checkpoint / MANIFEST_NAME).is_file():
+            return []  # its deletion has begun
+        names = {*os.listdir(checkpoint)}
+        with suppress(FileNotFoundError):
+            if self._published is not None and names <= {*os.listdir(self._published)}:
+                return []  # most often: it spares reading the manifest
+        manifest = read_manifest(checkpoint)
+        made = {file.partition("/")[0] for file in manifest.files} | {MANIFEST_NAME, DOCUMENT, *manifest.components}
+        return sorted(names - made)
 
     def _release(self, unpublished: Path) -> None:
         owner = self._owners.pop(unpublished, None)
         if owner is not None:
             with _warned(f"cannot remove {owner_file(unpublished)}"):
                 owner.release()
+
+
+def runs_of(one: Committed) -> set[str | None]:
+    """Return the ids of the run that saved a checkpoint, and of those that it went on from, as far as its manifest can be read."""
+    try:
+        return {one.run_id, *read_manifest(one.path).history}
+    except CheckpointError:
+        return {one.run_id}
+
+
+def run_owner(run_id: str) -> str:
+    """Return the name of the owner file of a run that shares its root with others."""
+    return f".run-{run_id}{OWNER_SUFFIX}"
 
 
 def safe_id(name: str) -> str:
@@ -521,30 +636,50 @@ def safe_id(name: str) -> str:
 
 
 def is_removable(path: Path) -> bool:
-    """Whether a path holds a checkpoint, or is a symbolic link, of which the link alone is removed."""
-    return path.is_symlink() or (path / MANIFEST_NAME).is_file()
+    """Whether a path is that of a checkpoint which was saved under this name, or a symbolic link, of which the link alone is removed."""
+    return path.is_symlink() or ((one := _look(path)) is not None and one.id in (path.name, _id_in(path.name)))
 
 
-def _look(checkpoint_id: str, path: Path) -> Committed | None:
-    """Return the checkpoint in this folder, or None if it has no manifest."""
+def _name_of(folder: Path) -> str:
+    """The part of hidden names that tells of a folder."""
+    id = _id_in(folder.name)
+    return id if id != folder.name and _VALID_ID.fullmatch(id) else safe_id(folder.name)
+
+
+def _id_in(name: str) -> str:
+    return name.removeprefix(_COMMITTED)
+
+
+def _look_for(checkpoint_id: str, path: Path) -> Committed | None:
+    """Return the checkpoint in this folder; None: it has no manifest, or one that says another id."""
+    one = _look(path)
+    if one is None or (one.says_id and one.id not in (checkpoint_id, path.name)):
+        return None
+    return replace(one, id=checkpoint_id, says_id=one.id == checkpoint_id)
+
+
+def _look(path: Path) -> Committed | None:
+    """Return the checkpoint in this folder, under the id in its manifest; None: it has no manifest."""
     manifest = path / MANIFEST_NAME
     try:
         if not manifest.is_file():
             return None
         head = _head_of(manifest)
         timestamp, number, run_id = _timestamp(head), _COMMIT_NUMBER.search(head), _RUN_ID.search(head)
+        saved_as = _ID.search(head)
         is_damaged = timestamp is None or (run_id is not None and number is None)
         if timestamp is None or is_damaged:
             timestamp = datetime.fromtimestamp(manifest.stat().st_mtime, UTC)
     except FileNotFoundError:
         return None
     return Committed(
-        checkpoint_id,
+        json.loads(saved_as[1]) if saved_as is not None else "",
         path,
         timestamp,
         number=_UNKNOWN if is_damaged else _counted(number[1] if number is not None else b""),
         run_id=run_id[1].decode() if run_id is not None else None,
         is_ahead=timestamp - datetime.now(UTC) > _AHEAD,
+        says_id=saved_as is not None,
     )
 
 
@@ -569,7 +704,7 @@ def _head_of(manifest: Path) -> bytes:
     try:
         with CheckpointFolder(manifest.parent) as folder, folder.stream(manifest.name) as file:
             head = file.read(_HEAD_BYTES)
-            if _TIMESTAMP.search(head) is None:
+            if _TIMESTAMP.search(head) is None or _ID.search(head) is None:
                 head += file.read(_MOST_BYTES - _HEAD_BYTES)
     except FileNotFoundError:
         raise
@@ -602,15 +737,7 @@ def _make_folder(path: Path) -> None:
 def delete_folder(doomed: Path) -> None:
     """Delete a renamed folder or file. Another process may be deleting it, too. Never raises."""
     with _warned(f"cannot delete {doomed}, the next save tries again"):
-        if doomed.is_dir() and not doomed.is_symlink():
-            shutil.rmtree(doomed, onerror=_unless_gone)
-        else:
-            doomed.unlink(missing_ok=True)
-
-
-def _unless_gone(_function: object, _path: str, raised: tuple[type[BaseException], BaseException, object]) -> None:
-    if not isinstance(raised[1], FileNotFoundError):
-        raise raised[1]
+        remove(doomed, own_name)
 
 
 @contextmanager

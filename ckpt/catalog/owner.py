@@ -35,6 +35,7 @@ from typing import Any, Self
 import psutil
 
 from ckpt.errors import CheckpointError, FolderInUseError, logger_of, sentence
+from ckpt.format.removal import Same, remove
 from ckpt.ranks.addresses import machine
 from ckpt.ranks.waiting import start
 
@@ -44,6 +45,7 @@ HEARTBEAT_S = 1.0
 _ATTEMPTS = 100
 _HELPERS_S = 5.0
 _CLAIM = re.compile(r"\.claim-[0-9a-f]{8}")
+_RUN = re.compile(rf"\.run(?:-(?P<id>[0-9A-Za-z_.-]+))?{re.escape(OWNER_SUFFIX)}")
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
 
@@ -95,7 +97,7 @@ class _Claim:
         """End the claim and remove the file."""
         try:
             if self.stands:
-                self.file.unlink(missing_ok=True)
+                remove(self.file, Same.of(self._descriptor))
         finally:
             self.let_go()
 
@@ -350,7 +352,34 @@ def remove_dead_claims(folder: Path, names: Iterable[str]) -> None:
     for name in filter(_CLAIM.fullmatch, names):
         with _opened(folder / name) as descriptor:
             if descriptor is not None and _lock(descriptor, wait=False) is not _Lock.HELD_BY_ANOTHER:
-                (folder / name).unlink(missing_ok=True)
+                remove(folder / name, Same.of(descriptor))
+
+
+def living_runs(root: Path, names: Iterable[str], stale_s: float) -> Iterator[str]:
+    """Yield the ids of runs that have claimed a root, and may be alive; remove the files of dead ones that shared it.
+
+    A file of this process for the whole root is passed over: all that this process saves there is one run's.
+
+    Args:
+        names: of the files in the root.
+        stale_s: longest silence of a living owner's heartbeat, in seconds.
+    """
+    for match in filter(None, map(_RUN.fullmatch, names)):
+        try:
+            with _opened(root / match[0]) as descriptor:
+                about = _read(descriptor) if descriptor is not None else {}
+                is_own = match["id"] is None and (about.get("machine"), about.get("pid")) == (machine(), os.getpid())
+                if descriptor is None or is_own:
+                    continue
+                lock = _lock(descriptor, wait=False)
+                is_seen_here = lock is _Lock.TAKEN and about.get("machine") == machine()
+                is_silent = file_system_now(root) - os.fstat(descriptor).st_mtime > stale_s
+                if lock is _Lock.HELD_BY_ANOTHER or not (is_seen_here or is_silent):
+                    yield match["id"] or str(about.get("run_id"))
+                elif match["id"] is not None:
+                    remove(root / match[0], Same.of(descriptor))
+        except PermissionError:  # of another user
+            yield match["id"] or ""
 
 
 class _Lock(Enum):
@@ -442,11 +471,11 @@ def _make(file: Path, about: Mapping[str, object], put: Callable[[Path, Path], o
             os.write(descriptor, json.dumps(about).encode())
             put(beside, file)
         except BaseException as error:
+            if isinstance(error, OSError):  # after any other the next claim removes the file
+                remove(beside, Same.of(descriptor))
             os.close(descriptor)
             if isinstance(error, FileNotFoundError):  # `remove_dead_claims` removed it before it was locked
                 continue
-            if isinstance(error, OSError):  # after any other the next claim removes the file
-                beside.unlink(missing_ok=True)
             raise
         return descriptor
 
@@ -463,7 +492,7 @@ def _put_if_free(beside: Path, file: Path) -> None:
         if error.errno not in _NO_LINKS:
             raise
     else:
-        beside.unlink(missing_ok=True)
+        remove(beside, Same.of(file))
         return
     os.close(new_lock_file(file))
     os.replace(beside, file)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.names import step_of
 from ckpt.format.stored import read_manifest
+
+_log = logging.getLogger(__name__)
 
 
 class Listed(Protocol):
@@ -33,11 +38,12 @@ class Retention:
         keep_last: number of the newest that stay, the one just saved included. None: 1 if there is another rule, else all.
         keep_every: those stay whose step is a multiple of it.
         keep_best: number of those that stay with the best value of `metric`.
+            A checkpoint that was saved without that metric cannot be compared, and stays.
         metric: name of a metric that `save_checkpoint` is given.
         greater_is_better: of `metric`.
 
     Raises:
-        ConfigurationError: a number is below 1, or `keep_best` is without `metric`.
+        ConfigurationError: a value is of a wrong type, a number is below 1, or `keep_best` is without `metric`.
     """
 
     keep_last: int | None = None
@@ -54,6 +60,12 @@ class Retention:
                 raise ConfigurationError(
                     f"{name} is {number!r}; expected a whole number of at least 1, or None {otherwise}"
                 )
+        if not (self.metric is None or (isinstance(self.metric, str) and self.metric)):
+            raise ConfigurationError(f"metric is {self.metric!r:.60}; expected a name, such as 'loss', or None")
+        if not isinstance(self.greater_is_better, bool):
+            raise ConfigurationError(
+                f"greater_is_better is {self.greater_is_better!r:.60}; expected True, where the greatest value is the best, or False"
+            )
         if self.keep_best is not None and self.metric is None:
             raise ConfigurationError(f"keep_best={self.keep_best} needs metric, the name of the metric that it goes by")
 
@@ -61,6 +73,24 @@ class Retention:
     def removes(self) -> bool:
         """Whether any checkpoint is ever removed."""
         return (self.keep_last, self.keep_every, self.keep_best) != (None, None, None)
+
+    def require_metric(self, given: Mapping[str, float | None], what: str) -> None:
+        """Require the metric by which checkpoints are kept among those of a save; its value may be None.
+
+        Args:
+            what: the save, for the error.
+
+        Raises:
+            ConfigurationError: it is missing.
+        """
+        if self.keep_best is None or self.metric in given:
+            return
+        near = difflib.get_close_matches(str(self.metric), given, n=1)
+        meant = f" Did you mean metric={near[0]!r}, or metrics={{{self.metric!r}: ...}}?" if near else ""
+        raise ConfigurationError(
+            f"{what}: metrics holds {', '.join(map(repr, given)) or 'nothing'}, without {self.metric!r}, which keep_best={self.keep_best} "
+            f"goes by: give it to each save, as math.nan where there is no value.{meant}"
+        )
 
     def surplus(self, older: Sequence[Kind], newest: Kind | None) -> list[Kind]:
         """Return those of `older` that no rule keeps.
@@ -78,6 +108,10 @@ class Retention:
             metrics = {one.id: metrics_of(one.path) for one in (*older, *([newest] if newest is not None else []))}
             kept |= {id for id, found in metrics.items() if found is None}  # unreadable now, perhaps the best
             kept |= {id for id, _ in self._ranked(metrics)[: self.keep_best]}
+            unknown = [one for one in older if one.id not in kept and self.metric not in (metrics[one.id] or {})]
+            for one in unknown:
+                _tell_of_unknown(one.path, str(self.metric))
+            kept |= {one.id for one in unknown}
         return [one for one in older if one.id not in kept]
 
     def best(self, checkpoints: Sequence[Kind]) -> Kind | None:
@@ -99,6 +133,13 @@ class Retention:
 def as_retention(keep_last: int | Retention | None) -> Retention:
     """Return rules as such; a number is that of the newest checkpoints."""
     return keep_last if isinstance(keep_last, Retention) else Retention(keep_last)
+
+
+@cache
+def _tell_of_unknown(path: Path, metric: str) -> None:
+    _log.warning(
+        "%s was saved without the metric %r, by which checkpoints are kept: it stays until you delete it", path, metric
+    )
 
 
 def metrics_of(path: Path) -> Mapping[str, float | None] | None:

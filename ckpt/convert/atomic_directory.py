@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ckpt.errors import CheckpointError, CheckpointExistsError, StorageError, sentence
 from ckpt.format.durable import sync_folder
+from ckpt.format.removal import own_name, remove
 from ckpt.ranks.topology import Topology
 
 
@@ -60,6 +60,7 @@ def atomic_directory(dst: Path, *, is_file: bool = False) -> Iterator[Path]:
     try:
         (around if is_file else folder).mkdir(parents=True)
         yield folder
+        require_free(dst)  # still: a file would be replaced
         os.rename(folder, dst)
         sync_folder(dst.parent)
     except CheckpointError:
@@ -67,5 +68,4 @@ def atomic_directory(dst: Path, *, is_file: bool = False) -> Iterator[Path]:
     except OSError as error:
         raise StorageError(f"dst={dst} was not created, its content could not be written: {sentence(error)}") from error
     finally:
-        if around.exists():
-            shutil.rmtree(around)
+        remove(around, own_name)

@@ -13,6 +13,7 @@ Files:
     checkpoint_files        opens files below one checkpoint folder, and none outside of it
     hub_snapshots           finds the files of a snapshot in Hugging Face's cache, which are links
     durable, stored         writes small files durably; reads and checks the records of a committed checkpoint
+    removal                 deletes what is shown to be this package's own
     held                    files of the newest save, read from host memory
     pickle_cost             bounds what reading a pickle takes
     unpickling              reads pickled files of other programs without running their code

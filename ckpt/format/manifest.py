@@ -39,7 +39,7 @@ MAX_COMMIT_NUMBER = 10**12
 COMMON, OBJECTS = "common", "objects"
 """Folders beside it, each a checkpoint of its own: the common state and the objects of a sharded state dict."""
 _OPTIONAL = ("commit_number", "run_id")
-_NOTES = ("metrics", "metadata")
+_NOTES = ("history", "metrics", "metadata")
 
 
 def index_name(rank: int, generation: int = 0) -> str:
@@ -166,7 +166,9 @@ class CheckpointManifest:
         timestamp: when it was committed, UTC.
         commit_number: its place in the order of commits below its root; None (no such key): written by an older version, or outside of a
             root. Those come before all that have one, in the order of their timestamps.
-        run_id: of the training history it belongs to: a run and those that were resumed from it. None (no such key): unknown.
+        run_id: of the run that saved it; None (no such key): unknown. Older versions gave resumed runs the id of the first.
+        history: run id -> commit number up to which the run's checkpoints belong to the history of this one, of the runs that it goes on
+            from, as far as checkpoints of theirs were left. No such key where there are none.
         metrics: name -> value at this step, such as a loss; None: not a finite number. No such key where none were given.
         metadata: plain values that the program keeps with the checkpoint. No such key where none were given.
         topology: "nodes" (global ranks per host) and "groups" (name -> instances -> global ranks) of the saving run.
@@ -195,6 +197,7 @@ class CheckpointManifest:
     format_version: int = FORMAT_VERSION
     commit_number: Count | None = None
     run_id: str | None = None
+    history: dict[str, Count] = field(default_factory=dict)
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
 

@@ -21,6 +21,8 @@ def storable_metrics(given: Mapping[str, float] | None) -> dict[str, float | Non
     found = {}
     for name, value in _mapping("metrics", given, "a dictionary: name -> number").items():
         try:
+            if isinstance(value, str | bytes | bytearray):
+                raise TypeError  # which float would parse
             number = float(value)
         except (TypeError, ValueError, RuntimeError, OverflowError):
             raise ConfigurationError(f"metrics[{name!r}] is {value!r:.60}; expected a number") from None

@@ -13,6 +13,7 @@ here.
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Mapping, Set
@@ -338,9 +339,11 @@ class CkptTrainerMixin(_Base):
                 self.state.save_to_json(str(files / _STATE))
             self._ckpt_files.read_from(files, type(self).__name__)
         logged = [entry for entry in self.state.log_history if entry.get("step") == step]
-        metrics = {name: value for entry in logged for name, value in entry.items() if isinstance(value, Real)}
+        metrics = {name: float(value) for entry in logged for name, value in entry.items() if isinstance(value, Real)}
         metrics.pop("step", None)
-        if self._ckpt.save(step, metrics=metrics | ({_BEST: step} if is_best else {})) is None:  # skipped
+        if self.args.metric_for_best_model is not None:
+            metrics[_BEST] = step if is_best else math.nan
+        if self._ckpt.save(step, metrics=metrics) is None:  # skipped
             self.state.best_model_checkpoint = best_before
 
     def _get_output_dir(self, trial: Any) -> str:

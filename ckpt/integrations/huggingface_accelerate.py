@@ -22,9 +22,8 @@ from accelerate.utils import DistributedType
 
 from ckpt.api.checkpointer import ProgramRNG, auto_components
 from ckpt.backends.base import Backend
-from ckpt.catalog.ledger import Ledger
-from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
-from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.catalog.ledger import Ledger, is_removable
+from ckpt.errors import CheckpointNotFoundError, ConfigurationError
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.loading.loader import Loader
 from ckpt.loading.strategy import LoadingStrategy
@@ -112,8 +111,7 @@ class CkptAccelerator(Accelerator):
             with run.topology.operation(f"save into {path}"), run.topology.phase("retain"):
                 if run.topology.is_lead:
                     ledger = Ledger(self._ckpt_root, run_id=str(self._ckpt_root))
-                    ours = [one for one in _numbered(self._ckpt_root) if _is_ours(one)]
-                    for old in ours[: -max(project.total_limit, 1)]:
+                    for old in _own(self._ckpt_root)[: -max(project.total_limit, 1)]:
                         ledger.remove(old)
         return path
 
@@ -160,7 +158,8 @@ class CkptAccelerator(Accelerator):
     def find_latest(self) -> Path | None:
         """Return the newest checkpoint of `automatic_checkpoint_naming`, or None; also one of Accelerate's own. Not collective."""
         found = _numbered(self._ckpt_root)
-        return next((one for one in reversed(found) if (one / MANIFEST_NAME).exists() or _is_accelerates(one)), None)
+        own = _own(self._ckpt_root)
+        return next((one for one in reversed(found) if one in own or _is_accelerates(one)), None)
 
     @property
     def _ckpt_root(self) -> Path:
@@ -311,16 +310,9 @@ def _is_accelerates(folder: Path) -> bool:
     return any(folder.glob(_OWN_FILES)) and not (folder / MANIFEST_NAME).exists()
 
 
-def _is_ours(checkpoint: Path) -> bool:
-    """Whether a checkpoint of this package was saved under its name: no copy, no link, and nothing of others."""
-    if checkpoint.is_symlink():
-        return False
-    try:
-        with CheckpointFolder(checkpoint) as folder, folder.stream(MANIFEST_NAME) as manifest:
-            found = _ID.search(manifest.read(_HEAD_BYTES))
-    except (OSError, CorruptCheckpointError):
-        return False
-    return found is not None and found[1] == checkpoint.name.encode()
+def _own(root: Path) -> list[Path]:
+    """The checkpoints of automatic naming, the oldest first, without links, copies and renamed ones, which are the user's."""
+    return [one for one in _numbered(root) if is_removable(one) and not one.is_symlink()]
 
 
 def _number(path: Path) -> int:

@@ -29,7 +29,7 @@ from torchtitan.config.override import derive, override
 from torchtitan.tools import filesystem
 from torchtitan.tools.utils import GarbageCollection
 
-from ckpt.catalog.ledger import Ledger
+from ckpt.catalog.ledger import Ledger, is_removable
 from ckpt.errors import CheckpointExistsError, ConfigurationError
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.integrations.dcp import CkptReader, CkptWriter
@@ -151,8 +151,11 @@ class CkptManager(CheckpointManager):
     def _purge_stale_checkpoints(self) -> None:
         if self._should_purge():
             ledger = Ledger(self._root, run_id="purge", delete=lambda removed: self.purge_queue.put(str(removed)))
-            for _, path in self._steps()[: -self.keep_latest_k]:
-                ledger.remove(path)
+            for path in [path for _, path in self._steps() if _is_complete(path)][: -self.keep_latest_k]:
+                if (
+                    is_removable(path) or not (path / MANIFEST_NAME).is_file()
+                ):  # else a copy or renamed one, which is the user's
+                    ledger.remove(path)
 
     def _wait_for_saving(self) -> None:
         saving, self.save_future = self.save_future, None  # its error is raised once

@@ -187,6 +187,7 @@ class Loader:
             slowest_rank=slowest,
             components=(*reports.values(), *others.values()),
             run_id=source.run_id,
+            history=source.history,
             metrics=source.metrics,
             metadata=source.metadata,
         )

@@ -112,7 +112,9 @@ class LoadReport:
         config_text: the config of the run that saved it; "" if it gave none.
         fell_back_from: damaged newer checkpoints that were passed over, newest first.
         components: one report each, in the order in which they were declared.
-        run_id: of the training history that the checkpoint belongs to; None: unknown.
+        run_id: of the run that saved it; None: unknown.
+        history: run id -> the largest commit number of its history: of this run its own, and of those that it went on from. The id is
+            None for checkpoints of versions that gave none; empty: it has no manifest.
         metrics, metadata: as the checkpoint was saved with.
         slowest_rank: which took longest to read; None: there is one rank.
     """
@@ -126,6 +128,7 @@ class LoadReport:
     fell_back_from: tuple[str, ...] = ()
     components: tuple[ComponentReport, ...] = ()
     run_id: str | None = None
+    history: Mapping[str | None, int] = field(default_factory=dict)
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     slowest_rank: int | None = None

@@ -33,6 +33,7 @@ class CheckpointSource(Protocol):
 
     checkpoint_id: str
     run_id: str | None
+    history: Mapping[str | None, int]
     config_text: str
     metrics: Mapping[str, float | None]
     metadata: Mapping[str, Any]
@@ -110,6 +111,8 @@ class ManifestSource(CheckpointSource):
         self.manifest = manifest
         self.checkpoint_id = manifest.checkpoint_id
         self.run_id = manifest.run_id
+        own: dict[str | None, int] = {self.run_id: manifest.commit_number or 0}
+        self.history: Mapping[str | None, int] = own | dict(manifest.history.items())
         self.config_text = config_text
         self.metrics = manifest.metrics
         self.metadata = manifest.metadata

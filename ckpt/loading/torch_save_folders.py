@@ -91,6 +91,7 @@ class OldSource(CheckpointSource):
     """
 
     run_id: str | None = None
+    history: Mapping[str | None, int] = MappingProxyType({})
     config_text = ""
     metrics: Mapping[str, float | None] = MappingProxyType({})
     metadata: Mapping[str, Any] = MappingProxyType({})

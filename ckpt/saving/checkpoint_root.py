@@ -18,13 +18,14 @@ import torch
 from ckpt.backends.base import Backend, Previous
 from ckpt.catalog import verify
 from ckpt.catalog.incremental import previous_of
-from ckpt.catalog.ledger import ROOT_OWNER, Commit, Ledger
+from ckpt.catalog.ledger import ROOT_OWNER, Commit, Ledger, run_owner
 from ckpt.catalog.owner import FolderLock
 from ckpt.catalog.retention import Retention
 from ckpt.errors import CorruptCheckpointError, StorageError
 from ckpt.format.held import places_from_json
 from ckpt.format.manifest import CheckpointManifest
 from ckpt.format.notes import storable_metadata, storable_metrics
+from ckpt.format.removal import empty, remove
 from ckpt.planning.plan import SavePlan
 from ckpt.ranks.topology import Topology, slowest_rank
 from ckpt.saving.host_cache import HeldStep, HostCache
@@ -49,7 +50,7 @@ class SaveTarget:
         refused: checkpoints that this run found damaged -> the damage.
         retention: which checkpoints of this run stay.
         condemned: those of `refused` that share a damaged file; they are quarantined.
-        run_ids: names of this training history in manifests: the new checkpoint gets the first, and retention counts all.
+        history: run id -> the largest commit number that retention counts, of the runs that this one goes on from.
         remove_others: remove the checkpoints of other runs that lie in the root.
         config_text: stored as config.yaml; None: no such file.
         metrics, metadata: stored in the manifest, as the caller gave them.
@@ -61,7 +62,7 @@ class SaveTarget:
     refused: Mapping[Path, str]
     retention: Retention
     condemned: Mapping[Path, str] = field(default_factory=dict)
-    run_ids: tuple[str | None, ...] = ()
+    history: Mapping[str | None, int] = field(default_factory=dict)
     remove_others: bool = False
     config_text: str | None = None
     metrics: Mapping[str, float] | None = None
@@ -82,8 +83,9 @@ class KnownRoots:
 
     Attributes:
         home: the checkpoint root of saves that name no other.
-        run_id, stale_s, delete: see `Ledger`.
-        shared_root: several runs may save into one root, so none is locked.
+        run_id: of this run, in the manifests of its checkpoints.
+        stale_s, delete: see `Ledger`.
+        shared_root: several runs may save into one root, so each claims its own checkpoints there, and none the root.
         min_live: of incremental saves: the fraction of a data file that must still be used to be linked; None: nothing is linked.
         host_cache: keeps saves in memory; None: nothing is kept.
         in_use: the roots that are known to exist.
@@ -113,15 +115,25 @@ class KnownRoots:
     def is_home(self, root: Path) -> bool:
         return os.path.realpath(root) == os.path.realpath(self.home)
 
-    def lock_of(self, target: SaveTarget) -> FolderLock | None:
-        """Return the lock for the root of a save; None: several runs may save there."""
-        is_home = self.is_home(target.root)
-        if self.shared_root or (is_home and self.lock is not None):
+    def ledger_of(self, root: Path, retention: Retention | None = None) -> Ledger:
+        return Ledger(
+            root,
+            run_id=f"{self.home.absolute()}" + (f", of {self.run_id}" if self.shared_root else ""),
+            saves_as=self.run_id,
+            keep_last=retention,
+            stale_s=self.stale_s,
+            delete=self.delete,
+        )
+
+    def lock_of(self, root: Path) -> FolderLock:
+        """Return this run's claim on a root, or on its own checkpoints in a root that several runs share."""
+        is_home = self.is_home(root)
+        if is_home and self.lock is not None:
             return self.lock
         lock = FolderLock(
-            target.root / ROOT_OWNER,
-            run_id=str(target.run_ids[0]),
-            what=f"checkpoint root {target.root}",
+            root / (run_owner(self.run_id) if self.shared_root else ROOT_OWNER),
+            run_id=self.run_id,
+            what=f"checkpoint root {root}",
             advice="wait for it to end, save elsewhere, or let several runs save there with shared_root=True",
             stale_s=self.stale_s,
         )
@@ -159,10 +171,8 @@ class CheckpointRoot(Destination):
         self._target = target
         self._roots = roots
         self._stale_check = stale_check
-        self._ledger = Ledger(
-            target.root, run_id=roots.run_id, keep_last=target.retention, stale_s=roots.stale_s, delete=roots.delete
-        )
-        self._lock = roots.lock_of(target)
+        self._ledger = roots.ledger_of(target.root, target.retention)
+        self._lock = roots.lock_of(target.root)
         self._memory: PooledSave | None = None
         self._assigned: tuple[Path, int] | None = None
         self._previous: Path | None = None
@@ -172,29 +182,29 @@ class CheckpointRoot(Destination):
         """Lock the root, or check that this run still holds the lock, and that the root exists still. Lead rank only, before `open`.
 
         Raises:
-            ConfigurationError: the manifest cannot hold the metrics or the metadata.
+            ConfigurationError: the manifest cannot hold the metrics or the metadata, or the metric is missing that retention goes by.
         """
         self._notes = {
             "metrics": storable_metrics(self._target.metrics),
             "metadata": storable_metadata(self._target.metadata),
         }
+        self._target.retention.require_metric(self._notes["metrics"], self._target.what)
         self._roots.require_not_removed(self._target.root)
-        if self._lock is not None:
-            self._ledger.claim(self._lock, topology.progress)
+        self._ledger.claim(self._lock, topology.progress)
 
     @contextmanager
     def unclaimed_if_refused(self) -> Iterator[None]:
         """If the block fails, leave the root as it was before: unlocked, unless an earlier save locked it."""
-        was_held = self._lock is not None and self._lock.is_held
+        was_held = self._lock.is_held
         was_there = self._target.root.exists()
         try:
             yield
         except BaseException:
-            if self._lock is not None and self._lock.is_held and not was_held:  # on the lead alone
+            if self._lock.is_held and not was_held:  # on the lead alone
                 self._lock.release()
                 if not was_there:
                     with suppress(OSError):  # something else lies in it by now
-                        self._target.root.rmdir()
+                        remove(self._target.root, empty)
             raise
 
     def rooms(self, share: RankWritePlan, backend: Backend) -> Mapping[int, torch.Tensor]:
@@ -286,7 +296,12 @@ class CheckpointRoot(Destination):
             topology,
             config_text=self._target.config_text,
             commit=commit,
-            run_id=next(iter(self._target.run_ids), None),
+            run_id=self._roots.run_id,
+            history={
+                run: number
+                for run, number in self._target.history.items()
+                if run in commit.runs and run not in (None, self._roots.run_id)
+            },
             **self._notes,
         )
         added = record.write(self._target.checkpoint_id)
@@ -332,7 +347,7 @@ class CheckpointRoot(Destination):
                 phase.stands = _is_committed(path)
                 if topology.is_lead:
                     self._ledger.quarantine(target.condemned, keep=path)
-                    self._ledger.retain(keep=path, own=target.run_ids or None, remove_others=target.remove_others)
+                    self._ledger.retain(keep=path, history=target.history, remove_others=target.remove_others)
         alarms = self._stale_check.alarms(target.checkpoint_id, results)
         for alarm in alarms if topology.is_lead else ():
             _log.warning("%s", alarm)
@@ -350,7 +365,7 @@ class CheckpointRoot(Destination):
 
     def _release(self) -> None:
         """Unlock a root that is not the run's home, now that the save is over."""
-        if self._lock is not None and self._lock is not self._roots.lock:
+        if self._lock is not self._roots.lock:
             self._lock.release()
 
 

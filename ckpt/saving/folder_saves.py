@@ -150,4 +150,4 @@ class FolderSaves:
             if is_removable(path):
                 Ledger(path.parent, run_id=str(path), delete=delete).remove(path)
             else:
-                _log.warning("%s is not removed: it is no checkpoint of this package", path)
+                _log.warning("%s is not removed: it is no checkpoint of this package, or was saved under another name", path)

@@ -16,7 +16,7 @@ from ckpt.catalog.ledger import Commit
 from ckpt.errors import StorageError
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.consistency import MAX_FILE_BYTES
-from ckpt.format.durable import replace_durably, write_durably
+from ckpt.format.durable import replace_durably
 from ckpt.format.manifest import (
     CONFIG_NAME,
     MANIFEST_NAME,
@@ -43,7 +43,7 @@ class ManifestWriter:
         results: of every rank, in order.
         config_text: stored as config.yaml; None: no such file.
         commit: its place in the order of commits; None: it is in no checkpoint root.
-        run_id: of the run's training history.
+        run_id, history: see `CheckpointManifest`.
         metrics, metadata: as in the manifest.
         beside: files that are in the folder already and belong to the checkpoint, relative to it.
         manifest_digest: of the bytes of the manifest, once it is written.
@@ -57,6 +57,7 @@ class ManifestWriter:
     config_text: str | None = None
     commit: Commit | None = None
     run_id: str | None = None
+    history: Mapping[str, int] = field(default_factory=dict)
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     beside: Sequence[str] = ()
@@ -73,7 +74,7 @@ class ManifestWriter:
         folder, beside = self.save.destination.folder, self.beside
         await_indexes(folder, self.results, self.topology)
         if self.config_text is not None:
-            write_durably(folder / CONFIG_NAME, self.config_text.encode())
+            replace_durably(folder / CONFIG_NAME, self.config_text.encode())
             beside = [CONFIG_NAME, *beside]
         self.made = join_arrays(folder, self.save.backend, self.results, self.topology.progress, beside)
         data = self._manifest(checkpoint_id).to_bytes()
@@ -98,6 +99,7 @@ class ManifestWriter:
             timestamp=self.commit.timestamp if self.commit is not None else datetime.now(UTC),
             commit_number=self.commit.number if self.commit is not None else None,
             run_id=self.run_id,
+            history=dict(self.history),
             world_size=topology.world_size,
             topology={
                 "nodes": [list(ranks) for ranks in topology.nodes],

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ckpt.catalog.incremental import linked_with
-from ckpt.catalog.ledger import Ledger, newer_than
+from ckpt.catalog.ledger import Committed, Ledger, runs_of
 from ckpt.catalog.retention import Retention
 from ckpt.errors import CheckpointExistsError, CheckpointGoneError, CheckpointNotFoundError, CorruptCheckpointError
 from ckpt.loading.loader import committed_newest_first
@@ -29,7 +29,6 @@ class RunHistory:
 
     Args:
         roots: their home is output_dir.
-        run_id: of this run; its checkpoints go by it.
         retention: which checkpoints of the run stay in output_dir.
         overwrite: see `CheckpointCoordinator`.
 
@@ -37,13 +36,11 @@ class RunHistory:
         newer: names of checkpoints of the loaded one's own history that are newer than it: no save may come after them.
     """
 
-    def __init__(
-        self, topology: Topology, roots: KnownRoots, run_id: str, *, retention: Retention, overwrite: bool
-    ) -> None:
+    def __init__(self, topology: Topology, roots: KnownRoots, *, retention: Retention, overwrite: bool) -> None:
         self.newer: list[str] = []
         self._topology = topology
         self._roots = roots
-        self._run_ids: tuple[str | None, ...] = (run_id,)  # and of the runs that this one goes on from
+        self._history: dict[str | None, int] = {}  # of the runs that this one goes on from: see `SaveTarget.history`
         self._retention = retention
         self._overwrite = overwrite
         self._loaded_name = ""
@@ -76,7 +73,7 @@ class RunHistory:
             refused=dict(self._damaged),
             retention=self._retention if is_home else Retention(),
             condemned=dict(self._condemned) if is_home else {},
-            run_ids=self._run_ids,
+            history=dict(self._history) if is_home else {},
             remove_others=self._overwrite and is_home,
             **notes,
         )
@@ -92,29 +89,42 @@ class RunHistory:
     def leave_newer(self, loaded: LoadReport) -> None:
         """After a load by path: set newer checkpoints of output_dir aside if they may be overwritten. Collective.
 
-        Otherwise those of the loaded one's history are listed in `newer`; those of other runs stay, as they always do.
+        Otherwise those of the loaded one's history are listed in `newer`; those of other runs stay, as they always do. Of a shared root
+        only those of the same run matter, if it has ended: other runs may go on from the loaded one, too.
+
+        Raises:
+            FolderInUseError: they are to be set aside, and another run saves into output_dir.
         """
-        path, ledger = Path(loaded.path), Ledger(self._roots.home, run_id="reader")
+        path, home = Path(loaded.path), self._roots.home
+        ledger = self._roots.ledger_of(home)
         with self._topology.operation(f"load of {path.name}"), self._topology.phase("look for newer") as phase:
             if self._topology.is_lead:
-                newer = newer_than(path, ledger.committed()) if self._roots.is_home(path.parent) else None
-                if newer and self._overwrite:
-                    ledger.abandon(newer)
-                    names = some_of([one.path.name for one in newer])
+                newer = ledger.newer_than(path) if self._roots.is_home(path.parent) else None
+                own = self._of_history(newer or (), loaded, ledger)
+                doomed = own if self._roots.shared_root else newer
+                if doomed and self._overwrite:
+                    ledger.claim(self._roots.lock_of(home), self._topology.progress)
+                    ledger.abandon(doomed)
+                    names = some_of([one.path.name for one in doomed])
                     _log.warning("set aside, for this run goes on from %s: %s", path, names)
-                    newer = []
-                own = [one.path.name for one in newer or () if one.run_id == loaded.run_id]
-                phase.payload = {"is_here": newer is not None, "newer": own}
+                    own = []
+                phase.payload = {"is_here": newer is not None, "newer": [one.path.name for one in own]}
         self.newer, self._loaded_name = phase.payloads[0]["newer"], path.name
         if phase.payloads[0]["is_here"]:
             self._overwrite = False  # what is left is the history that goes on
 
+    def _of_history(self, newer: Sequence[Committed], loaded: LoadReport, ledger: Ledger) -> list[Committed]:
+        """Those of newer checkpoints that go on from the loaded one, or from one before it."""
+        if self._roots.shared_root:
+            living = ledger.living()
+            return [one for one in newer if one.run_id == loaded.run_id and one.run_id not in living]
+        return [one for one in newer if not loaded.history.keys().isdisjoint(runs_of(one))]
+
     def go_on_from(self, loaded: LoadReport) -> None:
-        """Belong to the training history of a loaded checkpoint of output_dir: retention counts its checkpoints as this run's own."""
+        """Go on with the history of a loaded checkpoint of output_dir: retention counts what is not newer than it as this run's own."""
         path = Path(loaded.path)
         if self._roots.is_home(path.parent) and not self._overwrite:
-            known = (loaded.run_id, *self._run_ids) if loaded.run_id is not None else (*self._run_ids, None)
-            self._run_ids = tuple(dict.fromkeys(known))
+            self._history |= loaded.history
         if any(one.status is Status.FAILED for one in loaded.components):
             self._roots.distrusted.add(path)
 
@@ -141,7 +151,13 @@ class RunHistory:
                 self._damaged.update((one, passed_over[one]) for one in paths if one in passed_over)
                 return dataclasses.replace(report, fell_back_from=tuple(map(str, paths[: paths.index(path)])))
         if not paths:
-            raise CheckpointNotFoundError(f"there is no committed checkpoint in {self._roots.home}")
+            renamed = self._roots.ledger_of(self._roots.home).renamed()
+            but = (
+                f", but for {renamed[0]}, which has another name than it was saved under: load it by its path"
+                if renamed
+                else ""
+            )
+            raise CheckpointNotFoundError(f"there is no committed checkpoint in {self._roots.home}{but}")
         reasons = "; ".join(passed_over.values())
         raise CorruptCheckpointError(f"every checkpoint in {self._roots.home} is damaged: {reasons}")
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.removal import empty, remove
 from ckpt.ranks.waiting import start
 from ckpt.storage.files import naming, reserve, start_writeback, write_all
 from ckpt.storage.host_memory import private
@@ -121,8 +122,9 @@ class NewFile(NamedTuple):
         return self.folder.open(self.name, flags)
 
     def remove(self) -> None:
-        with self.folder.parent(self.name) as (above, last), suppress(FileNotFoundError):
-            os.unlink(last, dir_fd=above)
+        """Remove the file that a failed `open` has left."""
+        with self.folder.parent(self.name) as (above, last):
+            remove(Path(last), empty, dir_fd=above)
 
 
 class Paged:

@@ -16,6 +16,7 @@ from ckpt.errors import CorruptCheckpointError
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.names import is_inner_path
 from ckpt.format.records import Expected
+from ckpt.format.removal import Same, remove
 from ckpt.storage.direct_io import NEW, O_DIRECT, Buffers, Direct, Kept, NewFile, OpenFile, Paged, WriterThreads
 from ckpt.storage.files import FolderTree, make_durable, naming, write_all
 from ckpt.storage.pool import PooledSave, PoolFile
@@ -46,6 +47,7 @@ class FileSink:
         self._buffers = buffers
         self._folders = FolderTree(root)
         self._sizes: dict[str, int] = {}
+        self._linked: dict[str, Same] = {}
         self._streams: dict[str, Stream] = {}
         self._threads: WriterThreads | None = None
 
@@ -102,6 +104,7 @@ class FileSink:
             why = error.strerror if isinstance(error, OSError) else str(error)
             self._buffers.tell_of_links(checkpoint / name, str(why), tell=self._tells)
             return False
+        self._linked[name] = Same.of(found)
         if self._memory is not None:
             self._memory.link(name, checkpoint / name)
         self._progress(1)
@@ -125,7 +128,7 @@ class FileSink:
     def unlink(self, name: str) -> None:
         """Undo `link`."""
         with naming(self._root / name):
-            os.unlink(self._root / name)
+            remove(self._root / name, self._linked.pop(name))
         if self._memory is not None:
             self._memory.unlink(name)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch.distributed
 from hydra.utils import instantiate
 
 from ckpt import CheckpointCoordinator, StateComponent
-from ckpt.catalog.ledger import Committed, Ledger, newer_than
+from ckpt.catalog.ledger import Ledger
 from ckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -64,9 +64,10 @@ def settle_start(cfg: dict[str, Any]) -> dict[str, Any]:
     """
     root, resumed = cfg["checkpoint_root"], cfg["resume"]
     require_named_checkpoint(cfg)
-    committed = Ledger(Path(root), run_id="reader").committed()
+    ledger = Ledger(Path(root), run_id="reader")
+    committed = ledger.committed()
     if not cfg["overwrite"]:
-        _require_own_history(cfg, committed)
+        _require_own_history(cfg, ledger)
     with writing("the checkpoint root", Path(root), "checkpoint_root"):
         Path(root).mkdir(parents=True, exist_ok=True)
     if resumed == "latest" and not committed:
@@ -90,13 +91,13 @@ def require_named_checkpoint(cfg: Mapping[str, Any]) -> None:
         raise CheckpointNotFoundError(f"{error} Did you mean resume=latest?") from error
 
 
-def _require_own_history(cfg: Mapping[str, Any], committed: Sequence[Committed]) -> None:
+def _require_own_history(cfg: Mapping[str, Any], ledger: Ledger) -> None:
     """Refuse to save beside checkpoints of another run: a later `resume=latest` would mix both.
 
     Raises:
         CheckpointExistsError: there are such checkpoints.
     """
-    root, resumed = cfg["checkpoint_root"], cfg["resume"]
+    root, resumed, committed = cfg["checkpoint_root"], cfg["resume"], ledger.committed()
     if resumed is None and committed:
         raise CheckpointExistsError(
             f"{root} holds the checkpoints of an earlier run, up to {committed[-1].path.name}: resume with resume=latest, write elsewhere "
@@ -107,7 +108,7 @@ def _require_own_history(cfg: Mapping[str, Any], committed: Sequence[Committed])
     step = step_of(Path(resumed).name.removeprefix("checkpoint-"))
     if step is not None and step >= cfg["train"]["steps"]:
         return  # a run that is resumed at its last step saves nothing
-    newer = newer_than(Path(resumed), committed)
+    newer = ledger.newer_than(Path(resumed))
     others = [one.path.name for one in (committed if newer is None else newer)]
     if others:
         foreign = ("checkpoints of another history", "remove")

@@ -76,6 +76,7 @@ class OtherSource(CheckpointSource):
     """A checkpoint of another program, open for reading by one rank."""
 
     run_id: str | None = None
+    history: Mapping[str | None, int] = MappingProxyType({})
     config_text = ""
     metrics: Mapping[str, float | None] = MappingProxyType({})
     metadata: Mapping[str, Any] = MappingProxyType({})

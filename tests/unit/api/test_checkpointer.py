@@ -25,7 +25,9 @@ from ckpt.errors import (
 )
 from ckpt.format.names import step_of
 from ckpt.format.stored import read_manifest
+from ckpt.ranks.topology import Topology
 from tests.crafts import edit_manifest
+from tests.ranks import run_ranks
 from tests.states import same_bits
 
 SIZE = 8
@@ -158,6 +160,47 @@ def test_rules_hold_for_the_checkpoints_from_before_a_restart_too(tmp_path: Path
             for step in steps:
                 checkpoints.save(step, metrics={"loss": abs(step - 2)})
     assert steps_of(checkpoints) == [2, 5]
+
+
+def _mistyped(topology: Topology, root: Path, mode: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    with Checkpointer(
+        root, model=model, topology=topology, mode=mode, every=1, keep_best=1, metric="loss", on_sigterm=False
+    ) as checkpoints:
+        checkpoints.step(1, metrics={"loss": 1.0})
+        for step in (2, 3):
+            with pytest.raises(ConfigurationError, match="holds 'los', without 'loss', .* Did you mean metric='los'"):
+                checkpoints.step(step, metrics={"los": 0.5} if topology.is_lead else {"loss": 0.5})
+        checkpoints.step(4, metrics={"loss": math.nan})
+        assert steps_of(checkpoints) == [1, 4] or mode == "async"
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_mistyped_metric_is_refused_on_every_rank_and_removes_nothing(tmp_path: Path, mode: str) -> None:
+    run_ranks(2, _mistyped, tmp_path, mode)
+    assert sorted(path.name for path in tmp_path.glob("*")) == ["checkpoint-00000001", "checkpoint-00000004"]
+
+
+def test_the_save_at_the_end_needs_no_metric_and_is_not_the_best(tmp_path: Path) -> None:
+    with Checkpointer(
+        tmp_path, model=torch.nn.Linear(2, 2), every=2, keep_best=1, metric="loss", on_sigterm=False
+    ) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.step(step, metrics={"loss": 1.0} if step == 2 else None)
+        with pytest.raises(ConfigurationError, match="metrics holds nothing, without 'loss'"):
+            checkpoints.save(4)
+    assert steps_of(checkpoints) == [2, 3]
+    assert checkpoints.list()[-1].metrics == {"loss": None}
+
+
+@pytest.mark.parametrize("bad", ["0.5", b"1", None, torch.ones(2), [1.0]])
+def test_a_metric_that_is_no_number_is_refused(tmp_path: Path, bad: Any) -> None:
+    with (
+        Checkpointer(tmp_path, model=torch.nn.Linear(2, 2), metric="loss", on_sigterm=False) as checkpoints,
+        pytest.raises(ConfigurationError, match=r"metrics\['loss'\] is .*; expected a number"),
+    ):
+        checkpoints.save(1, metrics={"loss": bad})
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == []
 
 
 def test_the_best_checkpoint_is_restored_by_name(tmp_path: Path) -> None:

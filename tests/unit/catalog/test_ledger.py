@@ -27,7 +27,7 @@ from ckpt.catalog import owner
 from ckpt.catalog.ledger import Committed, Ledger
 from ckpt.catalog.owner import Owner, owner_file
 from ckpt.errors import ConfigurationError, StorageError
-from ckpt.format.manifest import MANIFEST_NAME
+from ckpt.format.manifest import MANIFEST_NAME, CheckpointManifest, digest_of
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -42,13 +42,15 @@ class Clock:
     def __init__(self) -> None:
         self.version = 0
 
-    def fill(self, folder: Path) -> int:
+    def fill(self, folder: Path, saved_as: str | None = None) -> int:
         """Write a manifest and a payload that names this version; return the version."""
         self.version += 1
         (folder / "model").mkdir()
         (folder / "model" / "payload").write_text(str(self.version))
-        stamp = (START + timedelta(microseconds=self.version)).isoformat()
-        (folder / MANIFEST_NAME).write_text(json.dumps({"format_version": 1, "timestamp": stamp}))
+        time = START + timedelta(microseconds=self.version)
+        files = {"model/payload": (len(str(self.version)), digest_of(str(self.version).encode()))}
+        manifest = CheckpointManifest(saved_as or folder.name, time, 1, {}, {}, {}, files)
+        (folder / MANIFEST_NAME).write_bytes(manifest.to_bytes())
         return self.version
 
 
@@ -72,7 +74,7 @@ def no_thread_or_descriptor_is_left() -> Iterator[None]:
 
 def save(ledger: Ledger, clock: Clock, checkpoint_id: str, **options: object) -> Path:
     unpublished = ledger.open(checkpoint_id)
-    clock.fill(unpublished)
+    clock.fill(unpublished, checkpoint_id)
     return ledger.publish(unpublished, checkpoint_id, **options)  # type: ignore[arg-type]
 
 
@@ -160,7 +162,7 @@ def put(root: Path, checkpoint_id: str, **keys: object) -> None:
     """A committed checkpoint whose manifest says this."""
     folder = root / f"checkpoint-{checkpoint_id}"
     folder.mkdir(parents=True)
-    (folder / MANIFEST_NAME).write_text(json.dumps({"format_version": 1, **keys}))
+    (folder / MANIFEST_NAME).write_text(json.dumps({"format_version": 1, **keys, "checkpoint_id": checkpoint_id}))
 
 
 def now_plus(**ahead: float) -> str:
@@ -462,9 +464,9 @@ def test_where_locks_do_not_exist_only_a_silent_heartbeat_counts(root: Path, mon
 def test_the_two_saves_of_one_ledger_leave_each_other_alone(root: Path, clock: Clock) -> None:
     ledger = Ledger(root, run_id="a", stale_s=0.0)
     first = ledger.open("1")
-    clock.fill(first)
+    clock.fill(first, "1")
     second = ledger.open("2")
-    clock.fill(second)
+    clock.fill(second, "2")
     ledger.publish(first, "1")
     ledger.publish(second, "2")
     assert versions(ledger) == {"1": 1, "2": 2}
@@ -870,13 +872,13 @@ def test_retention_neither_counts_nor_removes_links_and_other_folders(root: Path
 def test_retention_counts_and_removes_what_belongs_to_the_run_alone(root: Path) -> None:
     for number, run_id in enumerate(["theirs", "ours", None, "ours", "before", "theirs", "ours"], 1):
         put(root, str(number), commit_number=number, **({} if run_id is None else {"run_id": run_id}))
-    ledger = Ledger(root, run_id="a", keep_last=2)
-    assert ledger.retain(keep=root / "checkpoint-7", own=("ours", "before")) == [
+    ledger = Ledger(root, run_id="a", saves_as="ours", keep_last=2)
+    assert ledger.retain(keep=root / "checkpoint-7", history={"before": 5}) == [
         root / "checkpoint-2",
         root / "checkpoint-4",
     ]
     assert [one.id for one in ledger.committed()] == ["1", "3", "5", "6", "7"]
-    removed = ledger.retain(keep=root / "checkpoint-7", own=("ours", "before"), remove_others=True)
+    removed = ledger.retain(keep=root / "checkpoint-7", history={"before": 5}, remove_others=True)
     assert removed == [root / f"checkpoint-{number}" for number in (1, 3, 6)]
     assert [one.id for one in ledger.committed()] == ["5", "7"]
 
@@ -1027,5 +1029,5 @@ def abandon(root: Path, run_id: str, silent_s: float) -> Path:
 def save_without_cleaning(root: Path, clock: Clock, checkpoint_id: str) -> Path:
     folder = root / f"checkpoint-{checkpoint_id}"
     folder.mkdir()
-    clock.fill(folder)
+    clock.fill(folder, checkpoint_id)
     return folder

@@ -66,6 +66,7 @@ def test_a_checkpoint_stays_if_any_rule_keeps_it(
     if greater:
         by_value = [(loss, step) for loss, step in sorted(((-a, b) for a, b in by_value))]
     wanted |= {-step for _, step in by_value[: best or 0]}
+    wanted |= {step for step, loss in losses.items() if best and loss is None}
     assert set(steps(stay)) == wanted
 
 
@@ -77,6 +78,36 @@ def test_a_checkpoint_that_cannot_be_read_now_may_be_the_best_and_stays(tmp_path
     assert rules.best([*older, newest]) == older[1]
     assert rules.best([newest]) == newest
     assert rules.best([older[0]]) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"los": 1.0}, r"holds 'los', without 'loss', .* Did you mean metric='los', or metrics=\{'loss': ...\}\?"),
+        ({"accuracy": 1.0, "f1": 0.5}, r"holds 'accuracy', 'f1', without 'loss', which keep_best=1 goes by"),
+        ({}, "holds nothing, without 'loss'"),
+    ],
+)
+def test_a_save_without_the_metric_that_checkpoints_are_kept_by_is_refused(given: dict[str, float], told: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^save of checkpoint-2: metrics {told}"):
+        Retention(keep_best=1, metric="loss").require_metric(given, "save of checkpoint-2")
+    Retention(keep_last=1, metric="loss").require_metric(given, "save of checkpoint-2")
+    Retention(keep_best=1, metric="loss").require_metric({"loss": None}, "save of checkpoint-2")
+
+
+def test_older_checkpoints_without_the_metric_stay_and_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    *older, newest = checkpoints(tmp_path, {1: None, 2: 2.0, 3: 1.0, 4: 3.0})
+    for _ in range(2):
+        assert Retention(keep_best=1, metric="loss").surplus(older, newest) == [older[1]]
+    assert caplog.text.count("was saved without the metric 'loss', by which checkpoints are kept: it stays") == 1
+
+
+@pytest.mark.parametrize("bad", [{"greater_is_better": "max"}, {"metric": ""}, {"metric": ["loss"]}])
+def test_a_mistyped_direction_or_metric_is_refused(bad: dict[str, object]) -> None:
+    with pytest.raises(ConfigurationError, match=rf"{next(iter(bad))} is .*; expected"):
+        Retention(keep_last=1, **bad)  # type: ignore[arg-type]
 
 
 def test_a_number_is_that_of_the_newest() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -20,9 +22,11 @@ import torch
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.catalog import ledger
 from ckpt.catalog.ledger import ROOT_OWNER
+from ckpt.catalog.retention import Retention
 from ckpt.dist_checkpointing.serialization import load as load_sharded
 from ckpt.dist_checkpointing.serialization import save as save_sharded
 from ckpt.errors import (
+    CheckpointExistsError,
     CheckpointGoneError,
     ConfigurationError,
     FolderInUseError,
@@ -166,7 +170,129 @@ def test_checkpoints_of_old_versions_are_a_runs_own_once_it_has_loaded_one(tmp_p
     assert names(tmp_path) == ["checkpoint-3", "checkpoint-fresh"]
 
 
+def test_restarts_count_the_checkpoints_of_all_lives_up_to_the_loaded_ones_and_each_saves_under_its_own_id(
+    tmp_path: Path,
+) -> None:
+    for life in range(1, 5):
+        with run_on(tmp_path, keep_last=2) as run:
+            if life > 1:
+                run.load_checkpoint()
+            for step in (1, 2) if life != 3 else (1,):
+                run.save_checkpoint(checkpoint_id=f"{life}-{step}")
+    assert names(tmp_path) == ["checkpoint-4-1", "checkpoint-4-2"]
+    with run_on(tmp_path, keep_last=3) as run:
+        run.load_checkpoint()
+        run.save_checkpoint(checkpoint_id="5-1")
+    found = [read_manifest(tmp_path / f"checkpoint-{id}") for id in ("4-2", "5-1")]
+    assert found[0].run_id is not None and found[0].run_id != found[1].run_id
+    assert found[1].history == {found[0].run_id: found[0].commit_number}
+
+
+def test_a_best_checkpoint_of_a_life_long_past_still_counts(tmp_path: Path) -> None:
+    rules = Retention(keep_best=1, metric="loss")
+    for life, loss in enumerate((1.0, 3.0, 2.0, 0.5), 1):
+        with run_on(tmp_path, keep_last=rules) as run:
+            if life > 1:
+                run.load_checkpoint()
+            run.save_checkpoint(checkpoint_id=str(life), metrics={"loss": loss})
+        assert names(tmp_path) == sorted({f"checkpoint-{life}", f"checkpoint-{1 if life < 4 else 4}"})
+
+
+def test_of_its_history_a_run_counts_nothing_that_is_newer_than_what_it_loaded(tmp_path: Path) -> None:
+    with run_on(tmp_path) as before:
+        for checkpoint_id in ("1", "2", "3"):
+            before.save_checkpoint(checkpoint_id=checkpoint_id)
+    damaged = tmp_path / "checkpoint-3" / "index-00000.json"
+    data, _ = damaged.read_bytes(), damaged.write_bytes(b"{}")
+    with run_on(tmp_path, keep_last=1) as run:
+        run.load_checkpoint()
+        assert run.last_load is not None and run.last_load.checkpoint_id == "2"
+        damaged.write_bytes(data)  # as it was: what damages a read need not be on the disk
+        run.save_checkpoint(checkpoint_id="4")
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-4"]
+
+
+def test_an_older_checkpoint_is_not_continued_beside_newer_ones_of_any_life_after_it(tmp_path: Path) -> None:
+    for checkpoint_id in ("1", "2", "3"):
+        with run_on(tmp_path) as run:
+            if checkpoint_id != "1":
+                run.load_checkpoint()
+            run.save_checkpoint(checkpoint_id=checkpoint_id)
+    with run_on(tmp_path) as run:
+        run.load_checkpoint(tmp_path / "checkpoint-1")
+        with pytest.raises(CheckpointExistsError, match="newer checkpoints: checkpoint-2, checkpoint-3"):
+            run.save_checkpoint(checkpoint_id="4")
+
+
 # two runs
+
+
+def test_each_of_two_runs_that_go_on_from_one_checkpoint_keeps_its_own(tmp_path: Path) -> None:
+    with run_on(tmp_path) as before:
+        before.save_checkpoint(checkpoint_id="base")
+    with run_on(tmp_path, shared_root=True, keep_last=2) as a, run_on(tmp_path, shared_root=True, keep_last=2) as b:
+        for run in (a, b):
+            run.load_checkpoint()
+        for number in (1, 2, 3):
+            for name, run in (("a", a), ("b", b)):
+                run.save_checkpoint(checkpoint_id=f"{name}-{number}")
+        left = ["checkpoint-a-2", "checkpoint-a-3", "checkpoint-b-2", "checkpoint-b-3"]
+        assert [name for name in names(tmp_path) if not name.startswith(".")] == left
+        assert len(list(tmp_path.glob(".run-*.owner.json"))) == 2
+        with pytest.raises(CheckpointExistsError, match="a-3 is of another run, .*, which lives and shares the root"):
+            b.save_checkpoint(checkpoint_id="a-3")
+    assert names(tmp_path) == left
+
+
+@pytest.mark.parametrize("options", [{}, {"overwrite": True}], ids=str)
+@pytest.mark.parametrize("named", [None, "a-1"])
+def test_a_run_that_goes_on_from_a_living_runs_checkpoint_removes_none_of_that_run(
+    tmp_path: Path, options: dict[str, Any], named: str | None
+) -> None:
+    with run_on(tmp_path, shared_root=True) as a:
+        for number in (1, 2, 3):
+            a.save_checkpoint(checkpoint_id=f"a-{number}")
+        with run_on(tmp_path, shared_root=True, keep_last=1, **options) as b:
+            b.load_checkpoint(tmp_path / f"checkpoint-{named}" if named else None)
+            for number in (1, 2):
+                b.save_checkpoint(checkpoint_id=f"b-{number}")
+        left = ["checkpoint-a-1", "checkpoint-a-2", "checkpoint-a-3", "checkpoint-b-2"]
+        assert [name for name in names(tmp_path) if not name.startswith(".run-")] == left
+    with run_on(tmp_path, shared_root=True, keep_last=1) as c:  # `a` and `b` have ended
+        c.load_checkpoint()
+        c.save_checkpoint(checkpoint_id="c-1")
+    counted = 1 if named else 0 if options else 3  # of `a`, by the history of `b`
+    assert names(tmp_path) == [*left[counted:3], "checkpoint-c-1"]
+
+
+def _shared_until_killed(root: Path) -> None:
+    run = run_on(root, shared_root=True)
+    run.save_checkpoint(checkpoint_id="killed")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_run_of_a_shared_root_lives_no_more_and_its_owner_file_goes(tmp_path: Path) -> None:
+    act = f"_shared_until_killed(Path({str(tmp_path)!r}))"
+    child = subprocess.Popen(
+        [sys.executable, "-c", f"from tests.unit.catalog.test_shared_roots import Path, _shared_until_killed; {act}"],
+        cwd=Path(__file__).parents[3],
+    )
+    child.wait()
+    assert len(list(tmp_path.glob(".run-*.owner.json"))) == 1
+    with run_on(tmp_path, shared_root=True, keep_last=1) as run:
+        run.load_checkpoint()
+        run.save_checkpoint(checkpoint_id="1")
+    assert names(tmp_path) == ["checkpoint-1"]
+
+
+def test_a_run_that_rolls_back_sets_nothing_aside_where_another_one_saves(tmp_path: Path) -> None:
+    with run_on(tmp_path) as before:
+        for checkpoint_id in ("1", "2"):
+            before.save_checkpoint(checkpoint_id=checkpoint_id)
+    with another_run_in(tmp_path), run_on(tmp_path, overwrite=True) as run:
+        with pytest.raises(FolderInUseError, match="is in use since"):
+            run.load_checkpoint(tmp_path / "checkpoint-1")
+        assert names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
 
 
 @contextmanager

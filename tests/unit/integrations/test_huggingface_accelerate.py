@@ -190,6 +190,20 @@ def test_a_copy_under_another_number_is_neither_counted_nor_removed(tmp_path: Pa
     assert names == ["checkpoint_3", "checkpoint_4", "checkpoint_6"]
 
 
+def test_a_copy_and_a_renamed_checkpoint_are_neither_counted_nor_removed_nor_saved_over(tmp_path: Path) -> None:
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=1)
+    program, root = Program(project_config=project), tmp_path / "checkpoints"
+    program.accelerator.save_state()
+    shutil.copytree(root / "checkpoint_0", root / "checkpoint_1")
+    shutil.copytree(root / "checkpoint_0", root / "checkpoint_best")
+    (root / "checkpoint_0").rename(root / "checkpoint_3")
+    assert program.accelerator.find_latest() is None
+    for number in (4, 5):
+        assert program.accelerator.save_state() == root / f"checkpoint_{number}"
+    left = ["checkpoint_1", "checkpoint_3", "checkpoint_5", "checkpoint_best"]
+    assert sorted(path.name for path in root.iterdir()) == left
+
+
 def test_a_state_of_accelerate_on_the_disks_of_its_nodes_is_known_by_all_ranks(tmp_path: Path) -> None:
     own = Accelerator(cpu=True)
     own.register_for_checkpointing(Held({"a": 1}))

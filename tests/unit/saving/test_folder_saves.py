@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable
@@ -137,6 +138,20 @@ def test_what_is_no_checkpoint_is_kept_under_another_name(tmp_path: Path, caplog
     assert caplog.text.count("is no checkpoint of this package") == 2
     saves().remove(file)
     assert file.exists()
+
+
+def test_a_copy_under_the_name_of_a_later_save_is_the_users(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saves().save(tmp_path / "a", state(1))
+    for name in ("last", "mine"):
+        shutil.copytree(tmp_path / "a", tmp_path / name)
+    saves().remove(tmp_path / "mine")
+    saves().save(tmp_path / "last", state(2))
+    saves().save(tmp_path / "last", state(3))
+    assert "mine is not removed" in caplog.text
+    (aside,) = tmp_path.glob("last.replaced-*")
+    assert [value_in(tmp_path / name) for name in ("mine", "last", aside.name)] == [1, 3, 1]
 
 
 @pytest.mark.parametrize(
