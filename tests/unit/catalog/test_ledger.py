@@ -374,6 +374,7 @@ with open(sys.argv[1], "r+") as file:
 @pytest.mark.parametrize("run_id", ["mine", "other"])
 def test_a_folder_locked_by_a_living_process_is_never_removed_however_silent(root: Path, run_id: str) -> None:
     folder = abandon(root, run_id="other", silent_s=10_000)
+    owner_file(folder).chmod(0o600)  # a lock counts that only those can hold who may write the folder
     command = [sys.executable, "-I", "-c", LOCKED_BY_ANOTHER_PROCESS, str(owner_file(folder))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
