@@ -371,7 +371,7 @@ def living_runs(root: Path, names: Iterable[str], stale_s: float) -> Iterator[st
                 is_own = match["id"] is None and (about.get("machine"), about.get("pid")) == (machine(), os.getpid())
                 if descriptor is None or is_own:
                     continue
-                lock = _lock(descriptor, wait=False)
+                lock = _trusted(_lock(descriptor, wait=False), descriptor, root)
                 is_seen_here = lock is _Lock.TAKEN and about.get("machine") == machine()
                 is_silent = file_system_now(root) - os.fstat(descriptor).st_mtime > stale_s
                 if lock is _Lock.HELD_BY_ANOTHER or not (is_seen_here or is_silent):

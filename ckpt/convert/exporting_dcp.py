@@ -43,7 +43,7 @@ from ckpt.dist_checkpointing.validation import verify_checkpoint_and_load_strate
 from ckpt.errors import CheckpointError, StorageError
 from ckpt.format.box import Box
 from ckpt.format.dtypes import item_bytes, torch_dtype, zarr_name
-from ckpt.format.durable import replace_durably
+from ckpt.format.durable import write_durably
 from ckpt.format.export_records import RECORDS_NAME
 from ckpt.format.manifest import SHARDED, digest_of
 from ckpt.format.metadata import CONFIG_FNAME, TORCH_DIST, CheckpointingConfig
@@ -219,7 +219,7 @@ def _write_records(source: CheckpointSource, tensors: Mapping[str, OpenedTensor]
     """Write what DCP's format has no place for beside `.metadata`."""
     names = {one.name: key for key, one in tensors.items()}
     if (records := records_of(source, names, digest_of((folder / METADATA).read_bytes()))) is not None:
-        replace_durably(folder / RECORDS_NAME, records.to_bytes())
+        write_durably(folder / RECORDS_NAME, records.to_bytes())
 
 
 def _item_of(name: str, tensor: OpenedTensor, box: Box) -> WriteItem:

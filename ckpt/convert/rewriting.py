@@ -24,7 +24,7 @@ from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
 from ckpt.format.box import chunk_box, whole
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import torch_dtype
-from ckpt.format.durable import replace_durably
+from ckpt.format.durable import replace_durably, write_durably
 from ckpt.format.manifest import (
     COMMON,
     CONFIG_NAME,
@@ -274,7 +274,7 @@ class _Rewriting:
         for path in beside:
             data = read_listed_file(self._src, self._manifest, path)
             if path == CONFIG_NAME:
-                replace_durably(self._folder / CONFIG_NAME, data)
+                write_durably(self._folder / CONFIG_NAME, data)
             else:
                 self._copy_below(path.partition("/")[0])
         return listed_files(join_arrays(self._folder, self._backend, results, self._progress, beside), results)

@@ -11,32 +11,34 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.errors import needing
-from ckpt.format.removal import Same, remove
+from ckpt.format.removal import own_name, remove
 
 _CANNOT_SYNC_FOLDERS = (errno.EINVAL, errno.EOPNOTSUPP)
 _CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a small file and make it and its name durable."""
+    try:
+        _write(path, data)
+    except FileExistsError:  # perhaps a link to another file, which keeps its bytes
+        replace_durably(path, data)
+    else:
+        sync_folder(path.parent)
+
+
 def replace_durably(path: Path, data: bytes) -> None:
     """Write a small file durably and atomically: readers find the old file, if there was one, or the whole new one.
 
-    A file of this name is replaced: the caller is about to write, or to change, the checkpoint that it belongs to. If it is a link to
-    another checkpoint's file, that one keeps its bytes.
+    A file of this name is replaced: the caller writes, or changes, the checkpoint that it belongs to.
     """
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with needing(path.name, lambda: len(data)), beside.open("xb") as file:
-        made = Same.of(file.fileno())
-        try:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(beside, path)
-        except BaseException as error:
-            remove(beside, made)
-            if isinstance(error, OSError) and error.filename is None:  # of a call on a descriptor, which names no file
-                error.filename = str(path)
-            raise
+    try:
+        _write(beside, data)
+        os.replace(beside, path)
+    finally:
+        remove(beside, own_name)
     sync_folder(path.parent)
 
 
@@ -77,3 +79,14 @@ def _renameat2() -> Any:
 
 
 _RENAMEAT2 = _renameat2()
+
+
+def _write(path: Path, data: bytes) -> None:
+    with needing(path.name, lambda: len(data)), path.open("xb") as file:
+        try:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError as error:  # of a call on a descriptor, which names no file
+            error.filename = str(path)
+            raise

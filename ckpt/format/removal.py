@@ -18,7 +18,9 @@ _Found = os.stat_result
 Proof = Callable[[Path, _Found], bool]
 """Given a path and what is there now, says whether that may be deleted."""
 
-_OWN_NAME = re.compile(r"\.(?:claim|(?:unpublished|removed|converting)-.+)-[0-9a-f]{8}(?:\.owner\.json)?")
+_OWN_NAME = re.compile(
+    r"\.(?:claim-|(?:unpublished|removed|converting)-.+-|.+\.(?:json|yaml)\.)[0-9a-f]{8}(?:\.owner\.json)?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +43,8 @@ class Same:
 def own_name(path: Path, found: _Found) -> bool:
     """Proof: its name, with a nonce, is one that this package alone gives.
 
-    `.removed-` is given to what was shown to be a run's own (`Ledger.retain`, `Ledger.remove`), without the files of users;
-    `.unpublished-` and `.converting-` to what is being made. Of those the caller knows that the maker has ended, or is the maker.
+    `.removed-` is given to what was shown to be a run's own (`Ledger.retain`, `Ledger.remove`), without the files of users; the others to
+    what is being made: the caller knows that the maker has ended, or is the maker.
     """
     return _OWN_NAME.fullmatch(path.name) is not None
 
@@ -64,7 +66,7 @@ def remove(path: Path, proof: Proof, *, dir_fd: int | None = None) -> bool:
     Raises:
         OSError: it cannot be deleted; a folder with `empty` as proof is not empty.
     """
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, NotADirectoryError):
         found = os.stat(path, dir_fd=dir_fd, follow_symlinks=False)
         if not proof(path, found):
             return False

@@ -16,7 +16,7 @@ from ckpt.catalog.ledger import Commit
 from ckpt.errors import StorageError
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.consistency import MAX_FILE_BYTES
-from ckpt.format.durable import replace_durably
+from ckpt.format.durable import replace_durably, write_durably
 from ckpt.format.manifest import (
     CONFIG_NAME,
     MANIFEST_NAME,
@@ -74,7 +74,7 @@ class ManifestWriter:
         folder, beside = self.save.destination.folder, self.beside
         await_indexes(folder, self.results, self.topology)
         if self.config_text is not None:
-            replace_durably(folder / CONFIG_NAME, self.config_text.encode())
+            write_durably(folder / CONFIG_NAME, self.config_text.encode())
             beside = [CONFIG_NAME, *beside]
         self.made = join_arrays(folder, self.save.backend, self.results, self.topology.progress, beside)
         data = self._manifest(checkpoint_id).to_bytes()

@@ -17,7 +17,7 @@ from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr, is_megatron_zarr
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.consistency import MAX_FILE_BYTES
-from ckpt.format.durable import replace_durably
+from ckpt.format.durable import replace_durably, write_durably
 from ckpt.format.manifest import (
     MANIFEST_NAME,
     SHARDED,
@@ -116,7 +116,7 @@ def _take_out(
         topology.progress()
         data = indexes[rank].to_bytes()
         later = index_name(rank, index_generation(path) + 1)
-        replace_durably(checkpoint_dir / later, data)
+        write_durably(checkpoint_dir / later, data)
         del manifest.files[path]
         manifest.files[later] = len(data), digest_of(data)
     for entry in gone.values():

@@ -87,6 +87,7 @@ def test_a_name_that_others_may_have_given_proves_nothing(tmp_path: Path, name: 
         ".unpublished-1-0123abcd.owner.json",
         ".converting-a-0123abcd",
         ".claim-0123abcd",
+        ".checkpoint_manifest.json.0123abcd",
     ],
 )
 def test_a_name_of_our_own_is_proof_for_files_folders_and_links(tmp_path: Path, name: str) -> None:
