@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
 from ckpt.convert.atomic_directory import shared_directory
@@ -27,6 +26,7 @@ from ckpt.convert.opened import (
     slabs,
 )
 from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
+from ckpt.imports import private_name
 from ckpt.loading.other_formats.other_checkpoint import Step
 from ckpt.loading.other_formats.torch_files import open_torch_file, steps_into
 from ckpt.loading.sources import CheckpointSource
@@ -82,7 +82,7 @@ def _pieces(
 def _lay_out(state: dict[str, Any], file: Path) -> None:
     """Write the file without the bytes of its tensors."""
     fakes: dict[int, torch.Tensor] = {}
-    with FakeTensorMode():
+    with private_name("torch._subclasses.fake_tensor", "FakeTensorMode", "write torch files piece by piece")():
         described = _with_fakes(state, fakes)
     require_known(described)
     with skip_data(materialize_fake_tensors=True):
