@@ -29,12 +29,13 @@ from ckpt.backends.safetensors_format import (
     index_bytes,
     read_shard,
 )
-from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
+from ckpt.errors import CorruptCheckpointError, StorageError
 from ckpt.format.box import Box, chunk_box, overlap
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.names import encode_key
 from ckpt.format.records import ArraySpec, ChunkExtent, Expected, FileRecord
+from ckpt.imports import importing
 from ckpt.storage.direct_io import Buffers
 from ckpt.storage.file_sink import DIRECT_BYTES, FileSink, FileSinkWriter, Stream
 from ckpt.storage.files import make_durable
@@ -123,12 +124,8 @@ class KimiEngineBackend:
 
 def _values(file: Path, entry: Entry) -> torch.Tensor:
     """The elements of an entry, as the safetensors library reads them."""
-    try:
+    with importing(f"reading {file}"):
         from safetensors import SafetensorError, safe_open  # which nothing else needs
-    except ImportError as error:
-        raise ConfigurationError(
-            f"reading {file} needs safetensors, which is not installed: pip install safetensors"
-        ) from error
     try:
         with safe_open(file, "pt") as opened:
             stored: torch.Tensor = opened.get_tensor(entry.name)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from ckpt.backends.base import Backend
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
+from ckpt.imports import importing
 
 
 def _zarr() -> Backend:
@@ -48,30 +49,23 @@ def backend_of_store(store: str) -> Backend:
 
     Raises:
         CorruptCheckpointError: the store is not registered.
-        ConfigurationError: the store's library is not installed.
+        ConfigurationError: the store's library cannot be imported.
     """
     if store not in _STORES:
         raise CorruptCheckpointError(f"the manifest names the store {store!r}; known are {', '.join(sorted(_STORES))}")
-    return _made(_STORES[store], f"reading chunks of the store {store!r}")
+    with importing(f"reading chunks of the store {store!r}"):
+        return _STORES[store]()
 
 
 def backend_named(name: str) -> Backend:
     """Return a new backend with its defaults, by one of the names in `BACKENDS`.
 
     Raises:
-        ConfigurationError: the name is unknown, or the backend's library is not installed.
+        ConfigurationError: the name is unknown, or the backend's library cannot be imported.
     """
     if name not in BACKENDS:
         raise ConfigurationError(
             f"backend is {name!r}; expected one of {', '.join(BACKENDS)}, or an object such as ZarrBackend()"
         )
-    return _made(BACKENDS[name], f"the backend {name}")
-
-
-def _made(make: Callable[[], Backend], what: str) -> Backend:
-    try:
-        return make()
-    except ImportError as error:
-        raise ConfigurationError(
-            f"{what} needs the package {error.name}, which is not installed: pip install {error.name}"
-        ) from error
+    with importing(f"the backend {name}"):
+        return BACKENDS[name]()

@@ -1,6 +1,7 @@
 """Zarr v3 on a shared file system: an ordinary directory of chunk files that `zarr.open` reads without our code.
 
-Raw chunks and metadata are written as files (directory.py). zarr-python makes the metadata, and encodes and decodes compressed chunks.
+Raw chunks and their metadata are written as files (directory.py), without zarr-python. It encodes and decodes compressed chunks, and
+is imported at the first of them; it makes the metadata of their arrays.
 """
 
 from __future__ import annotations
@@ -14,25 +15,27 @@ from typing import Any
 
 import numpy as np
 import torch
-import zarr
-from zarr.abc.codec import BytesBytesCodec
-from zarr.core.chunk_grids import RegularChunkGrid
-from zarr.core.group import GroupMetadata
-from zarr.core.metadata.v3 import ArrayV3Metadata
-from zarr.storage import LocalStore, MemoryStore, StorePath
 
 from ckpt.backends.base import Previous
 from ckpt.backends.decoded_size import require_decodes_within
 from ckpt.backends.directory import Describe, DirectoryWriter
-from ckpt.backends.zarr_format import DOCUMENT, array_document, chunk_key, compressors_in, require_spec
+from ckpt.backends.zarr_format import (
+    DOCUMENT,
+    array_document,
+    below,
+    chunk_key,
+    compressors_in,
+    group_document,
+    require_spec,
+    spec_in,
+)
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, sentence
-from ckpt.format import zarr_dtypes
 from ckpt.format.box import Box, chunks_meeting
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.consistency import MAX_FILE_BYTES
 from ckpt.format.dtypes import bits_of, item_bytes
 from ckpt.format.records import ArraySpec
-from ckpt.format.strict_json import parse
+from ckpt.imports import importing
 from ckpt.storage.direct_io import Buffers
 from ckpt.storage.file_sink import FileSink
 
@@ -49,7 +52,7 @@ class ZarrBackend:
         buffer_mib: memory of each rank for direct writes, in MiB, on top of the state.
 
     Raises:
-        ConfigurationError: zarr-python does not know a compressor.
+        ConfigurationError: zarr-python does not know a compressor, or cannot be imported and there are compressors.
     """
 
     store = "zarr"
@@ -57,15 +60,10 @@ class ZarrBackend:
     def __init__(
         self, *, compressors: list[dict[str, Any]] | None = None, direct_io: bool = True, buffer_mib: int = 32
     ) -> None:
-        zarr_dtypes.register()
         self._compressors = list(compressors or ())
-        _check_compressors(self._compressors)
+        if self._compressors:
+            _check_compressors(self._compressors)
         self._buffers = Buffers(buffer_mib=buffer_mib, direct_io=direct_io)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Register our data types with zarr-python: a copy may be in another process."""
-        zarr_dtypes.register()
-        self.__dict__.update(state)
 
     def writer(
         self, root: Path, rank: int, progress: Callable[[int], None], previous: Previous | None = None
@@ -84,11 +82,19 @@ class ZarrBackend:
 
         Raises:
             CorruptCheckpointError: the array, or a chunk that `box` meets, is missing or cannot be decoded.
+            ConfigurationError: zarr-python cannot be imported.
         """
-        metadata, grid = _metadata_in(root / array.path)
-        dtype = str(metadata.data_type.to_json(zarr_format=3))
-        require_spec(ArraySpec(array.path, dtype, tuple(metadata.shape), grid), array)
-        compressors = compressors_in([str(one.to_dict()["name"]) for one in metadata.codecs], array.path)
+        zarr = _zarr_python()
+        path = below(array.path, DOCUMENT)
+        try:
+            with CheckpointFolder(root) as opened:
+                described, codecs = spec_in(opened.read(path, MAX_FILE_BYTES), array.path)
+        except FileNotFoundError as error:
+            raise CorruptCheckpointError(
+                f"{array.path}: {root / path} is missing. Load an earlier checkpoint."
+            ) from error
+        require_spec(described, array)
+        compressors = compressors_in(codecs, array.path)
         chunk_bytes = math.prod(array.grid) * item_bytes(array.dtype)
         for number in chunks_meeting(array.shape, array.grid, box):
             file = root / array.path / chunk_key(array, number)
@@ -96,11 +102,10 @@ class ZarrBackend:
                 raise CorruptCheckpointError(f"{array.path}: {file} is missing. Load an earlier checkpoint.")
             require_decodes_within(file, compressors, chunk_bytes)
         try:
-            stored = zarr.open_array(store=LocalStore(root, read_only=True), path=array.path, mode="r")
+            stored = zarr.open_array(store=zarr.storage.LocalStore(root, read_only=True), path=array.path, mode="r")
             values = np.asarray(stored[box.slices])
-        except (
-            Exception
-        ) as error:  # codecs raise nearly anything, also an OSError of no number, which is not the system's
+        except Exception as error:
+            # Codecs raise nearly anything, also an OSError of no number, which is not the system's.
             if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
                 raise
             raise CorruptCheckpointError(
@@ -114,68 +119,62 @@ class ZarrBackend:
 
         @cache
         def of_kind(dtype: str, shape: tuple[int, ...], grid: tuple[int, ...]) -> bytes:
-            return _document_bytes(_metadata(ArraySpec("", dtype, shape, grid), self._compressors))
+            array = ArraySpec("", dtype, shape, grid)
+            if not self._compressors:
+                return json.dumps(array_document(array)).encode()
+            return json.dumps(_in_memory(array, self._compressors, {}).metadata.to_dict()).encode()
 
         def describe(array: ArraySpec | None) -> bytes:
-            return _document_bytes(GroupMetadata()) if array is None else of_kind(array.dtype, array.shape, array.grid)
+            if array is None:
+                return json.dumps(group_document()).encode()
+            return of_kind(array.dtype, array.shape, array.grid)
 
         return describe
+
+
+@cache
+def _zarr_python() -> Any:
+    """Import zarr-python, which then knows our data types.
+
+    Raises:
+        ConfigurationError: it cannot be imported.
+    """
+    with importing("compressed chunks of the format zarr"):
+        import zarr
+        import zarr.buffer
+        import zarr.storage
+
+        from ckpt.format import zarr_dtypes
+
+        zarr_dtypes.register()
+    return zarr
 
 
 def _compressed(compressors: Sequence[dict[str, Any]], array: ArraySpec, box: Box, host: torch.Tensor) -> bytes:
     """Encode a chunk with zarr-python, by letting it write this one chunk to a store in memory."""
     files: dict[str, Any] = {}
-    metadata = _metadata(array, compressors)
-    encoder = zarr.Array(zarr.AsyncArray(metadata, StorePath(MemoryStore(files))))
+    encoder = _in_memory(array, compressors, files)
     encoder = encoder.with_config({"write_empty_chunks": True})  # by default an all-zero chunk is left out
-    encoder[box.slices] = bits_of(host).view(metadata.data_type.to_native_dtype())
+    encoder[box.slices] = bits_of(host).view(encoder.dtype)
     encoded: bytes = files[chunk_key(array, next(chunks_meeting(array.shape, array.grid, box)))].to_bytes()
     return encoded
 
 
-def _metadata(array: ArraySpec, compressors: Sequence[dict[str, Any]]) -> ArrayV3Metadata:
-    return ArrayV3Metadata.from_dict(array_document(array, compressors))
-
-
-def _document_bytes(metadata: ArrayV3Metadata | GroupMetadata) -> bytes:
-    return json.dumps(metadata.to_dict()).encode()  # zarr-python indents, which takes most of its time
-
-
-def _metadata_in(folder: Path) -> tuple[ArrayV3Metadata, tuple[int, ...]]:
-    """Read the metadata of the array in `folder`; return it and the array's grid.
-
-    Raises:
-        CorruptCheckpointError: there is no such file, or zarr-python does not understand it as an array on a regular grid.
-    """
-    file = folder / DOCUMENT
-    try:
-        with CheckpointFolder(folder) as opened:
-            document = parse(opened.read(DOCUMENT, MAX_FILE_BYTES), str(file))
-        metadata = ArrayV3Metadata.from_dict(document)
-        grid = metadata.chunk_grid
-        if not isinstance(grid, RegularChunkGrid):
-            raise ValueError("its chunk grid is not regular")
-        return metadata, tuple(grid.chunk_shape)
-    except CorruptCheckpointError:
-        raise
-    except Exception as error:  # zarr-python raises nearly anything
-        raise CorruptCheckpointError(
-            f"{file} is not the metadata of a Zarr v3 array: {sentence(error)}. Load an earlier checkpoint."
-        ) from error
+def _in_memory(array: ArraySpec, compressors: Sequence[dict[str, Any]], files: dict[str, Any]) -> Any:
+    """Return a `zarr.Array` that keeps its chunks and its document, which zarr-python completes, in `files`: key -> buffer."""
+    zarr = _zarr_python()
+    document = json.dumps(array_document(array, compressors)).encode()
+    files[DOCUMENT] = zarr.buffer.cpu.Buffer.from_bytes(document)
+    return zarr.open_array(zarr.storage.MemoryStore(files), mode="r+", zarr_format=3)
 
 
 def _check_compressors(compressors: Sequence[dict[str, Any]]) -> None:
-    """Refuse codecs that zarr-python does not know, or that are no compressors, before the first save."""
+    """Refuse codecs that zarr-python does not know, or that do not turn bytes into bytes, before the first save."""
     try:
-        codecs = _metadata(ArraySpec("", "uint8", (1,), (1,)), compressors).codecs[1:]
+        _in_memory(ArraySpec("", "uint8", (1,), (1,)), compressors, {})
     except (ValueError, TypeError, KeyError) as error:
+        reason = str(error).rstrip(".")
         raise ConfigurationError(
-            f"compressors={compressors}: {error}. Give a list of Zarr v3 codecs, such as "
+            f"compressors={compressors}: {reason}. Give a list of Zarr v3 codecs that turn bytes into bytes, such as "
             "[{name: zstd, configuration: {level: 3, checksum: false}}], or nothing."
         ) from error
-    for codec in codecs:
-        if not isinstance(codec, BytesBytesCodec):
-            raise ConfigurationError(
-                f"compressors={compressors}: {type(codec).__name__} does not turn bytes into bytes. Give codecs "
-                "such as blosc, gzip or zstd, or nothing."
-            )

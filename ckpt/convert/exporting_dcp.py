@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
@@ -148,7 +147,9 @@ class _Planner(SavePlanner):
         flat: Mapping[str, Any]
         self._paths: Mapping[str, Any] | None = None
         if sharded is None:
-            flat, self._paths = flatten_state_dict(Opened(source).state(optimizers_in_groups=True))
+            flattening = DefaultSavePlanner(flatten_sharded_tensors=False)
+            flattening.set_up_planner(Opened(source).state(optimizers_in_groups=True))
+            flat, self._paths = flattening.state_dict, flattening.mappings
         else:
             flat = Opened(source).tensors(SHARDED, "") | (_objects(sharded) if topology.is_lead else {})
         self._source = source

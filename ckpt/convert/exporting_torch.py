@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
 from ckpt.convert.atomic_directory import shared_directory
@@ -31,6 +30,7 @@ from ckpt.errors import needing
 from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
 from ckpt.format.export_records import RECORDS_NAME
 from ckpt.format.manifest import digest_of
+from ckpt.imports import private_name
 from ckpt.loading.exported import records_of
 from ckpt.loading.other_formats.other_checkpoint import Step
 from ckpt.loading.other_formats.torch_files import open_torch_file, steps_into
@@ -92,7 +92,7 @@ def _pieces(
 def _lay_out(state: dict[str, Any], file: Path) -> None:
     """Write the file without the bytes of its tensors."""
     fakes: dict[int, torch.Tensor] = {}
-    with FakeTensorMode():
+    with private_name("torch._subclasses.fake_tensor", "FakeTensorMode", "write torch files piece by piece")():
         described = _with_fakes(state, fakes)
     require_known(described)
     with skip_data(materialize_fake_tensors=True):

@@ -10,8 +10,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import DistError
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from ckpt.engine.base import MasterMetadata
 from ckpt.errors import ConfigurationError, RankAbsentError

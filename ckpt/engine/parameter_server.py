@@ -25,7 +25,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from packaging.version import Version
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 
 from ckpt.errors import ConfigurationError, RankLeftError
 

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Self
 
 import torch
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from ckpt.engine.agreed import OPERATION, agreed_digests, agreed_step, require_one_layout, to_step, version_digest
 from ckpt.engine.base import CheckpointEngineWithCache, MasterMetadata, NamedTensor, SyncReport, Weights, WeightVersion

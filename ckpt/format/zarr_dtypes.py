@@ -12,20 +12,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self, overload
+from typing import Any, ClassVar, Literal, Self
 
 import ml_dtypes
 import numpy as np
-from zarr.core.dtype.common import DataTypeValidationError, DTypeConfig_V2, DTypeJSON, HasEndianness, HasItemSize
-from zarr.dtype import ZDType, data_type_registry
+import zarr.dtype
+import zarr.errors
+from zarr.dtype import UInt8, UInt16, ZDType, data_type_registry
 
 _ZarrFormat = Literal[2, 3]
+_OtherType: type[ValueError] = getattr(zarr.errors, "DataTypeValidationError", None) or zarr.dtype.DataTypeValidationError
+"""What zarr-python expects of a type that metadata do not name. It has moved in 3.2."""
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 @dataclass(frozen=True, kw_only=True)
-class _MlFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
-    """A float of the package ml_dtypes, under one name in Zarr v2 and v3. Fill values keep every bit of a NaN."""
+class _MlFloat(ZDType[np.dtype[Any], np.generic]):
+    """A float of the package ml_dtypes, under one name in Zarr v2 and v3. Fill values keep every bit of a NaN.
+
+    Each is also the unsigned integer of its size: codecs ask a type for its size and byte order, and zarr-python's public names
+    have these two only in whole types.
+    """
 
     scalar_type: ClassVar[type[Any]]
 
@@ -33,40 +40,30 @@ class _MlFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
     def _native(cls) -> np.dtype[Any]:
         return np.dtype(cls.scalar_type)
 
-    @property
-    def item_size(self) -> int:
-        return self._native().itemsize
-
     @classmethod
     def from_native_dtype(cls, dtype: np.dtype[Any]) -> Self:
         if dtype != cls._native():
-            raise DataTypeValidationError(f"expected {cls._native()}, found {dtype}")
+            raise _OtherType(f"expected {cls._native()}, found {dtype}")
         return cls()
 
     def to_native_dtype(self) -> np.dtype[Any]:
         return self._native()
 
     @classmethod
-    def _from_json_v2(cls, data: DTypeJSON) -> Self:
+    def _from_json_v2(cls, data: Any) -> Self:
         return cls._named(data["name"] if isinstance(data, dict) else data)
 
     @classmethod
-    def _from_json_v3(cls, data: DTypeJSON) -> Self:
+    def _from_json_v3(cls, data: Any) -> Self:
         return cls._named(data["name"] if isinstance(data, dict) and set(data) == {"name"} else data)
 
     @classmethod
     def _named(cls, name: object) -> Self:
         if name != cls._zarr_v3_name:
-            raise DataTypeValidationError(f"expected {cls._zarr_v3_name!r}, found {name!r}")
+            raise _OtherType(f"expected {cls._zarr_v3_name!r}, found {name!r}")
         return cls()
 
-    @overload
-    def to_json(self, zarr_format: Literal[2]) -> DTypeConfig_V2[str, None]: ...
-
-    @overload
-    def to_json(self, zarr_format: Literal[3]) -> str: ...
-
-    def to_json(self, zarr_format: _ZarrFormat) -> DTypeConfig_V2[str, None] | str:
+    def to_json(self, zarr_format: _ZarrFormat) -> Any:
         return {"name": self._zarr_v3_name, "object_codec_id": None} if zarr_format == 2 else self._zarr_v3_name
 
     def _check_scalar(self, data: object) -> bool:
@@ -84,7 +81,8 @@ class _MlFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
     def from_json_scalar(self, data: object, *, zarr_format: _ZarrFormat) -> np.generic:
         """Read a fill value: a number, "NaN", "Infinity", "-Infinity", or the bits as hex, such as "0x7fc0"."""
         if isinstance(data, str) and data.startswith("0x"):
-            bits: np.generic = np.frombuffer(int(data, 16).to_bytes(self.item_size, "little"), dtype=self._native())[0]
+            dtype = self._native()
+            bits: np.generic = np.frombuffer(int(data, 16).to_bytes(dtype.itemsize, "little"), dtype=dtype)[0]
             return bits
         return self.cast_scalar(_SPECIAL.get(data, data) if isinstance(data, str) else data)
 
@@ -92,33 +90,33 @@ class _MlFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
         value = self.cast_scalar(data)
         number = float(value)
         if math.isnan(number):
-            return f"0x{int.from_bytes(value.tobytes(), 'little'):0{2 * self.item_size}x}"
+            return f"0x{int.from_bytes(value.tobytes(), 'little'):0{2 * value.itemsize}x}"
         if math.isinf(number):
             return "Infinity" if number > 0 else "-Infinity"
         return number
 
 
 @dataclass(frozen=True, kw_only=True)
-class BFloat16(_MlFloat, HasEndianness):
+class BFloat16(_MlFloat, UInt16):  # type: ignore[misc]  # _MlFloat redefines what the integer is
     """bfloat16. The `bytes` codec must declare the order of its two bytes, or TensorStore refuses the array."""
 
     dtype_cls = type(np.dtype(ml_dtypes.bfloat16))
     scalar_type = ml_dtypes.bfloat16
-    _zarr_v3_name = "bfloat16"
+    _zarr_v3_name = "bfloat16"  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Float8E4M3FN(_MlFloat):
+class Float8E4M3FN(_MlFloat, UInt8):  # type: ignore[misc]
     dtype_cls = type(np.dtype(ml_dtypes.float8_e4m3fn))
     scalar_type = ml_dtypes.float8_e4m3fn
-    _zarr_v3_name = "float8_e4m3fn"
+    _zarr_v3_name = "float8_e4m3fn"  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Float8E5M2(_MlFloat):
+class Float8E5M2(_MlFloat, UInt8):  # type: ignore[misc]
     dtype_cls = type(np.dtype(ml_dtypes.float8_e5m2))
     scalar_type = ml_dtypes.float8_e5m2
-    _zarr_v3_name = "float8_e5m2"
+    _zarr_v3_name = "float8_e5m2"  # type: ignore[assignment]
 
 
 def register() -> None:
@@ -126,7 +124,8 @@ def register() -> None:
 
     Names that zarr-python already knows are left as they are.
     """
-    data_type_registry._lazy_load()
     for data_type in (BFloat16, Float8E4M3FN, Float8E5M2):
-        if data_type._zarr_v3_name not in data_type_registry.contents:
+        try:
+            data_type_registry.get(data_type._zarr_v3_name)
+        except KeyError:
             data_type_registry.register(data_type._zarr_v3_name, data_type)

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed import PrefixStore
 
+from ckpt.imports import private_name
 from ckpt.ranks.topology import Topology
 
 _chosen: ContextVar[Topology | None] = ContextVar("topology of this job", default=None)
@@ -70,7 +71,8 @@ def current_topology() -> Topology:
     assert group is not None, "torch.distributed is initialized"
     if _job.joined is None or _job.joined[0] is not group:
         _job.leave()
-        store = PrefixStore("ckpt", dist.distributed_c10d._get_default_store())
+        default = private_name("torch.distributed.distributed_c10d", "_get_default_store", "join the ranks of torch's default group")
+        store = PrefixStore("ckpt", default())
         joined = Topology.join(store, dist.get_rank(), dist.get_world_size(), timeout_s=_job.timeout_s)
         _job.joined = group, joined
     return _job.joined[1]

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store  # torch.distributed exports it where mypy cannot see it
+from torch.distributed import Store
 
 from ckpt.ranks.stores import StoreGoneError, connection, where_is
 

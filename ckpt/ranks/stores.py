@@ -16,8 +16,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
-from torch._C._distributed_c10d import Store, TCPStore
-from torch.distributed import DistError
+from torch.distributed import DistError, Store, TCPStore
 
 from ckpt.ranks.waiting import in_thread
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
 from ckpt.ranks.agreement import Agreement, PhaseOutcome, Result, conclude

@@ -11,6 +11,7 @@ import torch
 from ckpt.errors import ShardingError
 from ckpt.format.box import Box, whole
 from ckpt.format.dtypes import is_dtensor, zarr_name
+from ckpt.imports import private_name
 from ckpt.planning.tables import Address
 from ckpt.state.sharded_tensor import ShardedTensor
 
@@ -90,13 +91,12 @@ def _box_of(tensor: Any, name: str) -> Box:
 
 
 def _computed_box(tensor: Any, name: str) -> Box:
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    assert isinstance(tensor, DTensor)
     if any(placement.is_partial() for placement in tensor.placements):
         raise ShardingError(f"{name}: placements {tensor.placements} hold a pending sum; redistribute it before saving")
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    local_shape_and_offset = private_name(
+        "torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", "save and load DTensors"
+    )
+    shape, offset = local_shape_and_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return Box(tuple(offset), tuple(shape))
 
 

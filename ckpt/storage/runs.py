@@ -11,6 +11,7 @@ import torch
 
 from ckpt.format.box import Box, whole
 from ckpt.format.dtypes import as_integers, raw_bytes
+from ckpt.imports import private_name
 
 SMALL_BYTES = 64 << 10
 """Up to this size a tensor is cheaper to copy than to read into."""
@@ -85,7 +86,8 @@ class TensorRun:
         ends = (self._starts[last] if last < len(self._starts) else self.stop) - start
         outs = [part.out for part in self.parts[first:last]]
         # Loops in C++: a few kernels on a device, and on the host half of the time of a loop here.
-        values = torch._C._nn.unflatten_dense_tensors(memory[begins:ends].view(self.part.out.dtype), outs)
+        unflatten = private_name("torch._C", "_nn", "place what is read").unflatten_dense_tensors
+        values = unflatten(memory[begins:ends].view(self.part.out.dtype), outs)
         if self.part.out.device.type != "cpu" and memory.device.type != "cpu":
             torch._foreach_copy_([as_integers(out.detach()) for out in outs], [as_integers(one) for one in values])
         else:

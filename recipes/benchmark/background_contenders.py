@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
 
+from ckpt.imports import private_name
 from ckpt.saving.save_settings import SaveSettings
 from recipes.benchmark.contenders import coordinator_of
 from recipes.benchmark.peers import Dcp
@@ -208,7 +208,8 @@ class DcpSaving(Saving):
         if self._stager is not None:
             self._stager.close()
         # Torch has no call that ends its process, which keeps the memory.
-        _async_process_executor._CHECKPOINT_PROCESS = None
+        executor = private_name("torch.distributed.checkpoint", "_async_process_executor", "end the process of async_save")
+        executor._CHECKPOINT_PROCESS = None
         dist.destroy_process_group(self._group)
 
     def _note_end(self, future: Future[Any]) -> None:

@@ -16,8 +16,7 @@ from rich.filesize import decimal
 
 from ckpt.backends.base import Backend
 from ckpt.backends.kimi_engine import KimiEngineBackend
-from ckpt.backends.tensorstore import TensorStoreBackend
-from ckpt.backends.zarr import ZarrBackend
+from ckpt.backends.registry import BACKENDS, backend_named
 from ckpt.convert.atomic_directory import require_free
 from ckpt.convert.exporting_safetensors import export, model_files_in, select, select_of_megatron, select_of_other
 from ckpt.convert.importing import import_checkpoint
@@ -43,12 +42,7 @@ from recipes.support.tables import show as show_parts
 SAFETENSORS = "safetensors"
 DCP = "dcp"
 TORCH = "torch"
-_BACKENDS: dict[str, Callable[[], Backend]] = {
-    "zarr": ZarrBackend,
-    "tensorstore": TensorStoreBackend,
-    "kimi-engine": partial(KimiEngineBackend, pool=False),  # the process ends after it: no save is kept in memory
-}
-DESTINATIONS = (*_BACKENDS, SAFETENSORS, DCP, TORCH)
+DESTINATIONS = (*BACKENDS, SAFETENSORS, DCP, TORCH)
 """The values of `to`."""
 _OURS, _MEGATRON, _TORCH_DIST = "ours", "megatron zarr", "megatron"
 _SELECT = {_OURS: select, _MEGATRON: select_of_megatron}
@@ -101,7 +95,7 @@ def keys_of(cfg: DictConfig) -> ConvertKeys:
     keys = command_keys(cfg, ConvertKeys, {"src": "the old checkpoint", "dst": "a folder for the new one"})
     if keys.to not in DESTINATIONS:
         raise ConfigurationError(
-            f"to={keys.to} is not known; choose {', '.join(_BACKENDS)}, {SAFETENSORS}, {DCP} or {TORCH}"
+            f"to={keys.to} is not known; choose {', '.join(BACKENDS)}, {SAFETENSORS}, {DCP} or {TORCH}"
         )
     if keys.launch.nproc_per_node < 1:
         raise ConfigurationError(f"launch.nproc_per_node={keys.launch.nproc_per_node}: expected at least 1")
@@ -175,7 +169,7 @@ def _work(keys: ConvertKeys, source_format: str, topology: Topology) -> Callable
         return partial(_export, keys, source_format, topology)
     if keys.to in (DCP, TORCH) and not is_megatron:
         return partial(_to_dcp if keys.to == DCP else _to_torch, keys, topology)
-    if source_format not in (_MEGATRON, _TORCH_DIST) and keys.to in _BACKENDS:
+    if source_format not in (_MEGATRON, _TORCH_DIST) and keys.to in BACKENDS:
         return partial(_rewrite if source_format == _OURS else _import, keys, topology)
     if keys.to not in _OF_SHARDED:
         raise ConfigurationError(
@@ -257,7 +251,7 @@ def _opened(keys: ConvertKeys, topology: Topology) -> CheckpointSource:
 
 def _import(keys: ConvertKeys, topology: Topology) -> Converted:
     source = _opened(keys, topology)
-    return _on_ranks(keys, source, topology, lambda dst: import_checkpoint(source, dst, topology, _BACKENDS[keys.to]()))
+    return _on_ranks(keys, source, topology, lambda dst: import_checkpoint(source, dst, topology, _backend(keys.to)))
 
 
 def _to_dcp(keys: ConvertKeys, topology: Topology) -> Converted:
@@ -291,9 +285,14 @@ def _on_ranks(
     return described(keys.src, Path(keys.dst), keys.to, topology, held, lines)
 
 
+def _backend(name: str) -> Backend:
+    """The process ends after the conversion: kimi-engine keeps no memory for a next save."""
+    return KimiEngineBackend(pool=False) if name == "kimi-engine" else backend_named(name)
+
+
 def _rewrite(keys: ConvertKeys, topology: Topology) -> Converted:
     source = _opened(keys, topology)
-    src, backend = Path(keys.src), _BACKENDS[keys.to]()
+    src, backend = Path(keys.src), _backend(keys.to)
     return _on_ranks(keys, source, topology, lambda dst: rewrite(src, dst, backend, topology))
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import hydra
-from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException, HydraException
 from hydra.experimental.callback import Callback
@@ -25,6 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from ckpt.imports import private_name
 from recipes.support import CONF
 from recipes.support.completion import script
 from recipes.support.help import help_text
@@ -139,7 +139,8 @@ class _Command:
             return script(CONF)
         if not _HELP & set(words):
             return None
-        given, _ = get_args_parser().parse_known_args([word for word in words if word not in _HELP])
+        parser = private_name("hydra._internal.utils", "get_args_parser", "show the help of a command")()
+        given, _ = parser.parse_known_args([word for word in words if word not in _HELP])
         folders = [f"hydra.searchpath=[file://{Path(given.config_dir).absolute()}]"] if given.config_dir else []
         name = given.config_name or self.config_name
         return help_text(CONF, name, [*given.overrides, *folders], everything="--help-all" in words)

@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.format.names import local_path
+from ckpt.imports import import_failure
 from ckpt.memory.device import Device
 from ckpt.saving.arguments import as_backend, as_strategy
 from ckpt.saving.host_cache import memories_of
@@ -396,19 +397,15 @@ def _is_open(parameters: Mapping[str, inspect.Parameter]) -> bool:
 def _located(path: str, name: str) -> Any:
     module, _, attribute = path.rpartition(".")
     try:
-        return getattr(import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
-            raise ConfigurationError(f"{name}._target_={path}: there is no module {error.name}") from error
-        raise ConfigurationError(
-            f"{name}: {path} needs the package {error.name}, which is not installed: pip install {error.name}"
-        ) from error
-    except ImportError as error:
-        raise ConfigurationError(f"{name}: {error}") from error
-    except (AttributeError, ValueError) as error:
-        raise ConfigurationError(
-            f"{name}._target_={path}: there is no {attribute} in {module or 'no module'}"
-        ) from error
+        home = import_module(module or "builtins")
+    except Exception as error:
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent is not None and f"{module}.".startswith(f"{absent}."):
+            raise ConfigurationError(f"{name}._target_={path}: there is no module {absent}") from error
+        raise import_failure(f"{name}: {path}", error) from error
+    if not module or not hasattr(home, attribute):
+        raise ConfigurationError(f"{name}._target_={path}: there is no {attribute} in {module or 'no module'}")
+    return getattr(home, attribute)
 
 
 def _typed(value: Any, hint: Any, key: str) -> Any:

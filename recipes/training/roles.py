@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from omegaconf import MISSING
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from ckpt.engine import LiveModel, MasterMetadata
 from ckpt.engine.elastic.elastic import ElasticEngine, meeting, reached_store

@@ -30,13 +30,13 @@ from ckpt.dist_checkpointing.megatron.layout import (
 )
 from ckpt.dist_checkpointing.megatron.layout import is_megatron_zarr as is_megatron_zarr
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingStateError, StorageError, sentence
-from ckpt.format import zarr_dtypes
 from ckpt.format.box import Box, chunk_box, chunks_meeting
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import bits_of, torch_dtype
 from ckpt.format.held import NOTHING_HELD
 from ckpt.format.records import ArraySpec, ChunkExtent
 from ckpt.format.unpickling import Unknown, unpickle
+from ckpt.imports import importing
 from ckpt.loading.strategy import ReadRequest, StoredPart
 from ckpt.planning.plan import needed_chunks
 from ckpt.storage.checked_blocks import CheckedBlocks
@@ -92,6 +92,7 @@ class MegatronZarr:
         Raises:
             MissingStateError: unknown tensor.
             CorruptCheckpointError: a chunk in `box` is missing, has the wrong size, or cannot be decoded.
+            ConfigurationError: the library cannot be imported.
         """
         array = self._array(key)
         assert tuple(out.shape) == box.shape and out.dtype == torch_dtype(array.dtype), f"{key}: {out.shape} for {box}"
@@ -102,6 +103,8 @@ class MegatronZarr:
             self.require_chunk(array, number)
         try:
             self._reader(key)(box, out)
+        except ConfigurationError:
+            raise
         except Exception as error:  # codecs raise nearly anything
             chunk = next((number for number in numbers if not self._is_readable(array, number)), None)
             where = str(box) if chunk is None else f"chunk {array.chunk_file(chunk)}"
@@ -291,11 +294,14 @@ def _unpickled(checkpoint_dir: Path, path: str, allow_pickle: bool, unknown: Unk
 
 
 def _open_by_zarr(folder: Path) -> Callable[[Box, torch.Tensor], None]:
-    import zarr
-    from zarr.storage import LocalStore
+    with importing("reading a checkpoint of Megatron-Core by zarr"):
+        import zarr
+        import zarr.storage
 
-    zarr_dtypes.register()
-    stored = zarr.open_array(store=LocalStore(folder, read_only=True), mode="r", zarr_format=2)
+        from ckpt.format import zarr_dtypes
+
+        zarr_dtypes.register()
+    stored = zarr.open_array(store=zarr.storage.LocalStore(folder, read_only=True), mode="r", zarr_format=2)
 
     def read(box: Box, out: torch.Tensor) -> None:
         values = np.asarray(stored[box.slices])
@@ -306,7 +312,8 @@ def _open_by_zarr(folder: Path) -> Callable[[Box, torch.Tensor], None]:
 
 
 def _open_by_tensorstore(folder: Path) -> Callable[[Box, torch.Tensor], None]:
-    from ckpt.backends.tensorstore import folder_store, mapping_files, opened, read_box
+    with importing("reading a checkpoint of Megatron-Core by tensorstore"):
+        from ckpt.backends.tensorstore import folder_store, mapping_files, opened, read_box
 
     context = mapping_files()
     return partial(read_box, opened(folder_store(folder), context, driver="zarr"), context)

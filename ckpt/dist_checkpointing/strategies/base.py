@@ -14,6 +14,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, overload
 
 from ckpt.errors import ConfigurationError
+from ckpt.imports import importing
 from ckpt.saving.background.async_utils import AsyncCallsQueue, AsyncRequest
 
 if TYPE_CHECKING:
@@ -275,14 +276,8 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
     """
     registered = default_strategies[action.value]
     if (backend, version) not in registered:
-        try:
+        with importing(f"the default strategy for {_triple(action, backend, version)}"):
             _register_defaults_of(backend)
-        except ImportError as error:
-            package = (error.name or "ckpt").partition(".")[0].replace("ckpt", "ckpt-coordinator")
-            raise ConfigurationError(
-                f"the default strategy for {_triple(action, backend, version)} cannot be imported ({error}): "
-                f"pip install --upgrade {package}"
-            ) from error
     if (backend, version) not in registered:
         known = ", ".join(_triple(action, *one) for one in sorted(registered)) or "none"
         raise ConfigurationError(

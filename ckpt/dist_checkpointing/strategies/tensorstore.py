@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-
-import tensorstore as ts
+from typing import TYPE_CHECKING
 
 from ckpt.backends.base import Backend
-from ckpt.backends.tensorstore import TensorStoreBackend, folder_store, opened, refusing
 from ckpt.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
 from ckpt.dist_checkpointing.strategies.sharded import LoadTensors, SaveTensors
 from ckpt.errors import ShapeMismatchError, logger_of
+from ckpt.imports import importing
+
+if TYPE_CHECKING:
+    import tensorstore as ts
 
 logger = logger_of(__name__)
 
@@ -39,6 +41,8 @@ class TensorStoreSaveShardedStrategy(SaveTensors):
         self._kvstore = kvstore
 
     def _storage(self) -> Backend:
+        with importing("the strategy that saves by tensorstore"):
+            from ckpt.backends.tensorstore import TensorStoreBackend
         return TensorStoreBackend(kvstore=self._kvstore)
 
 
@@ -85,7 +89,10 @@ def open_ts_array(arr_path: Path) -> ts.TensorStore:
 
     Raises:
         CorruptCheckpointError: there is no such array, or TensorStore cannot read its metadata.
+        ConfigurationError: TensorStore cannot be imported.
     """
+    with importing(f"opening {arr_path} by tensorstore"):
+        from ckpt.backends.tensorstore import folder_store, opened, refusing
     driver = "zarr3" if (Path(arr_path) / "zarr.json").is_file() else "zarr"
     with refusing(f"tensorstore cannot open {arr_path} as a Zarr array"):
         return opened(folder_store(Path(arr_path)), driver=driver)

@@ -17,8 +17,7 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mappin
 from contextlib import suppress
 from typing import Any, Self
 
-from torch._C._distributed_c10d import Store, TCPStore
-from torch.distributed import DistError
+from torch.distributed import DistError, Store, TCPStore
 
 from ckpt.engine.base import Weights
 from ckpt.engine.elastic.membership import Call, Epoch, News, Rendezvous, goes_on_after, next_epoch

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import distributed_c10d
+from torch.distributed import PrefixStore, Store
 
 from ckpt.errors import RankLeftError
+from ckpt.imports import private_name
 from ckpt.memory.device import Device
 from ckpt.ranks.stores import connection
 from ckpt.ranks.waiting import poll_until
@@ -43,17 +43,21 @@ class OwnGroup:
         self._device_ids = None if device.type == "cpu" else [device.torch_device.index]
         # Torch's public functions make groups inside the default group only. They call this one, as do other projects with the
         # same need; a test notices if it goes. The store has a connection of its own, which may wait for ranks that are gone.
-        made: tuple[Any, Any] = distributed_c10d._new_process_group_helper(
+        new_group = private_name(
+            "torch.distributed.distributed_c10d", "_new_process_group_helper", "connect the ranks of an engine"
+        )
+        made: tuple[Any, Any] = new_group(
             len(self.members),
             self.members.index(rank),
             [],
             device.collectives,  # alone: torch warns of two, where one of them is a plugin's
             PrefixStore(name, connection(store, timeout_s)),
-            group_name=distributed_c10d.GroupName(name),
+            group_name=name,
             timeout=timedelta(seconds=timeout_s),
         )
         self._group: Any = made[0]
-        distributed_c10d._world.pg_group_ranks[self._group] = {index: index for index in range(len(self.members))}
+        world = private_name("torch.distributed.distributed_c10d", "_world", "connect the ranks of an engine")
+        world.pg_group_ranks[self._group] = {index: index for index in range(len(self.members))}
 
     def broadcast(self, buffer: torch.Tensor, source: int) -> Callable[[], None]:
         """Begin to fill `buffer` on all members with that of `source`, a rank of the engine; return a function that waits for the end.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from ckpt.engine.wire.group import Groups, OwnGroup
 from ckpt.memory.device import Device

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from ckpt.backends.ocdbt_format import Value
-from ckpt.backends.tensorstore import TREE_CACHE, folder_store, mapping_files, opened, read_box, refusing, values_in
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import Box, chunk_box, num_chunks, whole
 from ckpt.format.checkpoint_files import CheckpointFolder
@@ -29,6 +28,7 @@ from ckpt.format.dtypes import item_bytes, torch_dtype
 from ckpt.format.gc_pause import gc_paused
 from ckpt.format.records import ArraySpec
 from ckpt.format.strict_json import MAX_INT, Shape, Side, fit, parse, read
+from ckpt.imports import importing
 from ckpt.loading.other_formats.other_checkpoint import Encoded, OtherCheckpoint, OtherTensor, Step
 
 METADATA = "_METADATA"
@@ -144,6 +144,18 @@ class _Zarr3(msgspec.Struct):
     chunk_grid: _Grid
     chunk_key_encoding: _KeyEncoding
     codecs: list[_Codec3]
+
+
+@cache
+def _by_tensorstore() -> Any:
+    """Import `ckpt.backends.tensorstore`.
+
+    Raises:
+        ConfigurationError: TensorStore cannot be imported.
+    """
+    with importing("reading a folder of Orbax"):
+        from ckpt.backends import tensorstore
+    return tensorstore
 
 
 def is_orbax(path: Path) -> bool:
@@ -333,7 +345,8 @@ class _Folders:
         return self._folder.stat(key).st_size
 
     def store(self, name: str) -> dict[str, Any]:
-        return folder_store(self._folder.root / name)
+        kvstore: dict[str, Any] = _by_tensorstore().folder_store(self._folder.root / name)
+        return kvstore
 
 
 class _Database:
@@ -344,9 +357,9 @@ class _Database:
     def __init__(self, folder: CheckpointFolder) -> None:
         self._folder = folder
         self._file_size = cache(lambda file: folder.stat(file).st_size)
-        with refusing(f"the database of {folder.root} cannot be read"):
+        with _by_tensorstore().refusing(f"the database of {folder.root} cannot be read"):
             folder.require_regular(_DATABASE)
-            self._values = dict(values_in(folder.root, self._file_size))
+            self._values: dict[bytes, Value | bytes] = dict(_by_tensorstore().values_in(folder.root, self._file_size))
 
     def read(self, key: str) -> bytes:
         value, size = self._value(key), self.size(key)
@@ -367,8 +380,8 @@ class _Database:
         return value.length
 
     def store(self, name: str) -> dict[str, Any]:
-        base = folder_store(self._folder.root)
-        return {"driver": "ocdbt", "base": base, "path": f"{name}/", "cache_pool": TREE_CACHE}
+        base = _by_tensorstore().folder_store(self._folder.root)
+        return {"driver": "ocdbt", "base": base, "path": f"{name}/", "cache_pool": _by_tensorstore().TREE_CACHE}
 
     def _value(self, key: str) -> Value | bytes:
         try:
@@ -389,7 +402,7 @@ class _Arrays:
         self._files = files
         self._is_zarr3 = is_zarr3
         self._has_all_chunks = has_all_chunks
-        self._context = mapping_files(tree_cache_bytes=_TREE_CACHE_BYTES)
+        self._context = _by_tensorstore().mapping_files(tree_cache_bytes=_TREE_CACHE_BYTES)
         self._opened: dict[str, Any] = {}
 
     def describe(self, name: str) -> tuple[ArraySpec, Encoded]:
@@ -443,13 +456,13 @@ class _Arrays:
         """See `Encoded.read`."""
         if out.numel() == 0:
             return
-        with refusing(f"tensorstore cannot read {box} of {array.path} in {self._root}"):
+        with _by_tensorstore().refusing(f"tensorstore cannot read {box} of {array.path} in {self._root}"):
             if array.path not in self._opened:
                 self._opened[array.path] = self._open(array)
-            read_box(self._opened[array.path], self._context, box, out)
+            _by_tensorstore().read_box(self._opened[array.path], self._context, box, out)
 
     def _open(self, array: ArraySpec) -> Any:
-        stored = opened(self._files.store(array.path), self._context, driver="zarr3" if self._is_zarr3 else "zarr")
+        stored = _by_tensorstore().opened(self._files.store(array.path), self._context, driver="zarr3" if self._is_zarr3 else "zarr")
         grid = stored.chunk_layout.write_chunk.shape
         found = ArraySpec(array.path, stored.dtype.name, tuple(stored.shape), tuple(side or 1 for side in grid or ()))
         if found != array:

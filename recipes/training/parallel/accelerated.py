@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.state import AcceleratorState
 
 from ckpt.errors import ConfigurationError
+from ckpt.imports import private_name
 from ckpt.ranks.topology import Topology
 from recipes.support.ranks import environment_with
 from recipes.training.gpt import GPT, next_token_loss
@@ -43,7 +43,8 @@ class Accelerated(DataParallel):
         neighbours = topology.nodes[topology.node_rank]
         ranks = {"RANK": topology.rank, "WORLD_SIZE": topology.world_size}
         ranks |= {"LOCAL_RANK": topology.local_rank, "LOCAL_WORLD_SIZE": len(neighbours)}
-        AcceleratorState._reset_state(reset_partial_state=True)
+        reset = private_name("accelerate.state", "AcceleratorState._reset_state", "train twice in one process")
+        reset(reset_partial_state=True)
         handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)] if self.exact_resume else []
         with environment_with({name: str(number) for name, number in ranks.items()}):
             return Accelerator(cpu=device.type == "cpu", kwargs_handlers=handlers)

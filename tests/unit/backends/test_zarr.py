@@ -52,11 +52,11 @@ def test_metadata_says_little_endian_raw_bytes_and_fill_value_zero(tmp_path: Pat
 @pytest.mark.parametrize(
     ("compressors", "complaint"),
     [
-        ([{"name": "nope"}], "Unknown codec: 'nope'"),
-        ([{"name": "zstd", "configuration": {"level": "high"}}], "expected an int"),
+        ([{"name": "nope"}], "codec:? 'nope'"),
+        ([{"name": "zstd", "configuration": {"level": "high"}}], "expected (an )?int"),
         ([{"configuration": {}}], "does not have a 'name'"),
         (["zstd"], "Expected dict"),
-        ([{"name": "transpose", "configuration": {"order": [0]}}], "does not turn bytes into bytes"),
+        ([{"name": "transpose", "configuration": {"order": [0]}}], "Invalid codec order"),
     ],
 )
 def test_a_compressor_that_zarr_does_not_know_is_refused_before_anything_is_saved(
