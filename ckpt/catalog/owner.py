@@ -75,7 +75,7 @@ class _Claim:
         try:
             start(self._thread)
         except CheckpointError:
-            file.unlink(missing_ok=True)
+            remove(file, Same.of(descriptor))
             os.close(descriptor)
             raise
         _OPEN.add(self)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.errors import CheckpointError, ConfigurationError, logger_of
 from ckpt.format.names import step_of
 from ckpt.format.stored import read_manifest
 
-_log = logging.getLogger(__name__)
+_log = logger_of(__name__)
 
 
 class Listed(Protocol):

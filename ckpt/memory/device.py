@@ -34,6 +34,19 @@ _VISIBLE = {"cuda": ("CUDA_VISIBLE_DEVICES",), "npu": ("ASCEND_RT_VISIBLE_DEVICE
 _KNOWN = {"cpu": ("gloo", None), "cuda": ("nccl", None), "npu": ("hccl", "torch_npu")}
 """Device type -> its collectives and its plugin."""
 
+OTHER_NAMES = {
+    "gpu": "cuda",
+    "nvidia": "cuda",
+    "rocm": "cuda",
+    "hip": "cuda",
+    "ascend": "npu",
+    "cann": "npu",
+}
+"""What people call a device -> its type."""
+
+NOT_SUPPORTED = frozenset({"mps", "tpu", "xla", "xpu", "hpu", "mlu", "musa"})
+"""Devices, of which none is like a known one."""
+
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 """Environment variables that name the network interfaces of a device's collectives."""
 

@@ -20,6 +20,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
+from ckpt.memory.device import NOT_SUPPORTED, OTHER_NAMES
 from recipes.support.keys import by_dotted_key, shown
 
 
@@ -137,14 +138,11 @@ def sentence_of_choices(said: str, words: Sequence[str], conf: Path) -> str:
     return " ".join(said.split())
 
 
-_MEANT = {
-    "gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "ascend": "npu", "cann": "npu",
+_MEANT = OTHER_NAMES | {
     "safetensors": "kimi-engine", "ocdbt": "tensorstore",
     "dp": "ddp", "tp": "ddp_tp", "pp": "pipeline",
 }  # fmt: skip
 """Other names of choices."""
-_NOT_SUPPORTED = {"mps", "tpu", "xla", "xpu", "hpu", "mlu", "musa"}
-"""Devices, of which none is like another."""
 
 
 def _no_such_choice(error: MissingConfigException) -> str:
@@ -154,8 +152,8 @@ def _no_such_choice(error: MissingConfigException) -> str:
     name = choice.lower()
     near = [_MEANT.get(name, name)]
     if near[0] not in error.options:
-        near = [] if name in _NOT_SUPPORTED else difflib.get_close_matches(name, error.options, n=1)
-    what = "it is not supported" if name in _NOT_SUPPORTED else "there is no such choice"
+        near = [] if name in NOT_SUPPORTED else difflib.get_close_matches(name, error.options, n=1)
+    what = "it is not supported" if name in NOT_SUPPORTED else "there is no such choice"
     hint = f"did you mean {near[0]}? " if near else ""
     return f"{group}={choice}: {what}; {hint}{group} is one of {', '.join(sorted(error.options))}"
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from ckpt import CheckpointCoordinator
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, RankAbsentError
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
@@ -67,9 +68,16 @@ def test_an_object_that_does_not_decide_either_is_refused(tmp_path: Path) -> Non
         training(tmp_path, ema("Undecided")).components()
 
 
+class _OwnCoordinator(CheckpointCoordinator):
+    def __init__(self, **named: Any) -> None:
+        self.given = named
+
+
 def test_a_coordinator_of_the_user_s_own_gets_its_arguments_by_name(tmp_path: Path) -> None:
     run = training(tmp_path)
-    given: dict[str, Any] = run.coordinated(lambda **named: named)  # type: ignore[assignment, arg-type, return-value]
+    coordinator = run.coordinated(_OwnCoordinator)
+    assert isinstance(coordinator, _OwnCoordinator)
+    given = coordinator.given
     assert [component.key for component in given["state_components"]] == [one.key for one in run.components()]
     assert given["topology"] is run.topology and given["process_groups"] == run.layout.process_groups(run.topology)
     assert "steps" in given["config_text"] and len(given) == 4

@@ -418,7 +418,8 @@ def test_an_id_that_is_no_step_is_refused_in_one_sentence(tmp_path: Path, id: st
     edit_manifest(tmp_path / "checkpoint-00000001", lambda tree: tree.update(checkpoint_id=id))
     with Checkpointer(tmp_path, model=model) as checkpoints:
         with pytest.raises(CheckpointError, match="its id is no step|checkpoint_id"):
-            checkpoints.restore()
+            checkpoints.restore(tmp_path / "checkpoint-00000001")
+        assert checkpoints.restore() == 0, "a folder of another name than its checkpoint is the user's"
         assert all(one.step in (1, None) for one in checkpoints.list())
     assert step_of(id) is None
 

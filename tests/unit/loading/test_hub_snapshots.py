@@ -192,7 +192,9 @@ def test_an_index_and_the_files_that_it_names_are_refused_likewise(cache: Cache,
         ckpt.load(cache.snapshot)
 
 
-@pytest.mark.parametrize("name", ["../../../private/file", "../../blobs/x", "sub/file", "/etc/hostname", "a\0b", "..", "\ud800"])
+@pytest.mark.parametrize(
+    "name", ["../../../private/file", "../../blobs/x", "sub/file", "/etc/hostname", "a\0b", "..", "\ud800"]
+)
 def test_an_index_names_no_file_outside_of_its_snapshot(cache: Cache, outside: Path, name: str) -> None:
     (cache.snapshot / "sub").mkdir()
     (cache.snapshot / "sub" / "file").symlink_to("../../blobs/x")

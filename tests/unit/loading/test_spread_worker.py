@@ -138,7 +138,9 @@ def test_whatever_ends_the_reader_is_raised_by_the_calling_thread() -> None:
         worker(endpoints, blocks=2, slots=1).run()
 
 
-def test_a_device_that_fails_as_the_reader_begins_is_raised_by_the_calling_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_fails_as_the_reader_begins_is_raised_by_the_calling_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def lost() -> Callable[[], None]:
         def use() -> None:
             raise RuntimeError("the device is lost")

@@ -82,12 +82,9 @@ def test_a_load_falls_back_from_a_chunk_that_does_not_decode(
     save_two(tmp_path, codec, Topology.alone())
     damage(tmp_path / "checkpoint-2", how)
     load_newest(Topology.alone(), tmp_path, codec, strategy)
-    one, two = (
-        source_at(tmp_path / f"checkpoint-{number}", Topology.alone(), DirectLoad(), allow_pickle=False)
-        for number in (1, 2)
-    )
+    one = source_at(tmp_path / "checkpoint-1", Topology.alone(), DirectLoad(), allow_pickle=False)
     with pytest.raises(CorruptCheckpointError):
-        list(compare(one, two))
+        list(compare(one, source_at(tmp_path / "checkpoint-2", Topology.alone(), DirectLoad(), allow_pickle=False)))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
