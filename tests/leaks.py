@@ -6,9 +6,11 @@ A process that runs case after case (tests/ranks.py) compares itself with what i
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import logging
 import os
+import pkgutil
 import resource
 import signal
 import sys
@@ -16,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import is_
@@ -25,10 +27,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor._collective_utils import MeshTopoInfo
-from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+_CACHES = (
+    "torch.distributed.tensor.debug:_clear_sharding_prop_cache",
+    "torch.distributed.tensor._redistribute:clear_redistribute_planner_cache",  # since 2.11
+    "torch.distributed.tensor._redistribute:_gen_transform_infos.cache_clear",
+    "torch.distributed.tensor._collective_utils:MeshTopoInfo.build_from_mesh.cache_clear",
+)
 _PACKAGES = ("ckpt", "recipes", "tests")
 _OTHERS = ("builtins", "gc", "os", "shutil", "signal", "socket", "subprocess", "sys", "tempfile", "threading", "time")
 _ENDS_S = 0.5
@@ -105,12 +110,20 @@ def left_since(before: Traces) -> tuple[list[str], Traces]:
     return left, now
 
 
+@functools.cache
+def _clearing() -> list[Callable[[], object]]:
+    """Functions that empty the caches that this torch has."""
+    found = []
+    for place in _CACHES:
+        with suppress(ImportError, AttributeError):
+            found.append(pkgutil.resolve_name(place))
+    return found
+
+
 def _forget_meshes() -> None:
     """Empty what DTensors keep of each mesh they have been on: it would hold the connections of the mesh's groups."""
-    _clear_sharding_prop_cache()
-    clear_redistribute_planner_cache()
-    _gen_transform_infos.cache_clear()
-    MeshTopoInfo.build_from_mesh.cache_clear()
+    for clear in _clearing():
+        clear()
 
 
 def _differences(before: Traces, now: Traces) -> list[str]:

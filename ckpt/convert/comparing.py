@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ckpt.convert.opened import Opened, OpenedTensor, slabs
-from ckpt.format.dtypes import item_bytes, raw_bytes
+from ckpt.format.dtypes import as_integers, item_bytes, raw_bytes
 from ckpt.format.manifest import STATE
 from ckpt.loading.sources import CheckpointSource
 
@@ -111,7 +111,7 @@ def _bits(
         if not torch.equal(raw_bytes(a), raw_bytes(b)):
             unlike = (raw_bytes(a).view(-1, item) != raw_bytes(b).view(-1, item)).any(1)
             num_differ += int(unlike.sum())
-            left, right = (_numbers(one.flatten()[unlike]) for one in (a, b))
+            left, right = (_numbers(as_integers(one.flatten())[unlike].view(one.dtype)) for one in (a, b))
             largest = max(largest, float((left - right).abs().max()), key=lambda x: (math.isnan(x), x))
         squares = [was + float(_numbers(one).square().sum()) for was, one in zip(squares, (a, b), strict=True)]
         progress(2 * a.nbytes)

@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from ckpt.imports import private_name
+from ckpt.imports import importing, private_name
 from ckpt.saving.save_settings import SaveSettings
 from recipes.benchmark.contenders import coordinator_of
 from recipes.benchmark.peers import Dcp
@@ -172,6 +171,8 @@ class DcpSaving(Saving):
         self._settled.clear()
         self._called = time.perf_counter()
         by_process = self._mode.writer == "process"
+        with importing("DCP's save beside training"):
+            from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
         response = async_save(
             dict(self._tree),
             storage_writer=FileSystemWriter(folder, sync_files=True),
@@ -222,7 +223,9 @@ class DcpSaving(Saving):
             self._staged = None
 
 
-def _stager(mode: SaveMode) -> DefaultStager:
+def _stager(mode: SaveMode) -> Any:
+    with importing("DCP's stager with options"):
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
     return DefaultStager(
         StagingOptions(
             use_pinned_memory=torch.accelerator.is_available(),

@@ -118,6 +118,7 @@ def test_private_names_in_tests_and_examples_are_listed_with_a_reason() -> None:
         ),
         ("from importlib import import_module\nimport_module('hydra._internal.utils')", {"hydra._internal.utils"}),
         ("from ckpt.imports import private_name\nprivate_name('torch._C', '_nn', 'x')", {"guarded torch._C:_nn"}),
+        ("import pkgutil\npkgutil.resolve_name('torch._C:_nn.x')", {"torch._C._nn.x"}),
         ("from ckpt._x import y\nfrom __future__ import annotations\nimport torch\ntorch.__version__; self._x", set()),
     ],
 )
@@ -155,11 +156,13 @@ def private_names(file: Path) -> Iterator[str]:
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.Attribute):
             names.append(_dotted(node, named))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names += [place.replace(":", ".") for place in re.findall(r"^[a-z]\w*(?:\.\w+)+:[\w.]+$", node.value)]
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             called, module = _dotted(node.func, named), str(node.args[0].value)
             if called == "ckpt.imports.private_name":
                 yield f"guarded {module}:{ast.literal_eval(node.args[1])}"
-            elif called in ("importlib.import_module", "pkgutil.resolve_name", "pytest.importorskip"):
+            elif called in ("importlib.import_module", "pytest.importorskip"):
                 names.append(module)
     found = {name for name in names if _is_private(name)}
     yield from (name for name in found if not any(other.startswith(f"{name}.") for other in found))
