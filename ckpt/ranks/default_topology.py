@@ -71,7 +71,9 @@ def current_topology() -> Topology:
     assert group is not None, "torch.distributed is initialized"
     if _job.joined is None or _job.joined[0] is not group:
         _job.leave()
-        default = private_name("torch.distributed.distributed_c10d", "_get_default_store", "join the ranks of torch's default group")
+        default = private_name(
+            "torch.distributed.distributed_c10d", "_get_default_store", "join the ranks of torch's default group"
+        )
         store = PrefixStore("ckpt", default())
         joined = Topology.join(store, dist.get_rank(), dist.get_world_size(), timeout_s=_job.timeout_s)
         _job.joined = group, joined

@@ -73,6 +73,8 @@ class Beat:
         return beat
 
 
+STORE_IS_GONE = "the store through which the ranks agree is gone, with rank 0 or with the launcher that held it"
+
 WAITING = "wait for all"
 """Phase of a thread that waits for others of its rank, such as background saves, whose own heartbeats say where the rank is."""
 
@@ -96,18 +98,29 @@ class Watch:
         self._timeout_s = timeout_s
         self._number = -1
         self._heard_s = self._looked_s = time.monotonic()
+        self._machine = machine("pid")
+        self._work: list[bytes] | None = None
 
     def look(self, beat: Beat | None, interval_s: float) -> bool:
         """Return whether the rank is fine, and tell if not. Called every `interval_s`."""
         now = time.monotonic()
-        if beat is None or beat.left or beat.number != self._number or now - self._looked_s > 3 * interval_s:
-            self._heard_s = now  # in the last case it was this process that stood still
+        stood_still = now - self._looked_s > 3 * interval_s  # this process itself
+        if beat is None or beat.left or beat.number != self._number or stood_still or self._works(beat):
+            self._heard_s = now
         self._looked_s = now
         if beat is None or now - self._heard_s < self._timeout_s + _AFTER_AGREEMENT_S:
             self._number = -1 if beat is None else beat.number
             return True
         self.tell(f"{beat.who} has been silent for {self._timeout_s:g} s, last seen {beat.place}")
         return False
+
+    def _works(self, beat: Beat) -> bool:
+        """Whether a rank on this machine uses a processor: a native call may keep Python's lock, and so its heartbeat, for long."""
+        before, self._work = self._work, None
+        if beat.machine == self._machine:
+            with suppress(OSError):  # it has ended
+                self._work = _stat(beat.pid, 11, 13)
+        return None not in (before, self._work) and self._work != before
 
 
 class Heartbeat:
@@ -167,8 +180,8 @@ class Heartbeat:
                     self.watch = None
         except StoreGoneError as error:
             # The rank itself learns of it, with a sentence, at its next agreement, if it comes to one.
-            if self.watch is not None and error.is_silent:
-                self.watch.tell(str(error))
+            if self.watch is not None and not self._stopped.wait(_AFTER_AGREEMENT_S):
+                self.watch.tell(str(error) if error.is_silent else STORE_IS_GONE)
 
     def _beat_of(self, rank: int) -> Beat | None:
         with self._lock:
@@ -289,11 +302,16 @@ class FailureDetector:
 def _born(pid: int) -> str | None:
     """Return the start time of a process as an opaque text, or None if it has ended, or is a zombie."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()  # after the command's name, which is arbitrary
+        fields = _stat(pid, 0, 20)
     except FileNotFoundError:
         has_proc = os.path.exists("/proc/self/stat")
         return None if has_proc or not psutil.pid_exists(pid) else ""
     except ProcessLookupError:
         return None
     return None if fields[0] in (b"Z", b"X") else fields[19].decode()
+
+
+def _stat(pid: int, first: int, end: int) -> list[bytes]:
+    """Return fields of /proc/<pid>/stat, counted from the state of the process on: 11 and 12 are its processor time, 19 its start."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()[first:end]  # after the command's name, which is arbitrary

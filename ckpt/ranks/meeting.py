@@ -6,14 +6,18 @@ counts from 0 again, and a counter in the store is a key of an earlier life itse
     rank r    arrived/<r>: a new nonce
     lead      roll: the nonces of all ranks, its own included; again whenever one of them changes.   stage: call <digest of the roll>
     rank r    finds its own nonce in the roll.                                                        answer/<r>: that digest
-    lead      all answers are the digest of its last roll.                                            stage: go <digest>
+    lead      all others' answers are the digest of its last roll.                                    stage: go <digest>
 
-The digest is the prefix of every key from then on. A nonce of an earlier life only delays: its rank has not answered yet. An answer of an
-earlier life never matches, because the lead's nonce is new; and a rank goes on with no roll but one that holds its own.
+The digest is the prefix of every key from then on. A nonce of an earlier life only delays: its rank does not answer, and those of the
+last roll that an earlier lead has called are not called again. An answer of an earlier life never matches, because the lead's nonce is
+new; and a rank goes on with no roll but one that holds its own.
 
     arrived --roll holds our nonce--> answered --go--> met
        |                                  |
        +--------- time is up, or the lead says that it is ------> failed
+
+Limit: a process of an earlier life that still runs, has not met, and was in no roll cannot be told from one of this life. As soon as
+another process comes as its rank it ends with an error, or the later one does if the job has gone on with the earlier.
 """
 
 from __future__ import annotations
@@ -26,11 +30,12 @@ import time
 from typing import Any
 
 from ckpt.errors import CheckpointError, RankAbsentError, describe, rebuild
+from ckpt.ranks.heartbeat import Absence, FailureDetector, PhaseIndex
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.waiting import nap_s, poll_until
 
 _ROLL, _STAGE = "roll", "stage"
-_SIGN_S = 0.5  # between two signs of life of the lead
+_SIGN_S = 0.5  # between two signs of life of the lead; longer among thousands of ranks, each of which it looks for
 
 
 def meet(client: StoreClient, rank: int, world_size: int, *, host: str, timeout_s: float) -> str:
@@ -48,7 +53,13 @@ def meet(client: StoreClient, rank: int, world_size: int, *, host: str, timeout_
     kind = _Lead if rank == 0 else _Member
     one = kind(client, rank, world_size, f"{secrets.token_hex(8)} pid {os.getpid()} on {host}", timeout_s)
     client.put(_arrived(rank), one.nonce.encode())
-    return poll_until(one.ask, look=one.look, look_s=_SIGN_S, nap=lambda waited_s: nap_s(waited_s, world_size))
+    return poll_until(
+        one.ask, look=one.look, look_s=_look_s(world_size), nap=lambda waited_s: nap_s(waited_s, world_size)
+    )
+
+
+def _look_s(world_size: int) -> float:
+    return _SIGN_S * max(1.0, world_size / 512)
 
 
 def _arrived(rank: int) -> str:
@@ -72,74 +83,97 @@ class _Member:
         self._world_size = world_size
         self.nonce = nonce
         self._timeout_s = timeout_s
-        self._heard_s = time.monotonic()
-        self._stage: bytes | None = None
+        self._heard_s = self._looked_s = time.monotonic()
+        self._stage = client.peek(_STAGE)  # of an earlier life, or of a lead that came first
+        self._is_first_stage = self._stage is not None
         self._answered = ""
+        self._met_without_us: str | None = None
 
     def ask(self) -> str | None:
         stage = self._client.peek(_STAGE)
-        if stage is None or stage == self._stage:
+        if stage is None or (stage == self._stage and not self._is_first_stage):
             return None
-        self._stage, self._heard_s = stage, time.monotonic()
+        if stage != self._stage:
+            self._heard_s = time.monotonic()
+        is_news = not self._is_first_stage
+        self._stage, self._is_first_stage = stage, False
         word, digest, *_ = stage.decode().split()
         if digest != self._answered and word != "wait":
-            self._read_roll(word == "failed")
+            self._read_roll(word, is_news)
         return digest if word == "go" and digest == self._answered else None
 
-    def _read_roll(self, has_failed: bool) -> None:
-        """Answer the roll, or raise the lead's error, if this process is in it: else it is of other processes."""
+    def _read_roll(self, word: str, is_news: bool) -> None:
+        """Answer the roll, or raise the lead's error, if this process is in it: else it is of other processes.
+
+        Args:
+            is_news: a lead that lives has said the word.
+        """
         roll = self._client.peek(_ROLL) or b"[[], null]"
         nonces, error = json.loads(roll)
         if self.nonce not in nonces:
+            if word == "go" and self._rank < len(nonces):
+                self._met_without_us = nonces[self._rank]
+                if is_news:
+                    raise _displaced(self._rank, self._met_without_us)
             return
-        if has_failed and error is not None:
+        if word == "failed" and error is not None:
             raise rebuild(error)
         if len(nonces) == self._world_size:
             self._answered = _digest(roll)
             self._client.put(_answer(self._rank), self._answered.encode())
 
-    def look(self) -> None:
+    def look(self) -> str | None:
         """Raise if the lead is silent, or if this rank is another process by now."""
+        self._note_standstill()
         if time.monotonic() - self._heard_s > self._timeout_s:
-            raise _absent(0, self._client.peek(_arrived(0)), self._timeout_s)
-        self._require_own_place()
+            if self._met_without_us is not None:
+                raise _displaced(self._rank, self._met_without_us)
+            raise _absent([0], self._client.peek(_arrived(0)), self._timeout_s)
+        self._require_own_place(self._client.peek(_arrived(self._rank)))
+        return None
 
-    def _require_own_place(self) -> None:
-        now = self._client.peek(_arrived(self._rank))
-        if now is not None and now.decode() != self.nonce:
-            raise CheckpointError(
-                f"two processes have come as rank {self._rank} of this job, the later one {_who(now)}: give each process a rank of its "
-                "own; after a restart the earlier one ends here",
-                rank=self._rank,
-                phase="join",
-            )
+    def _note_standstill(self) -> None:
+        """Begin to count the time anew if it was this process that stood still."""
+        now = time.monotonic()
+        if now - self._looked_s > 5 * _look_s(self._world_size):
+            self._heard_s = now
+        self._looked_s = now
+
+    def _require_own_place(self, arrived: bytes | None) -> None:
+        if arrived is not None and arrived.decode() != self.nonce:
+            raise _displaced(self._rank, arrived.decode())
 
 
 class _Lead(_Member):
-    """Rank 0: calls the roll until all have answered the same."""
+    """Rank 0: calls the roll until all others have answered the same."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        ranks = range(self._world_size)
-        self._arrivals, self._answers = [_arrived(rank) for rank in ranks], [_answer(rank) for rank in ranks]
+        self._arrivals = [_arrived(rank) for rank in range(self._world_size)]
+        self._answers = [_answer(rank) for rank in range(1, self._world_size)]
         self._nonces: list[str] = []
-        self._roll = b""
+        self._roll = self._client.peek(_ROLL) or b"[[], null]"
+        self._earlier = frozenset(json.loads(self._roll)[0])
         self._num_signs = 0
 
     def ask(self) -> str | None:
         found = self._client.take(self._arrivals) if self._client.has(self._arrivals) else None
         if found is None:
             return None
+        self._require_own_place(found[0])
         nonces = [nonce.decode() for nonce in found]
+        if not self._earlier.isdisjoint(nonces):
+            return None
         if nonces != self._nonces:
             self._nonces = nonces
             self._call(None)
-            self._client.put(_answer(0), _digest(self._roll).encode())
-        if not self._client.has(self._answers):
-            return None
         digest = _digest(self._roll)
-        if {answer.decode() for answer in self._client.take(self._answers) or [b""]} != {digest}:
+        if self._answers and not self._client.has(self._answers):
             return None
+        answers = self._client.take(self._answers) if self._answers else []
+        if answers is None or any(answer.decode() != digest for answer in answers):
+            return None
+        self._require_own_place(self._client.peek(_arrived(0)))
         self._sign("go")
         return digest
 
@@ -154,23 +188,33 @@ class _Lead(_Member):
         digest = _digest(self._roll)
         self._client.put(_STAGE, f"{word} {digest} {self._num_signs} {self.nonce}".encode())
 
-    def look(self) -> None:
-        """Show that the lead lives; raise, here and on all that have come, if a rank is missing when the time is up."""
-        self._require_own_place()
-        if time.monotonic() - self._heard_s <= self._timeout_s:
-            self._sign("call" if self._nonces else "wait")
-            return
+    def look(self) -> str | None:
+        """Show that the lead lives; raise, here and on all that have come, if a rank is dead, or missing when the time is up."""
+        self._note_standstill()
         there = [self._client.peek(key) for key in self._arrivals]
-        answers = [self._client.peek(key) for key in self._answers]
-        wanted = _digest(self._roll).encode() if self._nonces else None
-        missing = [rank for rank, one in enumerate(there) if one is None]
-        missing = missing or [rank for rank, one in enumerate(answers) if one != wanted and rank]
-        if not missing:
-            return  # the last one has just answered
-        error = _absent(missing[0], there[missing[0]], self._timeout_s, missing)
+        self._require_own_place(there[0])
+        is_late = time.monotonic() - self._heard_s > self._timeout_s
+        missing = [rank for rank, one in enumerate(there) if one is None or one.decode() in self._earlier]
+        if dead := self._dead(missing):
+            error = RankAbsentError(f"phase join failed: {dead[min(dead)].cause}", rank=min(dead), phase="join")
+        elif not is_late:
+            self._sign("call" if self._nonces else "wait")
+            return None
+        else:
+            if not missing:
+                wanted = _digest(self._roll).encode()
+                missing = [rank for rank, key in enumerate(self._answers, start=1) if self._client.peek(key) != wanted]
+            if not missing and (name := self.ask()) is not None:
+                return name  # the last one has just answered
+            error = _absent(missing or [0], there[missing[0]] if missing else None, self._timeout_s)
         self._nonces = [one.decode() for one in there if one is not None]
         self._call(describe(error))
         raise error
+
+    def _dead(self, ranks: list[int]) -> dict[int, Absence]:
+        """Return those of the ranks that somebody has vouched for, by a heartbeat, and that have ended."""
+        detector = FailureDetector(self._client, PhaseIndex(0, -1), "", float("inf"))
+        return detector.absent(ranks, hinted=False) if ranks else {}
 
 
 def _who(arrival: bytes) -> str:
@@ -178,10 +222,19 @@ def _who(arrival: bytes) -> str:
     return arrival.decode().partition(" ")[2]
 
 
-def _absent(rank: int, arrival: bytes | None, timeout_s: float, missing: list[int] | None = None) -> RankAbsentError:
-    others = [f"rank {one}" for one in (missing or [])[1:4]] + (["..."] if len(missing or []) > 4 else [])
-    ranks = " and ".join([f"rank {rank}", ", ".join(others)]) if others else f"rank {rank}"
-    last = "" if arrival is None else f"; the last process that came as rank {rank} is {_who(arrival)}"
+def _displaced(rank: int, by: str) -> CheckpointError:
+    return CheckpointError(
+        f"two processes have come as rank {rank} of this job, the other one {_who(by.encode())}: give each process a rank of its own. "
+        "After a restart the earlier one ends here, or this one if the job has gone on with that: end all processes of the earlier life",
+        rank=rank,
+        phase="join",
+    )
+
+
+def _absent(missing: list[int], arrival: bytes | None, timeout_s: float) -> RankAbsentError:
+    others = [f"rank {one}" for one in missing[1:4]] + (["..."] if len(missing) > 4 else [])
+    ranks = f"rank {missing[0]}" + (f" and {', '.join(others)}" if others else "")
+    last = "" if arrival is None else f"; the last process that came as rank {missing[0]} is {_who(arrival)}"
     return RankAbsentError(
-        f"phase join failed: {ranks} did not join the job within {timeout_s:g} s{last}", rank=rank, phase="join"
+        f"phase join failed: {ranks} did not join the job within {timeout_s:g} s{last}", rank=missing[0], phase="join"
     )

@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, Store
 
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
 from ckpt.ranks.agreement import Agreement, PhaseOutcome, Result, conclude
-from ckpt.ranks.heartbeat import Heartbeat, PhaseIndex, Watch
+from ckpt.ranks.heartbeat import STORE_IS_GONE, Heartbeat, PhaseIndex, Watch
 from ckpt.ranks.meeting import meet
 from ckpt.ranks.sigterm import Termination
 from ckpt.ranks.store_client import StoreClient
@@ -583,8 +583,7 @@ def _store_gone(what: str | None, rank: int, error: StoreGoneError) -> RankAbsen
         start = f"{what} failed on rank {rank}: " if what else f"rank {rank}: "
         return RankAbsentError(f"{start}{error}; the process that holds it hangs, or cannot be reached any more")
     start = f"{what} failed: " if what else ""
-    gone = "the store through which the ranks agree is gone, with rank 0 or with the launcher that held it"
-    return RankAbsentError(start + gone)
+    return RankAbsentError(start + STORE_IS_GONE)
 
 
 def slowest_rank(seconds: Sequence[float]) -> int | None:

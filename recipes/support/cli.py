@@ -188,7 +188,7 @@ class _Command:
             text = f"the folder of the run cannot be made: {text}; choose another with output_dir=<folder>"
         # This host lacks a device or a file.
         only_here = isinstance(cause, DeviceUnavailableError) or _is_of_system(cause)
-        self._print(text, only_here=only_here, lead_is_gone=isinstance(cause, RankAbsentError) and cause.rank == 0)
+        self._print(text, only_here=only_here, lead_is_gone=isinstance(cause, RankAbsentError) and not cause.rank)
 
     def _report_unforeseen(self, error: Exception) -> None:
         """Print a sentence for an error of Hydra, of a launcher, or of a job that has printed its traceback; raise any other."""

@@ -70,15 +70,20 @@ def _join_existing(job: Job, cfg: dict[str, Any], folder: RunFolder | None) -> d
             result = run_job(job, cfg, own, environment, take_from_lead=True, end=_end_process, folder=folder)
         patience_s = _PATIENCE_S
         return result
+    except RankAbsentError as error:
+        if isinstance(error.__cause__, StoreGoneError):
+            patience_s = 0.0
+        raise
     finally:
-        if not environment.store_is_held:
+        if patience_s and not environment.store_is_held:
             _let_go(environment, store, patience_s)
 
 
 def _end_process(error: RankAbsentError) -> None:
-    print(error, file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(1)
+    try:
+        print(error, file=sys.stderr, flush=True)
+    finally:  # also if nobody reads
+        os._exit(1)
 
 
 def _store_of(environment: Environment, timeout_s: float) -> dist.TCPStore:

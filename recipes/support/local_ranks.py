@@ -48,6 +48,7 @@ _STORE_S = 300.0
 _MORE_THAN_GRACE_S = 5.0
 _LATER_THAN_RANKS_S = 4.0  # the other ranks say more about a rank that is silent
 _LOOK_S = 1.0
+_LAST_LOOK = -1
 
 
 @dataclass(frozen=True)
@@ -161,9 +162,12 @@ def _stopped_for(seconds: float, ranks: Sequence[ForkServerProcess], since: dict
     """Return the first rank that has been stopped by a signal for this long, also before it has met the others or after it has left.
 
     Args:
-        since: of each rank that was stopped at the last call, which was a moment ago.
+        since: of each rank that was stopped at the last call, and `_LAST_LOOK`: of that call.
     """
     now = time.monotonic()
+    if now - since.get(_LAST_LOOK, now) > 3 * _LOOK_S:  # the launcher itself stood still
+        since.clear()
+    since[_LAST_LOOK] = now
     for rank, process in enumerate(ranks):
         if not _is_stopped(process):
             since.pop(rank, None)
@@ -301,9 +305,14 @@ def _rank_main(start: _Start, rank: int) -> None:
             return start.job(cfg, topology)
 
     def end(error: RankAbsentError) -> None:
-        another = reach(LOOPBACK, start.port, timeout_s=_STORE_S)  # the main thread may use the other connection
-        with _reported(another, environment):
-            raise error
+        try:
+            another = reach(
+                LOOPBACK, start.port, timeout_s=_MORE_THAN_GRACE_S
+            )  # the main thread may use the other connection
+            with _reported(another, environment):
+                raise error
+        finally:
+            os._exit(1)
 
     with _reported(store, environment):
         result = run_job(job, start.cfg, store, environment, take_from_lead=False, end=end)

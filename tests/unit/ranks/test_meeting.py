@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.errors import CheckpointError, RankAbsentError
+from ckpt.ranks.addresses import machine
+from ckpt.ranks.heartbeat import Beat, beat_key
 from ckpt.ranks.meeting import meet
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.topology import Topology
@@ -51,7 +55,8 @@ def test_whatever_earlier_lives_have_left_only_delays(data: st.DataObject) -> No
     """Each key of the meeting may hold what it held at some moment of some earlier life, or nothing."""
     size = data.draw(st.integers(1, 3))
     store = dist.HashStore()
-    keys = [f"{kind}/{rank}" for kind in ("arrived", "answer") for rank in range(size)] + ["roll", "stage"]
+    places = [f"{kind}/{rank}" for kind in ("arrived", "answer") for rank in range(size)]
+    keys = [*filter("answer/0".__ne__, places), "roll", "stage"]  # the lead answers nobody
     earlier: dict[str, list[bytes]] = {key: [] for key in keys}
     for _ in range(2):
         _lives(store, [size])
@@ -133,6 +138,70 @@ def test_the_earlier_of_two_processes_of_one_rank_ends(rank: int) -> None:
         assert isinstance(error, CheckpointError)
         assert f"two processes have come as rank {rank} of this job" in str(error)
         assert _meet(store, 1 - rank, 2) == later.result(patience(20))
+
+
+def test_a_lead_of_an_earlier_life_that_still_waits_never_goes_on_with_the_new_life() -> None:
+    """The new ranks come together, while it waits for one that never came."""
+    for _ in range(20):
+        store = dist.HashStore()
+        with ThreadPoolExecutor(3) as ranks:
+            orphan = ranks.submit(_meet, store, 0, 2)
+            while not store.check(["arrived/0"]):
+                time.sleep(0.001)
+            new = [ranks.submit(_meet, store, rank, 2) for rank in (0, 1)]
+            assert new[0].result(patience(20)) == new[1].result(patience(20))
+            assert "two processes have come as rank 0" in str(orphan.exception(patience(20)))
+
+
+def test_a_rank_whose_job_has_gone_on_with_an_orphan_learns_it_at_once() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as ranks:
+        orphan = ranks.submit(_meet, store, 1, 2)
+        time.sleep(0.1)
+        lead = ranks.submit(_meet, store, 0, 2)
+        late = ranks.submit(_meet, store, 1, 2)
+        outcomes = [one.exception(patience(20)) for one in (orphan, late)]
+        assert lead.result(patience(20))
+    assert sum(error is None for error in outcomes) == 1, "exactly one of them is rank 1"
+    assert "two processes have come as rank 1" in str(next(filter(None, outcomes)))
+
+
+def test_a_member_of_a_roll_of_an_earlier_lead_is_not_called_again() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as ranks:
+        orphan = ranks.submit(_meet, store, 1, 3)
+        with pytest.raises(RankAbsentError):
+            _meet(store, 0, 3, timeout_s=0.4)  # it ends with the lead's error
+        assert isinstance(orphan.exception(patience(20)), RankAbsentError)
+        client = StoreClient(store, writer=2)
+        client.put("roll", json.dumps([[(client.peek("arrived/1") or b"").decode()], None]).encode())
+        lead = ranks.submit(_meet, store, 0, 2)
+        time.sleep(0.6)
+        assert not lead.done()
+        assert _meet(store, 1, 2) == lead.result(patience(20))
+
+
+def test_a_lead_whose_time_is_up_ends_whatever_has_become_of_its_keys() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(1) as ranks:
+        lead = ranks.submit(_meet, store, 0, 2, 1.0)
+        time.sleep(0.2)
+        client = StoreClient(store, writer=2)
+        for key in ("answer/0", "answer/1", "arrived/1"):
+            client.put(key, b"of another pid 1 on there")
+        assert isinstance(lead.exception(patience(20)), RankAbsentError)
+
+
+def test_a_rank_for_which_a_heartbeat_vouches_and_that_has_ended_is_missed_at_once() -> None:
+    store = dist.HashStore()
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    beat = Beat(1, dead.pid, "1", "here", machine("pid"))
+    StoreClient(store, writer=1).put(beat_key(1), beat.encode())
+    began = time.monotonic()
+    with pytest.raises(RankAbsentError, match=r"rank 1 \(pid \d+ on here\) was killed or ended"):
+        _meet(store, 0, 2)
+    assert time.monotonic() - began < patience(5)
 
 
 # What is joined after it

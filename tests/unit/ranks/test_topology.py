@@ -366,7 +366,7 @@ def test_slivers_that_one_side_does_not_know_of_fail_all_ranks_and_leave_no_key(
 ) -> None:
     outcomes = run_threads(3, _bad_swap, outgoing, sources)
     assert {message for message, _ in outcomes} == {f"save of x: in phase slivers {mistake}"}
-    of_meeting = 3 + 3 + 2  # arrivals, answers, roll and stage
+    of_meeting = 3 + 2 + 2  # arrivals, answers, roll and stage
     assert (
         min(keys for _, keys in outcomes) <= of_meeting + 3 + 1 + 2
     )  # heartbeats, the last result, verdicts that are being deleted
