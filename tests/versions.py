@@ -41,7 +41,10 @@ class Row:
 ROWS = {
     "lowest": Row("3.11", ("--resolution", "lowest-direct")),
     "pinned": Row("3.11", ("--constraint", "constraints.txt")),
-    **{f"torch {minor}": Row("3.11", wanted=(f"torch=={minor}.*",)) for minor in ("2.7", "2.8", "2.9", "2.10", "2.11", "2.12", "2.14")},
+    **{
+        f"torch {minor}": Row("3.11", wanted=(f"torch=={minor}.*",))
+        for minor in ("2.7", "2.8", "2.9", "2.10", "2.11", "2.12", "2.14")
+    },
     "Python 3.12": Row("3.12"),
     "newest": Row("3.13"),
     "Python 3.14": Row("3.14"),
@@ -62,7 +65,9 @@ def main() -> None:
 def _run(name: str, row: Row, tests: list[str]) -> bool:
     """Print the table's row; return whether all went well, or there is no such Python here."""
     if shutil.disk_usage(CHECKOUT).free < ROOM_BYTES:
-        sys.exit(f"{CHECKOUT} has less than {ROOM_BYTES >> 30} GiB free, which an environment with CUDA's packages can need")
+        sys.exit(
+            f"{CHECKOUT} has less than {ROOM_BYTES >> 30} GiB free, which an environment with CUDA's packages can need"
+        )
     with tempfile.TemporaryDirectory(dir=CHECKOUT, prefix=".versions-") as place:
         python = Path(place, "env", "bin", "python")
         environment = {**os.environ, "UV_CACHE_DIR": str(Path(place, "cache")), "PYTHONDONTWRITEBYTECODE": "1"}

@@ -24,7 +24,7 @@ import torch
 import xxhash
 
 from ckpt.errors import ConfigurationError, ReplicationError
-from ckpt.format.dtypes import is_dtensor, raw_bytes
+from ckpt.format.dtypes import as_integers, is_dtensor, raw_bytes
 from ckpt.state.abilities import RankPrivate, offers
 from ckpt.state.address import address_of, local_tensor
 from ckpt.state.flatten import TensorLeaf
@@ -122,7 +122,10 @@ class Distance:
                 self.first = tuple(map(int, np.unravel_index(start + at[0], shape))) if shape else ()
             self.num_differing += at.size
             chosen = torch.from_numpy(at)
-            self.largest = float(np.fmax(self.largest, _largest_difference(flat[chosen], other[chosen])))
+            left, right = (
+                as_integers(one)[chosen].view(one.dtype) for one in (flat, other)
+            )  # torch 2.8 picks no float8
+            self.largest = float(np.fmax(self.largest, _largest_difference(left, right)))
 
 
 def is_piece(leaf: TensorLeaf) -> bool:
@@ -431,7 +434,8 @@ def _digest_of_sample(local: torch.Tensor) -> str:
             local = local.view(-1)
         else:
             index = np.unravel_index(positions, tuple(local.shape))
-        local = local[tuple(torch.from_numpy(at).to(local.device) for at in index)]
+        whole = local if local.is_conj() or local.is_neg() else as_integers(local)
+        local = whole[tuple(torch.from_numpy(at).to(local.device) for at in index)]
     return xxhash.xxh3_128_hexdigest(raw_bytes(_host(local)).numpy().data)
 
 

@@ -11,10 +11,12 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from ckpt.version import __version__
 
@@ -66,6 +68,14 @@ def test_every_dependency_is_pinned_to_a_tested_version() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
     wanted = [*PROJECT["project"]["dependencies"], *(one for extra in extras.values() for one in extra)]
     assert {canonical(re.split(r"[<>=;\[ ]", one)[0]) for one in wanted} - pinned == set()
+
+
+def test_the_handbook_names_the_lowest_version_of_every_dependency_and_the_installed_ones_are_not_below_it() -> None:
+    page = (CHECKOUT / "docs" / "testing.md").read_text().partition("## Versions")[2].partition("## How it is fast")[0]
+    for one in map(Requirement, PROJECT["project"]["dependencies"]):
+        (lowest,) = (bound.version for bound in one.specifier if bound.operator == ">=")
+        assert one.specifier.contains(version(one.name), prereleases=True)
+        assert re.search(rf"\| {lowest}(\.0)* [|(]|{one.name} {lowest}(\.0)*\b", page), f"{one.name} {lowest}"
 
 
 def test_the_citation_names_the_version_and_the_license_of_the_package() -> None:

@@ -6,10 +6,10 @@ import ast
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import torch
 
 from ckpt.errors import ConfigurationError
 from ckpt.imports import private_name
@@ -138,7 +138,7 @@ def test_a_private_name_that_is_gone_is_one_sentence(monkeypatch: pytest.MonkeyP
     private_name.cache_clear()
     home, name = "torch.distributed.tensor._utils", "compute_local_shape_and_global_offset"
     monkeypatch.delattr(f"{home}.{name}")
-    expected = f"torch {torch.__version__} has no {home}.{name}, which is needed to save DTensors: install another version of torch; docs/"
+    expected = f"torch {version('torch')} has no {home}.{name}, which is needed to save DTensors: install another version of torch; docs/"
     with pytest.raises(ConfigurationError, match=f"^{re.escape(expected)}"):
         private_name(home, name, "save DTensors")
     with pytest.raises(ConfigurationError, match=r"has no torch\._gone\.name, which is needed to do x: "):

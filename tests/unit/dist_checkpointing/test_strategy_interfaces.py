@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
@@ -366,7 +366,7 @@ def test_a_backend_s_own_strategies_never_replace_one_that_a_user_has_registered
         ("import absent_library.deep", "needs the package absent_library, which is not installed", "absent_library"),
         (
             "from torch import no_such_name",
-            rf"cannot be imported with torch {re.escape(torch.__version__)}, which is installed: cannot import name 'no_such_name' from",
+            rf"cannot be imported with torch {re.escape(metadata.version('torch'))}, which is installed: cannot import name 'no_such_name'",
             "--upgrade ckpt-coordinator torch",
         ),
         (
