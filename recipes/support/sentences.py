@@ -20,7 +20,6 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from ckpt.memory.device import NOT_SUPPORTED, OTHER_NAMES
 from recipes.support.keys import by_dotted_key, shown
 
 
@@ -138,19 +137,21 @@ def sentence_of_choices(said: str, words: Sequence[str], conf: Path) -> str:
     return " ".join(said.split())
 
 
-_MEANT = OTHER_NAMES | {
+_MEANT = {
     "safetensors": "kimi-engine", "ocdbt": "tensorstore",
     "dp": "ddp", "tp": "ddp_tp", "pp": "pipeline",
 }  # fmt: skip
-"""Other names of choices."""
+"""Other names of choices; those of devices are in `ckpt.memory.device`."""
 
 
 def _no_such_choice(error: MissingConfigException) -> str:
     group, _, choice = (error.missing_cfg_file or "").rpartition("/")
     if not group or not error.options:
         return " ".join(str(error).split("Config search path")[0].split())
+    from ckpt.memory.device import NOT_SUPPORTED, OTHER_NAMES  # it imports torch, which the command does later
+
     name = choice.lower()
-    near = [_MEANT.get(name, name)]
+    near = [(_MEANT | OTHER_NAMES).get(name, name)]
     if near[0] not in error.options:
         near = [] if name in NOT_SUPPORTED else difflib.get_close_matches(name, error.options, n=1)
     what = "it is not supported" if name in NOT_SUPPORTED else "there is no such choice"
