@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -28,7 +29,7 @@ class _Job:
 
     def __init__(self) -> None:
         self.timeout_s = 300.0
-        self.joined: tuple[dist.ProcessGroup, Topology] | None = None
+        self.joined: tuple[weakref.ref[dist.ProcessGroup], Topology] | None = None
         self.alone = threading.local()
 
     def leave(self) -> None:
@@ -69,14 +70,14 @@ def current_topology() -> Topology:
         return alone
     group = dist.group.WORLD
     assert group is not None, "torch.distributed is initialized"
-    if _job.joined is None or _job.joined[0] is not group:
+    if _job.joined is None or _job.joined[0]() is not group:
         _job.leave()
         default = private_name(
             "torch.distributed.distributed_c10d", "_get_default_store", "join the ranks of torch's default group"
         )
         store = PrefixStore("ckpt", default())
         joined = Topology.join(store, dist.get_rank(), dist.get_world_size(), timeout_s=_job.timeout_s)
-        _job.joined = group, joined
+        _job.joined = weakref.ref(group), joined  # a group that its program lets go ends, and with it the store that it holds
     return _job.joined[1]
 
 
