@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,20 +58,26 @@ def main() -> None:
     parser.add_argument("--tests", nargs="*", default=["tests/unit"], help="paths for pytest")
     given = parser.parse_args()
     print("| row | Python | " + " | ".join(SHOWN) + " | tests | training |\n" + "|---" * (len(SHOWN) + 4) + "|")
-    fine = [_run(name, ROWS[name], given.tests) for name in given.rows or ROWS]
-    print(f"\n{sum(fine)} passed, {len(fine) - sum(fine)} failed")
-    sys.exit(not all(fine))
+    found = Counter(_run(name, ROWS[name], given.tests) for name in given.rows or ROWS)
+    print(f"\n{found[True]} passed, {found[False]} failed, {found[None]} skipped")
+    sys.exit(bool(found[False]) or not found[True])
 
 
-def _run(name: str, row: Row, tests: list[str]) -> bool:
-    """Print the table's row; return whether all went well, or there is no such Python here."""
+def _run(name: str, row: Row, tests: list[str]) -> bool | None:
+    """Print the table's row; return whether all went well, or None if there is no such Python here."""
     if shutil.disk_usage(CHECKOUT).free < ROOM_BYTES:
         sys.exit(
             f"{CHECKOUT} has less than {ROOM_BYTES >> 30} GiB free, which an environment with CUDA's packages can need"
         )
     with tempfile.TemporaryDirectory(dir=CHECKOUT, prefix=".versions-") as place:
         python = Path(place, "env", "bin", "python")
-        environment = {**os.environ, "UV_CACHE_DIR": str(Path(place, "cache")), "PYTHONDONTWRITEBYTECODE": "1"}
+        interpreters = [os.environ["PATH"], *map(str, Path.home().glob(".pyenv/versions/*/bin"))]
+        environment = {
+            **os.environ,
+            "PATH": os.pathsep.join(interpreters),
+            "UV_CACHE_DIR": str(Path(place, "cache")),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
 
         def call(*command: object) -> subprocess.CompletedProcess[str]:
             return subprocess.run(
@@ -79,7 +86,7 @@ def _run(name: str, row: Row, tests: list[str]) -> bool:
 
         if call(UV, "python", "find", "--no-python-downloads", row.python).returncode:
             print(f"| {name} | {row.python} is not on this machine |{' |' * (len(SHOWN) + 2)}", flush=True)
-            return True
+            return None
         made = call(UV, "venv", "--no-python-downloads", "--python", row.python, python.parents[1])
         if not made.returncode:
             made = call(UV, "pip", "install", "--python", python, *row.flags, "-e", ".[test]", *row.wanted)
