@@ -98,9 +98,10 @@ def _run(name: str, row: Row, tests: list[str]) -> bool | None:
         versions = {one["name"]: one["version"] for one in installed}
         print(f"{name}: {versions}", file=sys.stderr)
         tested = call(python, "-m", "pytest", "-q", "-n", "4", "-p", "no:cacheprovider", *tests)
-        trained = call(python, "-m", "recipes.train", f"output_dir={place}/run")
+        run = ("-m", "recipes.train", f"output_dir={place}/run", "save.every=10", "launch.nproc_per_node=2")
+        trained = call(python, *run, "train.steps=20")
         if not trained.returncode:
-            trained = call(python, "-m", "recipes.train", f"output_dir={place}/run", "resume=latest", "train.steps=30")
+            trained = call(python, *run, "train.steps=30", "resume=latest", "ckpt=tensorstore", "parallel=fsdp")
     for done in (tested, trained):
         if done.returncode:
             print(f"{name}:\n{done.stdout[-20_000:]}\n{done.stderr[-5_000:]}", file=sys.stderr)
