@@ -18,9 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numcodecs
-
 from ckpt.errors import CorruptCheckpointError, sentence
+from ckpt.imports import importing
 
 _PIECE_BYTES = 1 << 20
 _ZSTD_MAGIC = 0xFD2FB528
@@ -82,7 +81,7 @@ def _decoded_bytes(data: Any, codecs: Sequence[str], chunk_bytes: int) -> int | 
         else:
             size = _SIZES[codec](data, most, chunk_bytes)
             if size <= most and left:
-                data = numcodecs.get_codec({"id": codec}).decode(bytes(data))
+                data = _codec(codec).decode(bytes(data))
     return size
 
 
@@ -161,7 +160,7 @@ def _of_zstd(data: Any, most: int, chunk_bytes: int) -> int:
     if is_told and largest <= most:
         return max(told, least)
     out = bytearray(told if is_told else chunk_bytes)
-    numcodecs.get_codec({"id": "zstd"}).decode(bytes(data), out)
+    _codec("zstd").decode(bytes(data), out)
     return len(out)
 
 
@@ -182,3 +181,14 @@ _SIZES: dict[str, Callable[[Any, int, int], int]] = {
 }
 _OTHERS = {"shuffle": 0, "bitround": 0, "adler32": 4, "crc32": 4, "fletcher32": 4, "jenkins_lookup3": 4}
 """Codecs that do not compress, and the bytes that they add."""
+
+
+def _codec(name: str) -> Any:
+    """Return a codec of numcodecs, which is imported at the first chunk that needs one.
+
+    Raises:
+        ConfigurationError: it cannot be imported.
+    """
+    with importing("compressed chunks"):
+        import numcodecs
+    return numcodecs.get_codec({"id": name})

@@ -556,6 +556,11 @@ _HARMLESS: dict[str, Any] = {
     "pathlib.PurePosixPath": pathlib.PurePosixPath,
     "pathlib.WindowsPath": pathlib.PureWindowsPath,
     "pathlib.PureWindowsPath": pathlib.PureWindowsPath,
+    # Names of Python 3.13.
+    "pathlib._local.PosixPath": pathlib.Path,
+    "pathlib._local.PurePosixPath": pathlib.PurePosixPath,
+    "pathlib._local.WindowsPath": pathlib.PureWindowsPath,
+    "pathlib._local.PureWindowsPath": pathlib.PureWindowsPath,
 }
 """Class names that a file may use besides those that torch allows -> what is built: inert containers only."""
 

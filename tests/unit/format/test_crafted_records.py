@@ -10,6 +10,7 @@ import json
 import os
 import random
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -260,7 +261,8 @@ IN_PLAIN: dict[str, Callable[[Any], Any]] = {
     "namespace of a number": value({"~Namespace": 3}),
     "enum of numbers": value({"~enum": [1, 2, 3]}),
     "complex of one": value({"~complex": ["1"]}),
-    "nested deeply": value(json.loads("[" * 900 + "]" * 900)),
+    # From 3.12 on Python's own parser takes many more levels.
+    **({"nested deeply": value(json.loads("[" * 900 + "]" * 900))} if sys.version_info < (3, 12) else {}),
     "rows are an object": lambda rows: {"rows": rows},
     "a row is empty": lambda rows: [*rows, []],
     "a path is a number": lambda rows: [*rows, [5, 5]],

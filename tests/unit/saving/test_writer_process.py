@@ -478,6 +478,7 @@ def test_a_writer_that_does_not_come_up_fails_the_save_in_time(tmp_path: Path, m
     ):
         _write(late, StandIn(), tmp_path / "a", progress=signs.append)
     assert late.pid is None and set(signs) == {1}
+    monkeypatch.setattr(writer_process, "START_TIMEOUT_S", patience(30.0))
     (tmp_path / "ckpt").mkdir()
     (tmp_path / "ckpt" / "__init__.py").write_text("raise ImportError('this is not the one')\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
