@@ -131,8 +131,6 @@ class FaultyTopology(Topology):
         self.be_patient(_PATIENCE_S)
 
     def branch(self, name: str) -> FaultyTopology:
-        if isinstance(self._store, _OneConnection):
-            self._store = self._store.whole
         made = FaultyTopology.of(super().branch(name), self.agree_s)
         self.on_branch(made)
         return made
@@ -154,19 +152,15 @@ class FaultyTopology(Topology):
             yield phase
 
 
-class _OneConnection:
-    """The store of one job, over the connection that all jobs of this process share.
+class _OneConnection(dist.Store):
+    """The store of one job, over the connection that all jobs of this process share. Parts of it (PrefixStore) use it, too.
 
     A new connection asks the name server who is at its other end; hundreds at once wait seconds for answers that got lost.
     """
 
     def __init__(self, store: dist.Store) -> None:
-        self._store = store
-
-    @property
-    def whole(self) -> dist.Store:
-        """The store itself, of which a part is another store."""
-        return self._store
+        super().__init__()
+        self._store: Any = store  # the stub lacks some of its methods
 
     def clone(self) -> _OneConnection:
         return self
@@ -174,8 +168,30 @@ class _OneConnection:
     def set_timeout(self, _: timedelta) -> None:
         """As it is for all the jobs."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
+    # A part finds only methods that are written in Python.
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> Any:
+        return self._store.get(key)
+
+    def multi_get(self, keys: list[str]) -> Any:
+        return self._store.multi_get(keys)
+
+    def check(self, keys: list[str]) -> Any:
+        return self._store.check(keys)
+
+    def add(self, key: str, amount: int) -> Any:
+        return self._store.add(key, amount)
+
+    def compare_set(self, key: str, expected: str | bytes, wanted: str | bytes) -> Any:
+        return self._store.compare_set(key, expected, wanted)
+
+    def delete_key(self, key: str) -> Any:
+        return self._store.delete_key(key)
+
+    deleteKey = delete_key  # what a part calls
 
 
 @dataclass(frozen=True)

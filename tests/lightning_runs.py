@@ -238,6 +238,7 @@ def names_and_state(kind: str, folder: Path, of_saves: dict[str, Any]) -> tuple[
     """Train with a `ModelCheckpoint` of these options; the folder's names, and the state of the callback."""
     module, saves = Module(), ModelCheckpoint(folder, **of_saves)
     trainer_of(kind, 12, [saves]).fit(module, Batches())
+    dist.barrier()  # rank 0 removes what was surplus while the others end
     return sorted(one.name for one in folder.iterdir()), saves.state_dict()
 
 

@@ -127,7 +127,8 @@ def test_composable_data_and_tensor_parallel_ranks_are_saved_together_and_loaded
         lambda t: coordinator(t, tmp_path, components(t), process_groups=groups(t)).save_checkpoint(checkpoint_id="1"),
     )
     held = Held({"w": torch.zeros(LARGE)})
-    coordinator(Topology.alone(), tmp_path, [StateComponent("model", held, "replicated")]).load_checkpoint(paths[0])
+    alone = coordinator(Topology.alone(), tmp_path, [StateComponent("model", held, "replicated")])
+    alone.load_checkpoint(paths[0], leave_out=["counters"])
     assert same_bits(held.state["w"], whole)
     counters = read_manifest(Path(paths[0])).components["counters"]
     assert (counters.group_name, counters.replicated_across) == ("tp", [0, 1, 2, 3])

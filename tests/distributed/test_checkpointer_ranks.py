@@ -22,10 +22,13 @@ import ckpt
 from ckpt import Checkpointer
 from ckpt.errors import CheckpointError, ConfigurationError, ReplicationError, WorldSizeError
 from ckpt.format.stored import read_manifest
+from ckpt.loading.direct import DirectLoad
+from ckpt.loading.loader import source_at
 from ckpt.memory.device import Device
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.topology import Phase, Topology
 from ckpt.saving.manifest_writer import ManifestWriter
+from recipes.commands.converting import ConvertKeys, convert_on_ranks, run_of
 from recipes.training.training import Training
 from tests.conf.configs import config
 from tests.distributed.test_layouts import LAYOUTS
@@ -303,6 +306,8 @@ PHASES = {
     "publish": "save of a state dict",
     "list": "load of a state dict",
     "into": "load of a state dict",
+    "open records": "restore of an export",
+    "indexes": "opening",
 }
 """Phases -> the call that goes through them."""
 
@@ -320,13 +325,18 @@ def _with_a_faulty_rank(topology: Topology, folder: Path) -> dict[str, str]:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     ckpt.save({"a": torch.arange(3)}, folder / "whole", topology=topology)
+    with Checkpointer(folder / "own", model=torch.nn.Linear(1, 1), topology=topology) as checkpoints:
+        wanted = ConvertKeys(src=str(checkpoints.save(1)), dst=str(folder / "export"), to="dcp")
+    with topology.phase("export"):
+        if topology.is_lead:
+            convert_on_ranks(run_of(wanted), Topology.alone())
     errors = {}
     Topology.phase = phase  # type: ignore[method-assign,assignment]
     try:
         for number, (name, call) in enumerate(PHASES.items()):
             failing = name
             new = folder / str(number)
-            made = Checkpointer(new, model=torch.nn.Linear(1, 1), topology=topology, metric="loss")
+            made = Checkpointer(new, model=torch.nn.Linear(1, 1), topology=topology, metric="loss", allow_pickle=True)
             calls: dict[str, Callable[[], object]] = {
                 "save": partial(made.save, 1),
                 "step": partial(made.step, 1),
@@ -334,6 +344,8 @@ def _with_a_faulty_rank(topology: Topology, folder: Path) -> dict[str, str]:
                 "best": partial(made.restore, "best"),
                 "save of a state dict": partial(ckpt.save, {"a": torch.arange(3)}, new, topology=topology),
                 "load of a state dict": partial(ckpt.load, folder / "whole", topology=topology),
+                "restore of an export": partial(made.restore, folder / "export"),
+                "opening": partial(source_at, folder / "whole", topology, DirectLoad()),
             }
             with pytest.raises(CheckpointError) as raised:
                 calls[call]()

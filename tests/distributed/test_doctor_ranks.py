@@ -450,8 +450,8 @@ def test_the_command_prints_what_each_component_is_and_exits_by_the_worst(
     ("override", "says"),
     [
         ("doctor.steps=-1", "doctor.steps=-1: expected at least 0"),
-        ("+doctor.stps=1", "the doctor has doctor.steps and json"),
-        ("doctor.steps=two", "the doctor has doctor.steps and json"),
+        ("+doctor.stps=1", "doctor.stps: there is no such key; did you mean doctor.steps?"),
+        ("doctor.steps=two", "doctor.steps=two: expected a whole number"),
         ("pattern_check=on", "pattern_check 'on' is none of warn, error, off"),
     ],
 )

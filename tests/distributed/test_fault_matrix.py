@@ -257,6 +257,8 @@ OF_OTHER_CALLS = {
     "look again",  # where a load has failed: tests/unit/catalog/test_shared_roots.py
     "look for newer",  # where a checkpoint is loaded by its path: test_coordinator.py
     "look for links",  # where a damaged file is met in the search for the newest checkpoint: test_incremental_ranks.py
+    "indexes",
+    "open records",  # of a checkpoint that is opened to be read, and of an export: test_checkpointer_ranks.py
     "report",  # of a save in the background: test_async_faults.py
     "look into memory",
     "open the memory",  # of a publication: test_publish.py

@@ -210,7 +210,7 @@ def test_values_that_only_the_old_program_has_are_refused_by_name_or_left_out(
         ),
         (
             ["src={src}", "dst={dst}", "to=safetensors", "component=decoder"],
-            "{src} holds no tensor of component=decoder; it has bits, folder/of/weight, model, ",
+            "{src} holds no tensor of component=decoder; it has 6 (bits, folder/of/weight, model, ",
         ),
         (
             ["src={src}", "dst={dst}", "max_shard_size=5XB"],

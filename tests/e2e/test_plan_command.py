@@ -15,8 +15,10 @@ import torch
 
 import recipes.plan
 from ckpt.errors import CheckpointError, CorruptCheckpointError, MissingStateError
+from recipes.commands import planning
 from recipes.commands.planning import keys_of, show
 from recipes.commands.planning import plan as planned
+from recipes.support.config import GIVEN, checked, given_keys
 from recipes.training.gpt import GPT
 from recipes.training.training import train
 from tests.conf.configs import composed, config
@@ -48,11 +50,14 @@ class Plan:
         return code, *self.capsys.readouterr()
 
     def json(self, *overrides: str) -> dict[str, Any]:
-        """The output with json=true, by the function that the command calls after Hydra."""
+        """The output with json=true, by the function that the command calls after Hydra, which tells it what was given."""
         cfg = composed(Path.cwd(), *SMALL, *overrides, "json=true", root="plan")
         keys = keys_of(cfg)
         self.capsys.readouterr()
-        show(found := planned(keys, cfg), keys)
+        with self.monkeypatch.context() as patched:
+            told = {GIVEN: given_keys(overrides)}
+            patched.setattr(planning, "checked", lambda *args, **kw: checked(*args, **kw) | told)
+            show(found := planned(keys, cfg), keys)
         assert list(Path.cwd().iterdir()) == []
         tree: dict[str, Any] = json.loads(self.capsys.readouterr().out)
         assert tree["loads"] == found.forecast.loads

@@ -22,12 +22,13 @@ import numpy as np
 import torch
 
 from ckpt.backends.base import staged_digests
-from ckpt.errors import SaveAbandonedError, StateChangedError
+from ckpt.errors import CheckpointError, SaveAbandonedError, StateChangedError
 from ckpt.format.dtypes import raw_bytes, torch_dtype
 from ckpt.memory.arena import Arena, room_for
 from ckpt.memory.copies import Halves, Staging, Streams
 from ckpt.memory.device import same_device, uses_accelerator, wait_for_accelerator
 from ckpt.planning.plan import ChunkTask, SavePlan
+from ckpt.ranks.waiting import start
 from ckpt.saving.gathering import Regions, sent
 from ckpt.saving.writing import Item, Pack, RankWritePlan, Staged, laid_end_to_end
 from ckpt.state.collect import RankState
@@ -122,8 +123,8 @@ class Snapshot:
         if later and self._error is None:
             arguments = later, same_device()
             try:
-                threading.Thread(target=self._copy_later, args=arguments, name="copier", daemon=True).start()
-            except RuntimeError as error:  # the system gives this process no more threads
+                start(threading.Thread(target=self._copy_later, args=arguments, name="copier", daemon=True))
+            except CheckpointError as error:
                 self._error = error
                 self._end()
         else:
