@@ -666,21 +666,30 @@ def _look(path: Path) -> Committed | None:
             return None
         head = _head_of(manifest)
         timestamp, number, run_id = _timestamp(head), _COMMIT_NUMBER.search(head), _RUN_ID.search(head)
-        saved_as = _ID.search(head)
+        id = _id_said(head)
         is_damaged = timestamp is None or (run_id is not None and number is None)
         if timestamp is None or is_damaged:
             timestamp = datetime.fromtimestamp(manifest.stat().st_mtime, UTC)
     except FileNotFoundError:
         return None
     return Committed(
-        json.loads(saved_as[1]) if saved_as is not None else "",
+        id or "",
         path,
         timestamp,
         number=_UNKNOWN if is_damaged else _counted(number[1] if number is not None else b""),
         run_id=run_id[1].decode() if run_id is not None else None,
         is_ahead=timestamp - datetime.now(UTC) > _AHEAD,
-        says_id=saved_as is not None,
+        says_id=id is not None,
     )
+
+
+def _id_said(head: bytes) -> str | None:
+    """Return the id in a manifest; None: there is none, or it is damaged."""
+    match = _ID.search(head)
+    try:
+        return str(json.loads(match[1])) if match is not None else None
+    except ValueError:
+        return None
 
 
 def _counted(number: bytes) -> int:
