@@ -16,8 +16,8 @@ Names below the checkpoint root:
     .abandoned-<id>-<nonce>               kept: newer than the checkpoint that a run continued from with overwrite=True
     .removed-<id>-<nonce>                 being deleted: never read; the next save finishes the deletion
 
-A folder in which a manifest has another id than its name is the user's, who has copied or renamed a checkpoint: it is not counted, moved
-or removed, and nothing is linked to it. It can be loaded by its path.
+A folder in which a whole manifest has another id than its name is the user's, who has copied or renamed a checkpoint: it is not counted,
+moved or removed, and nothing is linked to it. It can be loaded by its path. With a damaged manifest it is a damaged checkpoint of its name.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -59,8 +60,9 @@ from ckpt.errors import (
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.durable import exchange, sync_folder
 from ckpt.format.manifest import MANIFEST_NAME, MAX_COMMIT_NUMBER
+from ckpt.format.manifest_parsing import require_own_digest
 from ckpt.format.removal import empty, own_name, remove
-from ckpt.format.stored import read_manifest
+from ckpt.format.stored import identity_of, read_manifest, read_manifest_bytes
 
 _COMMITTED = "checkpoint-"
 ROOT_OWNER = f".run{OWNER_SUFFIX}"
@@ -87,7 +89,8 @@ class Committed:
         number: its `commit_number`; 0: none, as in older versions.
         run_id: of the run that saved it; None: the manifest has none.
         is_ahead: its time is more than a day in the future, and is not used for the order of commits.
-        says_id: the manifest says this id; False: it says none, because it is damaged, or the whole name, as saves by path write it.
+        says_id: the manifest says this id; False: it says none or another one, because it is damaged, or the whole name, as saves by path
+            write it.
     """
 
     id: str
@@ -651,9 +654,9 @@ def _id_in(name: str) -> str:
 
 
 def _look_for(checkpoint_id: str, path: Path) -> Committed | None:
-    """Return the checkpoint in this folder; None: it has no manifest, or one that says another id."""
+    """Return the checkpoint in this folder; None: it has no manifest, or a whole one that says another id."""
     one = _look(path)
-    if one is None or (one.says_id and one.id not in (checkpoint_id, path.name)):
+    if one is None or (one.says_id and one.id not in (checkpoint_id, path.name) and _is_whole(path)):
         return None
     return replace(one, id=checkpoint_id, says_id=one.id == checkpoint_id)
 
@@ -698,13 +701,34 @@ def _counted(number: bytes) -> int:
     return found if found <= MAX_COMMIT_NUMBER else 0
 
 
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether a manifest matches its own digest."""
+    with suppress(CheckpointError, OSError):
+        return _matches_own_digest(checkpoint, identity_of(checkpoint))
+    return False
+
+
+@lru_cache(maxsize=1024)
+def _matches_own_digest(checkpoint: Path, identity: tuple[int, ...] | None) -> bool:
+    try:
+        require_own_digest(read_manifest_bytes(checkpoint), str(checkpoint))
+    except CorruptCheckpointError:
+        return False
+    return True
+
+
 def _placed(found: Sequence[Committed]) -> list[Committed]:
-    """Order checkpoints with damaged manifests by the time of the file, so that a load reports a damaged newest one."""
-    known = [one for one in found if one.number != _UNKNOWN]
-    return known + [
-        replace(one, number=max((k.number for k in known if k.timestamp <= one.timestamp), default=0))
+    """Order checkpoints. One with a damaged manifest is not placed before its time, so that a load reports a damaged newest one.
+
+    The manifest is damaged if it says too little, or if its number contradicts its time and it does not match its digest.
+    """
+    in_order = sorted((one for one in found if one.number != _UNKNOWN), key=lambda one: one.order)
+    by_time = sorted(in_order, key=lambda one: one.timestamp)
+    known = {one.id: one for one, at in zip(in_order, by_time, strict=True) if one is at or _is_whole(one.path)}
+    return [*known.values()] + [
+        replace(one, number=max([0, one.number, *(k.number for k in known.values() if k.timestamp <= one.timestamp)]))
         for one in found
-        if one.number == _UNKNOWN
+        if one.id not in known
     ]
 
 

@@ -86,6 +86,32 @@ def test_latest_passes_over_a_renamed_checkpoint_which_its_path_restores(tmp_pat
             run.save_checkpoint(checkpoint_id="4")
 
 
+@pytest.mark.parametrize(
+    "rot",
+    [
+        (b'"checkpoint_id": "2"', b'"checkpoint_id": "3"'),
+        (b'"checkpoint_id": "2"', b'"checkpoint_id": "checkpoint-1"'),
+        (b'"commit_number": 3', b'"commit_number": 1'),
+        (b'"timestamp": "2', b'"timestamp": "1'),
+    ],
+    ids=str,
+)
+def test_damage_in_the_head_of_a_manifest_does_not_hide_the_newest_checkpoint(
+    tmp_path: Path, rot: tuple[bytes, bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path, "0", "1", "2")
+    manifest = tmp_path / "checkpoint-2" / MANIFEST_NAME
+    intact = manifest.read_bytes()
+    manifest.write_bytes(intact.replace(*rot))
+    assert manifest.read_bytes() != intact
+    with run_on(tmp_path) as run:
+        run.load_checkpoint()
+        assert run.last_load is not None and run.last_load.checkpoint_id == "1"
+        assert "checkpoint-2 is damaged and passed over" in caplog.text
+        run.save_checkpoint(checkpoint_id="3")
+    assert {"checkpoint-2", "checkpoint-3"} <= {*names(tmp_path)}
+
+
 def test_a_root_with_nothing_but_a_renamed_checkpoint_names_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
