@@ -154,7 +154,6 @@ class Ledger:
         self._delete = delete or delete_folder
         self._owners: dict[Path, Owner] = {}
         self._restored: dict[Path, Path] = {}
-        self._published: Path | None = None
 
     def committed(self) -> list[Committed]:
         """Return every committed checkpoint, the oldest commit first, without those under names of the user's. Writes nothing.
@@ -279,7 +278,6 @@ class Ledger:
                     os.rename(aside, target)
                 raise
         committed(target)
-        self._published = target
         self._restored.pop(target, None)
         self._release(unpublished)
         if aside is not None and aside.name.startswith(".replaced-"):
@@ -581,34 +579,22 @@ class Ledger:
     def _finish_removal(self, doomed: Path, home: Path | None, delete: Callable[[Path], None]) -> None:
         """Delete a renamed checkpoint, but for what the user has put beside its files, which goes back to `home`."""
         try:
-            for name in self._files_of_user(doomed) if home is not None else ():
+            for name in _files_of_user(doomed) if home is not None else ():
                 assert home is not None
                 home.mkdir(exist_ok=True)
                 back = home / name if not os.path.lexists(home / name) else home / f"{name}.{secrets.token_hex(4)}"
                 os.rename(doomed / name, back)
                 _log.warning("%s stays, and belongs to no checkpoint: the one that it was put into is removed", back)
-        except CorruptCheckpointError as error:
+        except CheckpointError as error:
             if (doomed / MANIFEST_NAME).is_file():  # else another process deletes it, too
                 with _warned(f"cannot move {doomed} into quarantine"):
-                    why = f"it was to be removed, but may hold files of the user's, which a damaged manifest does not tell: {error}"
+                    why = f"it was to be removed, but may hold files of the user's, which its manifest does not tell: {error}"
                     self._put_in_quarantine(doomed, _name_of(home or doomed), why)
                 return
         except OSError as error:
             _log.warning("cannot remove %s, the next save tries again: %s", doomed, sentence(error))
             return
         delete(doomed)
-
-    def _files_of_user(self, checkpoint: Path) -> list[str]:
-        """Return what lies in a checkpoint's folder beside what its save has put there. Folders of components are not looked into."""
-        if checkpoint.is_symlink() or not (checkpoint / MANIFEST_NAME).is_file():
-            return []  # its deletion has begun
-        names = {*os.listdir(checkpoint)}
-        with suppress(FileNotFoundError):
-            if self._published is not None and names <= {*os.listdir(self._published)}:
-                return []  # most often: it spares reading the manifest
-        manifest = read_manifest(checkpoint)
-        made = {file.partition("/")[0] for file in manifest.files} | {MANIFEST_NAME, DOCUMENT, *manifest.components}
-        return sorted(names - made)
 
     def _release(self, unpublished: Path) -> None:
         owner = self._owners.pop(unpublished, None)
@@ -623,6 +609,15 @@ def runs_of(one: Committed) -> set[str | None]:
         return {one.run_id, *read_manifest(one.path).history}
     except CheckpointError:
         return {one.run_id}
+
+
+def _files_of_user(checkpoint: Path) -> list[str]:
+    """Return what lies in a checkpoint's folder beside what its save has put there. Folders of components are not looked into."""
+    if checkpoint.is_symlink() or not (checkpoint / MANIFEST_NAME).is_file():
+        return []  # its deletion has begun
+    manifest = read_manifest(checkpoint)
+    made = {file.partition("/")[0] for file in manifest.files} | {MANIFEST_NAME, DOCUMENT, *manifest.components}
+    return sorted({*os.listdir(checkpoint)} - made)
 
 
 def run_owner(run_id: str) -> str:
