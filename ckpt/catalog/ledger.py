@@ -68,6 +68,7 @@ _COMMITTED = "checkpoint-"
 ROOT_OWNER = f".run{OWNER_SUFFIX}"
 _VALID_ID = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 _HIDDEN = re.compile(r"\.(?P<kind>unpublished|replaced|quarantined|abandoned|removed)-(?P<id>.+)-[0-9a-f]{8}")
+_PART = re.compile(r"(?!\.{1,2}\Z)[^/\0]+")
 _TIMESTAMP = re.compile(rb'"timestamp"\s*:\s*"([^"]+)"')
 _COMMIT_NUMBER = re.compile(rb'"commit_number"\s*:\s*(-?\d[\d.]*)\s*[,}]')
 _ID = re.compile(rb'"checkpoint_id"\s*:\s*("(?:[^"\\]|\\.)*")')
@@ -507,11 +508,19 @@ class Ledger:
             if match is None:
                 continue
             if match["kind"] == "removed":
-                self._finish_removal(path, self._root / f"{_COMMITTED}{match['id']}", delete_folder)
+                self._finish_removal(path, self._home_of(path, match["id"]), delete_folder)
             elif match["kind"] == "unpublished" and path not in self._owners:
                 with _warned(f"cannot clean up {path}"), abandoned(path, self._run_id, now, self._stale_s) as dead:
-                    if dead and (not path.exists() or self._remove(path)):
+                    # A kill after an exchange leaves the old checkpoint under this name.
+                    if dead and (not path.exists() or self._remove(path, self._home_of(path, match["id"]))):
                         remove(owner_file(path), own_name)
+
+    def _home_of(self, aside: Path, id: str) -> Path:
+        """Return the path of a checkpoint before it got a hidden name with this id. One saved by its path has no commit number."""
+        one = _look(aside)
+        if one is not None and one.number == 0 and id == safe_id(one.id) and _PART.fullmatch(one.id):
+            return self._root / one.id
+        return self._root / f"{_COMMITTED}{id}"
 
     def _settle_replaced(self, names: list[str]) -> None:
         """Finish replacements that a kill interrupted: restore the old checkpoint, or remove it if the new one is committed."""
