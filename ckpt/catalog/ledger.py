@@ -11,7 +11,8 @@ Names below the checkpoint root:
     .run-<run id>.owner.json              likewise each of the runs that share this root
     .claim-<nonce>                        an owner file before its rename, or the rest of one after a kill
     .quarantined-<id>-<nonce>             kept: a damaged checkpoint whose name a save needed, or that shared a damaged file; or
-                                          whatever else had that name: a link, a folder without a checkpoint or with that of another id
+                                          whatever else had that name: the checkpoint of another run, a link, a folder without a
+                                          checkpoint or with that of another id
     .quarantined-<id>-<nonce>.reason.txt  beside it: the reason
     .abandoned-<id>-<nonce>               kept: newer than the checkpoint that a run continued from with overwrite=True
     .removed-<id>-<nonce>                 being deleted: never read; the next save finishes the deletion
@@ -253,15 +254,18 @@ class Ledger:
         checkpoint_id: str,
         *,
         refused: Mapping[Path, str] | None = None,
+        replace_others: bool = False,
         committed: Callable[[Path], None] = lambda _: None,
     ) -> Path:
         """Commit a complete and durable folder, which has a manifest, by renaming it; return its final path.
 
         A committed checkpoint of the same id is moved aside first and removed afterwards: readers find the old or the new one at any
-        moment. A checkpoint in `refused`, or whatever is no checkpoint of this id, is quarantined instead.
+        moment. That of a run from which the new one does not go on, a checkpoint in `refused`, and whatever is no checkpoint of this id,
+        is quarantined instead.
 
         Args:
             refused: checkpoint that this run found damaged -> reason.
+            replace_others: checkpoints of all runs that have ended are removed.
             committed: called with the final path after the rename, before anything is removed.
 
         Raises:
@@ -282,7 +286,7 @@ class Ledger:
         self._restored.pop(target, None)
         self._release(unpublished)
         if aside is not None and aside.name.startswith(".replaced-"):
-            self._remove(aside, target, self._delete)
+            self._retire(aside, target, checkpoint_id, self._delete, others=replace_others)
         return target
 
     def _require_not_of_another(self, checkpoint_id: str) -> None:
@@ -534,7 +538,20 @@ class Ledger:
                     sync_folder(self._root)
                     self._restored[target] = back
                 for old in candidates:
-                    self._remove(old.path, target)
+                    self._retire(old.path, target, id, delete_folder)
+
+    def _retire(self, old: Path, new: Path, id: str, delete: Callable[[Path], None], *, others: bool = False) -> None:
+        """Remove a checkpoint that a new one has replaced; keep it in quarantine if the new one is not of its history."""
+        one = _look(old)
+        if others or one is None or _continues(new, one):
+            self._remove(old, new, delete)
+            return
+        with _warned(f"cannot move {old} into quarantine"):
+            by = f"run {one.run_id}" if one.run_id is not None else "an unknown run"
+            why = (
+                f"it was saved as {new.name} by {by}, and a run that did not go on from it has saved under this id, too"
+            )
+            self._put_in_quarantine(old, id, why)
 
     def _make_way(self, target: Path, checkpoint_id: str, refused: Mapping[Path, str]) -> Path | None:
         """Move aside the folder at `target`; return its new path, or None if there is none."""
@@ -618,6 +635,16 @@ def runs_of(one: Committed) -> set[str | None]:
         return {one.run_id, *read_manifest(one.path).history}
     except CheckpointError:
         return {one.run_id}
+
+
+def _continues(new: Path, old: Committed) -> bool:
+    """Whether a checkpoint is of the run that has saved an older one, or of a run that went on from it."""
+    if (one := _look(new)) is not None and one.run_id == old.run_id:
+        return True
+    try:
+        return old.number <= read_manifest(new).history.get(old.run_id or "", -1)
+    except CheckpointError:
+        return False
 
 
 def _files_of_user(checkpoint: Path) -> list[str]:

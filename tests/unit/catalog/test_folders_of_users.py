@@ -168,7 +168,7 @@ def test_a_users_file_under_a_name_that_the_newer_checkpoint_uses_stays(tmp_path
 def test_a_file_that_a_user_put_into_a_checkpoint_moves_into_the_one_that_replaces_it(tmp_path: Path) -> None:
     saved(tmp_path, "1")
     (tmp_path / "checkpoint-1" / "NOTES.txt").write_text("the first")
-    saved(tmp_path, "1", "1")
+    saved(tmp_path, "1", "1", load=True)
     assert names(tmp_path) == ["checkpoint-1"]
     assert (tmp_path / "checkpoint-1" / "NOTES.txt").read_text() == "the first"
     assert verify_checkpoint(tmp_path / "checkpoint-1") == ["NOTES.txt does not belong to the checkpoint"]

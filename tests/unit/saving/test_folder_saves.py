@@ -143,9 +143,7 @@ def test_what_is_no_checkpoint_is_kept_under_another_name(tmp_path: Path, caplog
     assert file.exists()
 
 
-def test_a_copy_under_the_name_of_a_later_save_is_the_users(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_copy_under_the_name_of_a_later_save_is_the_users(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saves().save(tmp_path / "a", state(1))
     for name in ("last", "mine"):
         shutil.copytree(tmp_path / "a", tmp_path / name)
