@@ -11,13 +11,14 @@ Names below the checkpoint root:
     .run-<run id>.owner.json              likewise each of the runs that share this root
     .claim-<nonce>                        an owner file before its rename, or the rest of one after a kill
     .quarantined-<id>-<nonce>             kept: a damaged checkpoint whose name a save needed, or that shared a damaged file; or
-                                          whatever else had that name: a link, a folder without a checkpoint or with that of another id
+                                          whatever else had that name: the checkpoint of another run, a link, a folder without a
+                                          checkpoint or with that of another id
     .quarantined-<id>-<nonce>.reason.txt  beside it: the reason
     .abandoned-<id>-<nonce>               kept: newer than the checkpoint that a run continued from with overwrite=True
     .removed-<id>-<nonce>                 being deleted: never read; the next save finishes the deletion
 
-A folder in which a manifest has another id than its name is the user's, who has copied or renamed a checkpoint: it is not counted, moved
-or removed, and nothing is linked to it. It can be loaded by its path.
+A folder in which a whole manifest has another id than its name is the user's, who has copied or renamed a checkpoint: it is not counted,
+moved or removed, and nothing is linked to it. It can be loaded by its path. With a damaged manifest it is a damaged checkpoint of its name.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -59,13 +61,15 @@ from ckpt.errors import (
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.durable import exchange, sync_folder
 from ckpt.format.manifest import MANIFEST_NAME, MAX_COMMIT_NUMBER
+from ckpt.format.manifest_parsing import require_own_digest
 from ckpt.format.removal import empty, own_name, remove
-from ckpt.format.stored import read_manifest
+from ckpt.format.stored import identity_of, read_manifest, read_manifest_bytes
 
 _COMMITTED = "checkpoint-"
 ROOT_OWNER = f".run{OWNER_SUFFIX}"
 _VALID_ID = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 _HIDDEN = re.compile(r"\.(?P<kind>unpublished|replaced|quarantined|abandoned|removed)-(?P<id>.+)-[0-9a-f]{8}")
+_PART = re.compile(r"(?!\.{1,2}\Z)[^/\0]+")
 _TIMESTAMP = re.compile(rb'"timestamp"\s*:\s*"([^"]+)"')
 _COMMIT_NUMBER = re.compile(rb'"commit_number"\s*:\s*(-?\d[\d.]*)\s*[,}]')
 _ID = re.compile(rb'"checkpoint_id"\s*:\s*("(?:[^"\\]|\\.)*")')
@@ -87,7 +91,8 @@ class Committed:
         number: its `commit_number`; 0: none, as in older versions.
         run_id: of the run that saved it; None: the manifest has none.
         is_ahead: its time is more than a day in the future, and is not used for the order of commits.
-        says_id: the manifest says this id; False: it says none, because it is damaged, or the whole name, as saves by path write it.
+        says_id: the manifest says this id; False: it says none or another one, because it is damaged, or the whole name, as saves by path
+            write it.
     """
 
     id: str
@@ -151,7 +156,6 @@ class Ledger:
         self._delete = delete or delete_folder
         self._owners: dict[Path, Owner] = {}
         self._restored: dict[Path, Path] = {}
-        self._published: Path | None = None
 
     def committed(self) -> list[Committed]:
         """Return every committed checkpoint, the oldest commit first, without those under names of the user's. Writes nothing.
@@ -250,15 +254,18 @@ class Ledger:
         checkpoint_id: str,
         *,
         refused: Mapping[Path, str] | None = None,
+        replace_others: bool = False,
         committed: Callable[[Path], None] = lambda _: None,
     ) -> Path:
         """Commit a complete and durable folder, which has a manifest, by renaming it; return its final path.
 
         A committed checkpoint of the same id is moved aside first and removed afterwards: readers find the old or the new one at any
-        moment. A checkpoint in `refused`, or whatever is no checkpoint of this id, is quarantined instead.
+        moment. That of a run from which the new one does not go on, a checkpoint in `refused`, and whatever is no checkpoint of this id,
+        is quarantined instead.
 
         Args:
             refused: checkpoint that this run found damaged -> reason.
+            replace_others: checkpoints of all runs that have ended are removed.
             committed: called with the final path after the rename, before anything is removed.
 
         Raises:
@@ -276,11 +283,10 @@ class Ledger:
                     os.rename(aside, target)
                 raise
         committed(target)
-        self._published = target
         self._restored.pop(target, None)
         self._release(unpublished)
         if aside is not None and aside.name.startswith(".replaced-"):
-            self._remove(aside, target, self._delete)
+            self._retire(aside, target, checkpoint_id, self._delete, others=replace_others)
         return target
 
     def _require_not_of_another(self, checkpoint_id: str) -> None:
@@ -506,11 +512,19 @@ class Ledger:
             if match is None:
                 continue
             if match["kind"] == "removed":
-                self._finish_removal(path, self._root / f"{_COMMITTED}{match['id']}", delete_folder)
+                self._finish_removal(path, self._home_of(path, match["id"]), delete_folder)
             elif match["kind"] == "unpublished" and path not in self._owners:
                 with _warned(f"cannot clean up {path}"), abandoned(path, self._run_id, now, self._stale_s) as dead:
-                    if dead and (not path.exists() or self._remove(path)):
+                    # A kill after an exchange leaves the old checkpoint under this name.
+                    if dead and (not path.exists() or self._remove(path, self._home_of(path, match["id"]))):
                         remove(owner_file(path), own_name)
+
+    def _home_of(self, aside: Path, id: str) -> Path:
+        """Return the path of a checkpoint before it got a hidden name with this id. One saved by its path has no commit number."""
+        one = _look(aside)
+        if one is not None and one.number == 0 and id == safe_id(one.id) and _PART.fullmatch(one.id):
+            return self._root / one.id
+        return self._root / f"{_COMMITTED}{id}"
 
     def _settle_replaced(self, names: list[str]) -> None:
         """Finish replacements that a kill interrupted: restore the old checkpoint, or remove it if the new one is committed."""
@@ -524,7 +538,20 @@ class Ledger:
                     sync_folder(self._root)
                     self._restored[target] = back
                 for old in candidates:
-                    self._remove(old.path, target)
+                    self._retire(old.path, target, id, delete_folder)
+
+    def _retire(self, old: Path, new: Path, id: str, delete: Callable[[Path], None], *, others: bool = False) -> None:
+        """Remove a checkpoint that a new one has replaced; keep it in quarantine if the new one is not of its history."""
+        one = _look(old)
+        if others or one is None or _continues(new, one):
+            self._remove(old, new, delete)
+            return
+        with _warned(f"cannot move {old} into quarantine"):
+            by = f"run {one.run_id}" if one.run_id is not None else "an unknown run"
+            why = (
+                f"it was saved as {new.name} by {by}, and a run that did not go on from it has saved under this id, too"
+            )
+            self._put_in_quarantine(old, id, why)
 
     def _make_way(self, target: Path, checkpoint_id: str, refused: Mapping[Path, str]) -> Path | None:
         """Move aside the folder at `target`; return its new path, or None if there is none."""
@@ -578,34 +605,22 @@ class Ledger:
     def _finish_removal(self, doomed: Path, home: Path | None, delete: Callable[[Path], None]) -> None:
         """Delete a renamed checkpoint, but for what the user has put beside its files, which goes back to `home`."""
         try:
-            for name in self._files_of_user(doomed) if home is not None else ():
+            for name in _files_of_user(doomed) if home is not None else ():
                 assert home is not None
                 home.mkdir(exist_ok=True)
                 back = home / name if not os.path.lexists(home / name) else home / f"{name}.{secrets.token_hex(4)}"
                 os.rename(doomed / name, back)
                 _log.warning("%s stays, and belongs to no checkpoint: the one that it was put into is removed", back)
-        except CorruptCheckpointError as error:
+        except CheckpointError as error:
             if (doomed / MANIFEST_NAME).is_file():  # else another process deletes it, too
                 with _warned(f"cannot move {doomed} into quarantine"):
-                    why = f"it was to be removed, but may hold files of the user's, which a damaged manifest does not tell: {error}"
+                    why = f"it was to be removed, but may hold files of the user's, which its manifest does not tell: {error}"
                     self._put_in_quarantine(doomed, _name_of(home or doomed), why)
                 return
         except OSError as error:
             _log.warning("cannot remove %s, the next save tries again: %s", doomed, sentence(error))
             return
         delete(doomed)
-
-    def _files_of_user(self, checkpoint: Path) -> list[str]:
-        """Return what lies in a checkpoint's folder beside what its save has put there. Folders of components are not looked into."""
-        if checkpoint.is_symlink() or not (checkpoint / MANIFEST_NAME).is_file():
-            return []  # its deletion has begun
-        names = {*os.listdir(checkpoint)}
-        with suppress(FileNotFoundError):
-            if self._published is not None and names <= {*os.listdir(self._published)}:
-                return []  # most often: it spares reading the manifest
-        manifest = read_manifest(checkpoint)
-        made = {file.partition("/")[0] for file in manifest.files} | {MANIFEST_NAME, DOCUMENT, *manifest.components}
-        return sorted(names - made)
 
     def _release(self, unpublished: Path) -> None:
         owner = self._owners.pop(unpublished, None)
@@ -620,6 +635,25 @@ def runs_of(one: Committed) -> set[str | None]:
         return {one.run_id, *read_manifest(one.path).history}
     except CheckpointError:
         return {one.run_id}
+
+
+def _continues(new: Path, old: Committed) -> bool:
+    """Whether a checkpoint is of the run that has saved an older one, or of a run that went on from it."""
+    if (one := _look(new)) is not None and one.run_id == old.run_id:
+        return True
+    try:
+        return old.number <= read_manifest(new).history.get(old.run_id or "", -1)
+    except CheckpointError:
+        return False
+
+
+def _files_of_user(checkpoint: Path) -> list[str]:
+    """Return what lies in a checkpoint's folder beside what its save has put there. Folders of components are not looked into."""
+    if checkpoint.is_symlink() or not (checkpoint / MANIFEST_NAME).is_file():
+        return []  # its deletion has begun
+    manifest = read_manifest(checkpoint)
+    made = {file.partition("/")[0] for file in manifest.files} | {MANIFEST_NAME, DOCUMENT, *manifest.components}
+    return sorted({*os.listdir(checkpoint)} - made)
 
 
 def run_owner(run_id: str) -> str:
@@ -651,9 +685,9 @@ def _id_in(name: str) -> str:
 
 
 def _look_for(checkpoint_id: str, path: Path) -> Committed | None:
-    """Return the checkpoint in this folder; None: it has no manifest, or one that says another id."""
+    """Return the checkpoint in this folder; None: it has no manifest, or a whole one that says another id."""
     one = _look(path)
-    if one is None or (one.says_id and one.id not in (checkpoint_id, path.name)):
+    if one is None or (one.says_id and one.id not in (checkpoint_id, path.name) and _is_whole(path)):
         return None
     return replace(one, id=checkpoint_id, says_id=one.id == checkpoint_id)
 
@@ -666,21 +700,30 @@ def _look(path: Path) -> Committed | None:
             return None
         head = _head_of(manifest)
         timestamp, number, run_id = _timestamp(head), _COMMIT_NUMBER.search(head), _RUN_ID.search(head)
-        saved_as = _ID.search(head)
+        id = _id_said(head)
         is_damaged = timestamp is None or (run_id is not None and number is None)
         if timestamp is None or is_damaged:
             timestamp = datetime.fromtimestamp(manifest.stat().st_mtime, UTC)
     except FileNotFoundError:
         return None
     return Committed(
-        json.loads(saved_as[1]) if saved_as is not None else "",
+        id or "",
         path,
         timestamp,
         number=_UNKNOWN if is_damaged else _counted(number[1] if number is not None else b""),
         run_id=run_id[1].decode() if run_id is not None else None,
         is_ahead=timestamp - datetime.now(UTC) > _AHEAD,
-        says_id=saved_as is not None,
+        says_id=id is not None,
     )
+
+
+def _id_said(head: bytes) -> str | None:
+    """Return the id in a manifest; None: there is none, or it is damaged."""
+    match = _ID.search(head)
+    try:
+        return str(json.loads(match[1])) if match is not None else None
+    except ValueError:
+        return None
 
 
 def _counted(number: bytes) -> int:
@@ -689,13 +732,34 @@ def _counted(number: bytes) -> int:
     return found if found <= MAX_COMMIT_NUMBER else 0
 
 
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether a manifest matches its own digest."""
+    with suppress(CheckpointError, OSError):
+        return _matches_own_digest(checkpoint, identity_of(checkpoint))
+    return False
+
+
+@lru_cache(maxsize=1024)
+def _matches_own_digest(checkpoint: Path, identity: tuple[int, ...] | None) -> bool:
+    try:
+        require_own_digest(read_manifest_bytes(checkpoint), str(checkpoint))
+    except CorruptCheckpointError:
+        return False
+    return True
+
+
 def _placed(found: Sequence[Committed]) -> list[Committed]:
-    """Order checkpoints with damaged manifests by the time of the file, so that a load reports a damaged newest one."""
-    known = [one for one in found if one.number != _UNKNOWN]
-    return known + [
-        replace(one, number=max((k.number for k in known if k.timestamp <= one.timestamp), default=0))
+    """Order checkpoints. One with a damaged manifest is not placed before its time, so that a load reports a damaged newest one.
+
+    The manifest is damaged if it says too little, or if its number contradicts its time and it does not match its digest.
+    """
+    in_order = sorted((one for one in found if one.number != _UNKNOWN), key=lambda one: one.order)
+    by_time = sorted(in_order, key=lambda one: one.timestamp)
+    known = {one.id: one for one, at in zip(in_order, by_time, strict=True) if one is at or _is_whole(one.path)}
+    return [*known.values()] + [
+        replace(one, number=max([0, one.number, *(k.number for k in known.values() if k.timestamp <= one.timestamp)]))
         for one in found
-        if one.number == _UNKNOWN
+        if one.id not in known
     ]
 
 

@@ -9,7 +9,8 @@ or, in a function that makes a config:
     checkpoint=CkptManager.Config(enable=True, interval=500, format="zarr"),
 
 A checkpoint is `<dump_folder>/<folder>/step-<N>`, as torchtitan names it. `ckpt.load` reads it, and so does `CkptReader`. Checkpoints that
-torchtitan has saved by itself in the same folder, or at `initial_load_path`, are still loaded, and count for `keep_latest_k`.
+torchtitan has saved by itself in the same folder, or at `initial_load_path`, are still loaded, and count for `keep_latest_k`. Links,
+copies and renamed checkpoints in the folder do not count, stay, and are not searched for the newest.
 """
 
 from __future__ import annotations
@@ -127,20 +128,25 @@ class CkptManager(CheckpointManager):
             if self._topology.is_lead:
                 phase.payload = self._find_load_step() if step == -1 else step
                 newer = [path for number, path in self._steps() if number > phase.payload and not self.load_only]
-                if complete := [path for path in newer if _is_complete(path)]:
+                if own := [path for path in newer if _is_own(path)]:
                     raise CheckpointExistsError(
-                        f"{complete[0]} is newer than what is loaded, {'nothing' if phase.payload < 0 else f'step {phase.payload}'}, and "
+                        f"{own[0]} is newer than what is loaded, {'nothing' if phase.payload < 0 else f'step {phase.payload}'}, and "
                         "saves replace no folder: move it away, choose another checkpoint.folder with this one's step as "
                         "checkpoint.initial_load_path, or set checkpoint.load_only"
                     )
                 for path in newer:
+                    if path.is_symlink() or _is_complete(path):
+                        _log.warning(
+                            "%s is a copy, link or renamed checkpoint: a save of this step will be refused", path
+                        )
+                        continue
                     aside = path.rename(path.with_name(f"{path.name}.incomplete-{secrets.token_hex(4)}"))
                     _log.warning("%s is an incomplete checkpoint, and is now %s", path, aside)
         return bool(super()._load(phase.payloads[0]))
 
     def _find_load_step(self, folder: str = "") -> int:
-        complete = [number for number, path in self._steps(folder) if _is_complete(path)]
-        return complete[-1] if complete else -1
+        own = [number for number, path in self._steps(folder) if _is_own(path)]
+        return own[-1] if own else -1
 
     def _steps(self, folder: str = "") -> list[tuple[int, Path]]:
         """Every folder with the name of a step, the oldest first."""
@@ -151,11 +157,8 @@ class CkptManager(CheckpointManager):
     def _purge_stale_checkpoints(self) -> None:
         if self._should_purge():
             ledger = Ledger(self._root, run_id="purge", delete=lambda removed: self.purge_queue.put(str(removed)))
-            for path in [path for _, path in self._steps() if _is_complete(path)][: -self.keep_latest_k]:
-                if (
-                    is_removable(path) or not (path / MANIFEST_NAME).is_file()
-                ):  # else a copy or renamed one, which is the user's
-                    ledger.remove(path)
+            for path in [path for _, path in self._steps() if _is_own(path)][: -self.keep_latest_k]:
+                ledger.remove(path)
 
     def _wait_for_saving(self) -> None:
         saving, self.save_future = self.save_future, None  # its error is raised once
@@ -171,6 +174,12 @@ class CkptManager(CheckpointManager):
 
 def _is_complete(step: Path) -> bool:
     return any((step / name).is_file() for name in _COMPLETE)
+
+
+def _is_own(step: Path) -> bool:
+    """Whether a folder is a complete checkpoint, and no link, copy or renamed one, which is the user's."""
+    is_ours = (step / MANIFEST_NAME).is_file()
+    return _is_complete(step) and not step.is_symlink() and (is_removable(step) or not is_ours)
 
 
 @override(target=BaseCheckpointManager.Config)  # type: ignore[untyped-decorator]

@@ -269,7 +269,11 @@ class CheckpointRoot(Destination):
             if topology.is_lead:
                 topology.require_awaited()
                 path = self._ledger.publish(
-                    self.folder, target.checkpoint_id, refused=target.refused, committed=committed
+                    self.folder,
+                    target.checkpoint_id,
+                    refused=target.refused,
+                    replace_others=target.remove_others,
+                    committed=committed,
                 )
             places = None if self._memory is None else self._memory.settle()
             phase.payload = [str(path) if topology.is_lead else None, places]

@@ -4,6 +4,7 @@ environment for it."""
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -38,6 +39,7 @@ from torchtitan.config import Configurable, OverrideConfig, apply_overrides
 from ckpt.integrations.torchtitan import CkptManager
 
 pytestmark = pytest.mark.full
+COPIES = ["step-1000", "step-2000", "step-3000"]
 KEPT = {"last_save_model_only": False, "keep_latest_k": 2}
 
 
@@ -340,6 +342,31 @@ def test_what_a_killed_save_of_torchtitans_own_left_is_set_aside(tmp_path: Path)
         ]  # fmt: skip
     (kept,) = tmp_path.glob("checkpoint/step-6.incomplete-*/sharded/*")
     assert kept.read_text() == "cut short"
+
+
+def _passes_over_copies(topology: Topology, folder: Path) -> list[str]:
+    run = Training(topology, folder, options=KEPT)
+    run.train(4)
+    if topology.is_lead:
+        steps = folder / "checkpoint"
+        shutil.copytree(steps / "step-2", steps / "step-1000")
+        shutil.copytree(steps / "step-4", steps / "step-2000")
+        (steps / "step-3000").symlink_to("step-4")
+    run.train(6)
+    run.checkpoints.close()
+    assert not topology.is_lead or steps_in(folder) == sorted([*COPIES, "step-4", "step-6"])
+    rest = Training(topology, folder, options=KEPT, seed=1)
+    assert rest.checkpoints.load()
+    require_equal(rest.bits(), run.bits())
+    rest.train(8)
+    rest.checkpoints.close()
+    assert Training(topology, folder, options=KEPT, seed=2).checkpoints.load(8)
+    return steps_in(folder)
+
+
+def test_copies_and_links_of_users_take_no_place_of_the_runs_own_checkpoints(tmp_path: Path) -> None:
+    for names in run_ranks(2, _passes_over_copies, tmp_path, process_group=True):
+        assert names == sorted([*COPIES, "step-6", "step-8"])
 
 
 @dataclass(kw_only=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ckpt import Checkpointer
 from ckpt.catalog.ledger import Ledger
 from ckpt.catalog.verify import verify_checkpoint
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
-from ckpt.format.manifest import MANIFEST_NAME
+from ckpt.format.manifest import FORMAT_VERSION, MANIFEST_NAME
 from ckpt.format.stored import read_manifest
 from ckpt.saving.save_settings import SaveSettings
 from tests.unit.catalog.test_shared_roots import names, run_on
@@ -86,6 +87,32 @@ def test_latest_passes_over_a_renamed_checkpoint_which_its_path_restores(tmp_pat
             run.save_checkpoint(checkpoint_id="4")
 
 
+@pytest.mark.parametrize(
+    "rot",
+    [
+        (b'"checkpoint_id": "2"', b'"checkpoint_id": "3"'),
+        (b'"checkpoint_id": "2"', b'"checkpoint_id": "checkpoint-1"'),
+        (b'"commit_number": 3', b'"commit_number": 1'),
+        (b'"timestamp": "2', b'"timestamp": "1'),
+    ],
+    ids=str,
+)
+def test_damage_in_the_head_of_a_manifest_does_not_hide_the_newest_checkpoint(
+    tmp_path: Path, rot: tuple[bytes, bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path, "0", "1", "2")
+    manifest = tmp_path / "checkpoint-2" / MANIFEST_NAME
+    intact = manifest.read_bytes()
+    manifest.write_bytes(intact.replace(*rot))
+    assert manifest.read_bytes() != intact
+    with run_on(tmp_path) as run:
+        run.load_checkpoint()
+        assert run.last_load is not None and run.last_load.checkpoint_id == "1"
+        assert "checkpoint-2 is damaged and passed over" in caplog.text
+        run.save_checkpoint(checkpoint_id="3")
+    assert {"checkpoint-2", "checkpoint-3"} <= {*names(tmp_path)}
+
+
 def test_a_root_with_nothing_but_a_renamed_checkpoint_names_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -130,10 +157,18 @@ def test_a_file_that_a_user_put_into_a_checkpoint_stays_when_the_checkpoint_is_r
     assert "NOTES.txt stays, and belongs to no checkpoint" in caplog.text
 
 
+@pytest.mark.parametrize("load", [True, False])
+def test_a_users_file_under_a_name_that_the_newer_checkpoint_uses_stays(tmp_path: Path, load: bool) -> None:
+    saved(tmp_path, "1")
+    (tmp_path / "checkpoint-1" / "config.yaml").write_text("mine")
+    saved(tmp_path, "2", load=load, keep_last=1, overwrite=not load, config_text="a: 1\n")
+    assert content(tmp_path / "checkpoint-1") == {"config.yaml": b"mine"}
+
+
 def test_a_file_that_a_user_put_into_a_checkpoint_moves_into_the_one_that_replaces_it(tmp_path: Path) -> None:
     saved(tmp_path, "1")
     (tmp_path / "checkpoint-1" / "NOTES.txt").write_text("the first")
-    saved(tmp_path, "1", "1")
+    saved(tmp_path, "1", "1", load=True)
     assert names(tmp_path) == ["checkpoint-1"]
     assert (tmp_path / "checkpoint-1" / "NOTES.txt").read_text() == "the first"
     assert verify_checkpoint(tmp_path / "checkpoint-1") == ["NOTES.txt does not belong to the checkpoint"]
@@ -149,6 +184,23 @@ def test_a_checkpoint_that_does_not_tell_its_files_from_a_users_is_quarantined_w
     saved(tmp_path, "1")
     (aside,) = (path for path in tmp_path.glob(".quarantined-1-*") if path.is_dir())
     assert (aside / "NOTES.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("how", ["replaced", "surplus", "overwritten"])
+def test_a_checkpoint_of_a_newer_format_is_quarantined_when_it_is_to_be_removed_and_stops_no_save(
+    tmp_path: Path, how: str
+) -> None:
+    with run_on(tmp_path, keep_last=1 if how == "surplus" else None) as run:
+        run.save_checkpoint(checkpoint_id="1")
+        newer = replace(read_manifest(tmp_path / "checkpoint-1"), format_version=FORMAT_VERSION + 1)
+        (tmp_path / "checkpoint-1" / MANIFEST_NAME).write_bytes(newer.to_bytes())
+        if how != "overwritten":
+            run.save_checkpoint(checkpoint_id="1" if how == "replaced" else "2")
+    saved(tmp_path, "2", "3", overwrite=how == "overwritten")
+    (aside,) = (path for path in tmp_path.glob(".quarantined-1-*") if path.is_dir())
+    assert (aside / MANIFEST_NAME).read_bytes() == newer.to_bytes()
+    assert not list(tmp_path.glob(".removed-*"))
+    assert {"checkpoint-2", "checkpoint-3"} <= {*names(tmp_path)}
 
 
 def test_the_best_by_steps_and_metrics_does_not_count_copies(tmp_path: Path) -> None:

@@ -219,6 +219,18 @@ def test_a_damaged_manifest_has_the_place_that_the_time_of_its_file_suggests(roo
     assert [one.id for one in ledger.committed()] == ["1", "2", "damaged", "3"]
 
 
+@pytest.mark.parametrize("rot", [b"\xb2", b"\x02", b"\\u", b"\\"])
+def test_an_id_that_cannot_be_read_leaves_its_checkpoint_in_its_place(root: Path, clock: Clock, rot: bytes) -> None:
+    ledger = Ledger(root, run_id="a")
+    for checkpoint_id in "123":
+        save(ledger, clock, checkpoint_id)
+    manifest = root / "checkpoint-2" / MANIFEST_NAME
+    manifest.write_bytes(manifest.read_bytes().replace(b'"checkpoint_id": "2"', b'"checkpoint_id": "2' + rot + b'"'))
+    assert [(one.id, one.says_id) for one in ledger.committed()] == [("1", True), ("2", False), ("3", True)]
+    save(ledger, clock, "4")
+    assert ledger.next_commit().number == 1
+
+
 def test_old_checkpoints_that_were_all_written_by_a_clock_ahead_keep_their_order(root: Path) -> None:
     for year in ("2098", "2099"):
         put(root, year, timestamp=f"{year}-01-01T00:00:00+00:00")

@@ -132,7 +132,11 @@ def test_a_save_into_another_folder_removes_nothing_there(tmp_path: Path, option
     with run_on(tmp_path / "root", **option) as run:
         for _ in range(2):
             run.save_checkpoint(tmp_path / "archive" / "checkpoint-best")
-        assert names(tmp_path / "archive") == ["checkpoint-1", "checkpoint-2", "checkpoint-best"]
+        aside, _, *left = names(tmp_path / "archive")
+        assert (aside.startswith(".quarantined-best-"), left) == (
+            True,
+            ["checkpoint-1", "checkpoint-2", "checkpoint-best"],
+        )
         assert not (tmp_path / "archive" / ROOT_OWNER).exists()
         run.save_checkpoint(checkpoint_id="1")
         left = [] if "overwrite" in option else ["checkpoint-before"]
@@ -269,6 +273,40 @@ def _shared_until_killed(root: Path) -> None:
     run = run_on(root, shared_root=True)
     run.save_checkpoint(checkpoint_id="killed")
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("shared_root", [True, False])
+@pytest.mark.parametrize("killed", [True, False])
+def test_the_checkpoint_of_a_run_that_has_ended_is_kept_when_another_run_saves_its_id(
+    tmp_path: Path, shared_root: bool, killed: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with run_on(tmp_path, shared_root=shared_root) as first:
+        first.save_checkpoint(checkpoint_id="5")
+    manifest = (tmp_path / "checkpoint-5" / MANIFEST_NAME).read_bytes()
+    with run_on(tmp_path, shared_root=shared_root) as second:
+        with monkeypatch.context() as kill:
+            if killed:
+                kill.setattr(ledger.Ledger, "_retire", lambda *_, **__: None)
+            second.save_checkpoint(checkpoint_id="5")
+        second.save_checkpoint(checkpoint_id="6")
+        second.save_checkpoint(checkpoint_id="5")  # its own
+    (aside,) = (path for path in tmp_path.glob(".quarantined-5-*") if path.is_dir())
+    assert (aside / MANIFEST_NAME).read_bytes() == manifest
+    assert "a run that did not go on from it has saved under this id" in caplog.text
+    assert not list(tmp_path.glob(".replaced-*"))
+
+
+@pytest.mark.parametrize("options", [{"overwrite": True}, {"load": True}])
+def test_a_checkpoint_is_replaced_by_a_run_that_goes_on_from_it_or_may_overwrite_it(
+    tmp_path: Path, options: dict[str, bool]
+) -> None:
+    with run_on(tmp_path) as first:
+        first.save_checkpoint(checkpoint_id="5")
+    with run_on(tmp_path, overwrite="overwrite" in options) as second:
+        if "load" in options:
+            second.load_checkpoint()
+        second.save_checkpoint(checkpoint_id="5")
+    assert os.listdir(tmp_path) == ["checkpoint-5"]
 
 
 def test_a_killed_run_of_a_shared_root_lives_no_more_and_its_owner_file_goes(tmp_path: Path) -> None:

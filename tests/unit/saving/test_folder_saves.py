@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import shutil
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from ckpt.catalog import ledger
 from ckpt.errors import CheckpointError, ConfigurationError, StorageError
 from ckpt.format import durable
 from ckpt.format.manifest import MANIFEST_NAME
+from ckpt.format.stored import read_manifest
 from ckpt.ranks.topology import Topology
 from ckpt.saving.folder_saves import FolderSaves, as_folder_settings
 from ckpt.saving.manifest_writer import ManifestWriter
@@ -140,9 +143,7 @@ def test_what_is_no_checkpoint_is_kept_under_another_name(tmp_path: Path, caplog
     assert file.exists()
 
 
-def test_a_copy_under_the_name_of_a_later_save_is_the_users(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_copy_under_the_name_of_a_later_save_is_the_users(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saves().save(tmp_path / "a", state(1))
     for name in ("last", "mine"):
         shutil.copytree(tmp_path / "a", tmp_path / name)
@@ -265,3 +266,38 @@ def test_settings_that_could_cost_checkpoints_or_have_no_effect_are_refused() ->
         as_folder_settings(SaveSettings(incremental=True))
     with pytest.raises(ConfigurationError, match="saves.mode=sometimes"):
         as_folder_settings("sometimes")
+
+
+@pytest.mark.parametrize("name", ["step-1", "checkpoint_0", "epoch=1-step=2.ckpt", "checkpoint-7", "a b"])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_users_file_comes_back_to_its_folder_if_the_removal_is_killed(
+    tmp_path: Path, name: str, replaced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves().save(tmp_path / name, state(1))
+    (tmp_path / name / "notes.txt").write_text("mine")
+    with monkeypatch.context() as kill:
+        kill.setattr(ledger.Ledger, "_finish_removal", lambda *_: None)
+        if replaced:
+            kill.setattr(ledger.Ledger, "_remove", lambda *_: True)
+            saves().save(tmp_path / name, state(2))
+        else:
+            saves().remove(tmp_path / name)
+    assert not (tmp_path / name / "notes.txt").exists()
+    monkeypatch.setattr(ledger, "abandoned", lambda *_: nullcontext(True))
+    saves().save(tmp_path / "next", state(3))
+    assert (tmp_path / name / "notes.txt").read_text() == "mine"
+    assert names_in(tmp_path) == sorted([name, "next"])
+    assert not replaced or value_in(tmp_path / name) == 2
+
+
+@pytest.mark.parametrize("id", ["..", "../outside", "/outside"])
+def test_what_a_manifest_says_leads_no_file_out_of_its_folder(tmp_path: Path, id: str) -> None:
+    root = tmp_path / "root"
+    saves().save(root / "1", state(1))
+    manifest = dataclasses.replace(read_manifest(root / "1"), checkpoint_id=id)
+    (root / "1" / MANIFEST_NAME).write_bytes(manifest.to_bytes())
+    (root / "1" / "notes.txt").write_text("mine")
+    (root / "1").rename(root / f".removed-{ledger.safe_id(id)}-0123abcd")
+    saves().save(root / "2", state(1))
+    assert names_in(tmp_path) == ["root"]
+    assert len([*root.rglob("notes.txt")]) == 1
