@@ -382,6 +382,17 @@ def living_runs(root: Path, names: Iterable[str], stale_s: float) -> Iterator[st
             yield match["id"] or ""
 
 
+def is_held(descriptor: int, folder: Path) -> bool:
+    """Lock a file in a folder that has no heartbeat, without waiting; return whether a process that may live holds its lock.
+
+    Of a file that strangers may open, the lock counts only if its first line names an owner that has not ended here.
+    """
+    if _lock(descriptor, wait=False) is not _Lock.HELD_BY_ANOTHER:
+        return False
+    about = _read(descriptor)
+    return not _strangers_may_open(descriptor, folder) or ("machine" in about and not _has_ended(about))
+
+
 class _Lock(Enum):
     TAKEN = "taken"
     HELD_BY_ANOTHER = "held by another"
@@ -531,9 +542,9 @@ def _about(run_id: str) -> dict[str, object]:
 
 
 def _read(descriptor: int) -> dict[str, Any]:
-    """Return the content of an owner file; {} if it is damaged."""
+    """Return the first line of an owner file, which holds no more, or of the marker of a save; {} if it is damaged."""
     try:
-        about = json.loads(os.pread(descriptor, 4096, 0))
+        about = json.loads(os.pread(descriptor, 4096, 0).partition(b"\n")[0])
     except (ValueError, RecursionError):
         return {}
     return about if isinstance(about, dict) else {}
