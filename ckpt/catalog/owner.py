@@ -34,7 +34,16 @@ from typing import Any, Self
 
 import psutil
 
-from ckpt.errors import CheckpointError, FolderInUseError, logger_of, sentence
+from ckpt.errors import (
+    CheckpointError,
+    FolderInUseError,
+    StorageError,
+    free_bytes,
+    is_full,
+    logger_of,
+    needing,
+    sentence,
+)
 from ckpt.format.removal import Same, remove
 from ckpt.ranks.addresses import machine
 from ckpt.ranks.waiting import start
@@ -473,13 +482,22 @@ def _make(file: Path, about: Mapping[str, object], put: Callable[[Path, Path], o
 
     Args:
         put: renames the file (first argument) to the name (second).
+
+    Raises:
+        StorageError: the disk is full.
     """
+    data = json.dumps(about).encode()
     while True:
-        beside = file.with_name(f".claim-{secrets.token_hex(4)}")
+        beside, free = file.with_name(f".claim-{secrets.token_hex(4)}"), free_bytes(file.parent)
         descriptor = new_lock_file(beside)
         try:
             _lock(descriptor, wait=True)
-            os.write(descriptor, json.dumps(about).encode())
+            with needing(file.name, lambda: len(data), free):
+                try:
+                    os.write(descriptor, data)
+                except OSError as error:  # of a call on a descriptor, which names no file
+                    error.filename = str(file)
+                    raise
             put(beside, file)
         except BaseException as error:
             if isinstance(error, OSError):  # after any other the next claim removes the file
@@ -487,6 +505,8 @@ def _make(file: Path, about: Mapping[str, object], put: Callable[[Path, Path], o
             os.close(descriptor)
             if isinstance(error, FileNotFoundError):  # `remove_dead_claims` removed it before it was locked
                 continue
+            if isinstance(error, OSError) and is_full(error):
+                raise StorageError(f"{file.parent} cannot be written; make room there: {sentence(error)}") from error
             raise
         return descriptor
 

@@ -169,7 +169,9 @@ def _sweep(checkpoint_dir: Path, manifest: CheckpointManifest, gone: Collection[
     unlisted = sorted(path for path in files - on_record if path.startswith(f"{SHARDED}/"))
     folders = {str(above) for path in unlisted for above in Path(path).parents if len(above.parts) > 1}
     marks = dead_marks(checkpoint_dir)
-    owned = Owned([*proofs, *marks], files=dict.fromkeys(unlisted, listed), folders=sorted(folders, key=len, reverse=True))
+    owned = Owned(
+        [*proofs, *marks], files=dict.fromkeys(unlisted, listed), folders=sorted(folders, key=len, reverse=True)
+    )
     owned.remove_from(checkpoint_dir, topology.progress)
 
 

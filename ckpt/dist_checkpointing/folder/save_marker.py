@@ -24,7 +24,7 @@ import msgspec
 from ckpt.backends.base import DATABASE
 from ckpt.backends.zarr_format import DOCUMENT
 from ckpt.catalog.owner import is_held, new_lock_file
-from ckpt.errors import CheckpointExistsError, CorruptCheckpointError
+from ckpt.errors import CheckpointExistsError, CorruptCheckpointError, free_bytes, needing
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.consistency import MAX_FILE_BYTES
 from ckpt.format.manifest import COMMON, MANIFEST_NAME, OBJECTS, SHARDED
@@ -36,6 +36,7 @@ from ckpt.ranks.addresses import machine
 from ckpt.saving.writing import path_of
 from ckpt.state.sharing import SharingPattern, StateComponent
 from ckpt.state.statefuls import Given
+from ckpt.storage.files import naming, write_all
 
 MARK = re.compile(r"\.saving-[0-9a-f]{8}")
 INDEX = re.compile(r"index-([0-9]{5,})(\.[0-9]+)?\.json")
@@ -149,8 +150,8 @@ class SaveMarker:
 
     def _write(self, making: Making) -> None:
         line = json.dumps(msgspec.to_builtins(making)).encode() + b"\n"  # keys may hold any text
-        while line:
-            line = line[os.write(self._descriptor, line) :]
+        with needing(self.path.name, lambda: len(line), free_bytes(self.folder)), naming(self.path):
+            write_all(self._descriptor, memoryview(line))
 
     def require(self) -> None:
         """Require that no other save has taken over the folder.
