@@ -198,19 +198,45 @@ def sentence(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def free_bytes(folder: str | Path) -> int | None:
+    """Bytes that are free for a folder's files; None: it cannot be asked."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
+
+
 @contextmanager
-def needing(what: object, num_bytes: Callable[[], int]) -> Iterator[None]:
-    """Have `sentence` say how many bytes the block needs for a file or a share, if the disk is full. Of nested blocks the outer counts."""
+def needing(what: object, num_bytes: Callable[[], int], free: int | None = None) -> Iterator[None]:
+    """Have `sentence` say how many bytes the block needs for a file or a share, if the disk is full.
+
+    Of nested blocks the outer counts that needs any.
+
+    Args:
+        free: bytes that were free before; None: an inner block says it, or those count that are free when the error comes.
+    """
     try:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            vars(error)["room"] = _room(error, f"{num_bytes():,} bytes are needed for {what}")
+            said = vars(error)
+            if free is not None:
+                said["free"] = free
+            needed = num_bytes()
+            if needed or "room" not in said:
+                more = " and metadata" if needed <= said.get("free", -1) else ""
+                said["room"] = _room(error, *([f"{needed:,} bytes{more} are needed for {what}"] if needed else []))
         raise
 
 
+def is_full(error: OSError) -> bool:
+    """Whether a disk, a quota or the allowed length of files is used up."""
+    return error.errno in _FULL
+
+
 def _room(error: OSError, *needed: str) -> str:
-    """The bytes that are needed, and those that are free at the path of a full disk's error, if that is absolute; "" for other errors."""
+    """The bytes that are needed, and that were or are free at the path of a full disk's error, if it is absolute; "" for other errors."""
     said = list(needed)
     most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if error.errno == errno.EFBIG and most != resource.RLIM_INFINITY:
@@ -219,7 +245,8 @@ def _room(error: OSError, *needed: str) -> str:
         for path in (error.filename, *map(str, Path(error.filename).parents)):
             with suppress(OSError):  # the file was not made, or is gone
                 found = os.statvfs(path)
-                said.append(f"{found.f_bavail * found.f_frsize:,} bytes are free")
+                now = f"{found.f_bavail * found.f_frsize:,} bytes are free"
+                said.append(f"{vars(error)['free']:,} bytes were free before" if "free" in vars(error) else now)
                 said += ["no file more can be made"] if found.f_files and not found.f_favail else []
                 break
     return f" ({', '.join(said)})" if said else ""

@@ -37,7 +37,7 @@ from ckpt.backends.zarr_format import (
     require_spec,
     with_groups_above,
 )
-from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
+from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError, free_bytes, needing
 from ckpt.format.box import Box, chunk_box
 from ckpt.format.digests import EMPTY_DIGEST
 from ckpt.format.dtypes import bits_of
@@ -308,7 +308,11 @@ def _join_databases(root: Path, writers: Sequence[int], progress: Callable[[int]
     for rank, folder in zip(writers, folders, strict=True):
         if not (folder / _MANIFEST).is_file():
             raise StorageError(f"{folder} is missing, where rank {rank} has committed its arrays")
-    with _naming_errors(f"join the databases in {database}"):
+    needed = sum((folder / _MANIFEST).stat().st_size for folder in folders)
+    with (
+        needing(_MANIFEST, lambda: needed, free_bytes(root)),
+        _naming_errors(f"join the databases in {database}"),
+    ):
         joined = ts.KvStore.open({**_database(database), "config": _CONFIG}, context=context).result()
         # Not in a transaction: TensorStore would silently drop the references, and every value would be empty.
         parts = [ts.KvStore.open(_database(folder), context=context).result() for folder in folders]

@@ -59,7 +59,7 @@ from ckpt.errors import (
     sentence,
 )
 from ckpt.format.checkpoint_files import CheckpointFolder
-from ckpt.format.durable import exchange, sync_folder
+from ckpt.format.durable import exchange, sync_folder, write_durably
 from ckpt.format.manifest import MANIFEST_NAME, MAX_COMMIT_NUMBER
 from ckpt.format.manifest_parsing import require_own_digest
 from ckpt.format.removal import empty, own_name, remove
@@ -567,10 +567,10 @@ class Ledger:
     def _put_in_quarantine(self, path: Path, checkpoint_id: str, reason: str) -> Path:
         aside = self._aside("quarantined", checkpoint_id)
         when = datetime.now(UTC).isoformat(timespec="seconds")
-        aside.with_name(f"{aside.name}.reason.txt").write_text(
-            f"{reason}\nmoved here from {path.name} by run {self._run_id} at {when}\n", encoding="utf-8"
-        )
         os.rename(path, aside)
+        why = aside.with_name(f"{aside.name}.reason.txt")
+        with _warned(f"cannot write {why}"):
+            write_durably(why, f"{reason}\nmoved here from {path.name} by run {self._run_id} at {when}\n".encode())
         _log.warning("%s is now %s: %s", path, aside, reason)
         return aside
 

@@ -34,7 +34,16 @@ from typing import Any, Self
 
 import psutil
 
-from ckpt.errors import CheckpointError, FolderInUseError, logger_of, sentence
+from ckpt.errors import (
+    CheckpointError,
+    FolderInUseError,
+    StorageError,
+    free_bytes,
+    is_full,
+    logger_of,
+    needing,
+    sentence,
+)
 from ckpt.format.removal import Same, remove
 from ckpt.ranks.addresses import machine
 from ckpt.ranks.waiting import start
@@ -382,6 +391,17 @@ def living_runs(root: Path, names: Iterable[str], stale_s: float) -> Iterator[st
             yield match["id"] or ""
 
 
+def is_held(descriptor: int, folder: Path) -> bool:
+    """Lock a file in a folder that has no heartbeat, without waiting; return whether a process that may live holds its lock.
+
+    Of a file that strangers may open, the lock counts only if its first line names an owner that has not ended here.
+    """
+    if _lock(descriptor, wait=False) is not _Lock.HELD_BY_ANOTHER:
+        return False
+    about = _read(descriptor)
+    return not _strangers_may_open(descriptor, folder) or ("machine" in about and not _has_ended(about))
+
+
 class _Lock(Enum):
     TAKEN = "taken"
     HELD_BY_ANOTHER = "held by another"
@@ -462,13 +482,22 @@ def _make(file: Path, about: Mapping[str, object], put: Callable[[Path, Path], o
 
     Args:
         put: renames the file (first argument) to the name (second).
+
+    Raises:
+        StorageError: the disk is full.
     """
+    data = json.dumps(about).encode()
     while True:
-        beside = file.with_name(f".claim-{secrets.token_hex(4)}")
+        beside, free = file.with_name(f".claim-{secrets.token_hex(4)}"), free_bytes(file.parent)
         descriptor = new_lock_file(beside)
         try:
             _lock(descriptor, wait=True)
-            os.write(descriptor, json.dumps(about).encode())
+            with needing(file.name, lambda: len(data), free):
+                try:
+                    os.write(descriptor, data)
+                except OSError as error:  # of a call on a descriptor, which names no file
+                    error.filename = str(file)
+                    raise
             put(beside, file)
         except BaseException as error:
             if isinstance(error, OSError):  # after any other the next claim removes the file
@@ -476,6 +505,8 @@ def _make(file: Path, about: Mapping[str, object], put: Callable[[Path, Path], o
             os.close(descriptor)
             if isinstance(error, FileNotFoundError):  # `remove_dead_claims` removed it before it was locked
                 continue
+            if isinstance(error, OSError) and is_full(error):
+                raise StorageError(f"{file.parent} cannot be written; make room there: {sentence(error)}") from error
             raise
         return descriptor
 
@@ -531,9 +562,9 @@ def _about(run_id: str) -> dict[str, object]:
 
 
 def _read(descriptor: int) -> dict[str, Any]:
-    """Return the content of an owner file; {} if it is damaged."""
+    """Return the first line of an owner file, which holds no more, or of the marker of a save; {} if it is damaged."""
     try:
-        about = json.loads(os.pread(descriptor, 4096, 0))
+        about = json.loads(os.pread(descriptor, 4096, 0).partition(b"\n")[0])
     except (ValueError, RecursionError):
         return {}
     return about if isinstance(about, dict) else {}

@@ -7,11 +7,12 @@ import errno
 import os
 import secrets
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ckpt.errors import needing
-from ckpt.format.removal import own_name, remove
+from ckpt.errors import free_bytes, needing
+from ckpt.format.removal import Same, own_name, remove
 
 _CANNOT_SYNC_FOLDERS = (errno.EINVAL, errno.EOPNOTSUPP)
 _CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
@@ -82,11 +83,17 @@ _RENAMEAT2 = _renameat2()
 
 
 def _write(path: Path, data: bytes) -> None:
-    with needing(path.name, lambda: len(data)), path.open("xb") as file:
+    """Write a new file durably. If that fails, the file is removed."""
+    free = free_bytes(path.parent)
+    with needing(path.name, lambda: len(data), free), path.open("xb", buffering=0) as file:
+        rest = memoryview(data)
         try:
-            file.write(data)
-            file.flush()
+            while rest:
+                rest = rest[file.write(rest) :]
             os.fsync(file.fileno())
-        except OSError as error:  # of a call on a descriptor, which names no file
-            error.filename = str(path)
+        except BaseException as error:
+            with suppress(OSError):
+                remove(path, Same.of(file.fileno()))
+            if isinstance(error, OSError):  # of a call on a descriptor, which names no file
+                error.filename = str(path)
             raise

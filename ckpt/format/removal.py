@@ -54,14 +54,22 @@ def empty(path: Path, found: _Found) -> bool:
     return stat.S_ISDIR(found.st_mode) or (stat.S_ISREG(found.st_mode) and found.st_size == 0)
 
 
+def listed(path: Path, found: _Found) -> bool:
+    """Proof: it is a regular file, which a record of this package lists: the marker of a dead save, or an index of the checkpoint.
+
+    The caller has read the path from the record, or is removing the record itself.
+    """
+    return stat.S_ISREG(found.st_mode)
+
+
 def remove(path: Path, proof: Proof, *, dir_fd: int | None = None) -> bool:
     """Delete a file, a link, or a folder with all that is in it, if it exists and the proof holds; return whether it was deleted.
 
     Another process may be deleting the same.
 
     Args:
-        proof: `Same`, `own_name` or `empty`.
-        dir_fd: of the folder that `path` is below, for a file or link.
+        proof: `Same`, `own_name`, `empty` or `listed`.
+        dir_fd: of the folder that `path` is below.
 
     Raises:
         OSError: it cannot be deleted; a folder with `empty` as proof is not empty.
@@ -73,9 +81,9 @@ def remove(path: Path, proof: Proof, *, dir_fd: int | None = None) -> bool:
         if not stat.S_ISDIR(found.st_mode):
             os.unlink(path, dir_fd=dir_fd)
         elif proof is empty:
-            os.rmdir(path)
+            os.rmdir(path, dir_fd=dir_fd)
         else:
-            shutil.rmtree(path, onerror=_unless_gone)
+            shutil.rmtree(path, onerror=_unless_gone, dir_fd=dir_fd)
         return True
     return False
 

@@ -9,10 +9,11 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
-from ckpt.errors import CorruptCheckpointError
+from ckpt.errors import CorruptCheckpointError, free_bytes, needing
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.names import is_inner_path
 from ckpt.format.records import Expected
@@ -39,6 +40,7 @@ class FileSink:
         self, root: Path, rank: int, progress: Callable[[int], None], buffers: Buffers, memory: PooledSave | None = None
     ) -> None:
         self._root = root
+        self._free = free_bytes(root)  # before this save
         self._folder = CheckpointFolder(root)
         self._before: CheckpointFolder | None = None
         self._memory = memory
@@ -60,11 +62,12 @@ class FileSink:
         Raises:
             OSError: a write failed, of this file or of an earlier one, which it names.
         """
-        stream = self.open(name, num_bytes)
-        try:
-            stream.append(pieces)
-        finally:
-            stream.close()
+        with needing(name, lambda: num_bytes, self._free):
+            stream = self.open(name, num_bytes)
+            try:
+                stream.append(pieces)
+            finally:
+                stream.close()
 
     def open(self, name: str, num_bytes: int | None = None) -> Stream:
         """Open a new file below the root. The caller appends to it and closes it.
@@ -72,12 +75,13 @@ class FileSink:
         Args:
             num_bytes: that will be appended; None: unknown, and large.
         """
-        file = NewFile(self._folder, name, self._make_folder_of(name))
-        is_large = num_bytes is None or num_bytes >= DIRECT_BYTES
-        memory = self._memory.file(name) if self._memory is not None else None
-        direct = self._open_direct(file, num_bytes, memory) if is_large and self._buffers.direct_io else None
-        opened = Paged(file, self._progress, memory) if direct is None else direct
-        self._streams[name] = Stream(opened, partial(self._close, name))
+        with self._noting():
+            file = NewFile(self._folder, name, self._make_folder_of(name))
+            is_large = num_bytes is None or num_bytes >= DIRECT_BYTES
+            memory = self._memory.file(name) if self._memory is not None else None
+            direct = self._open_direct(file, num_bytes, memory) if is_large and self._buffers.direct_io else None
+            opened = Paged(file, self._progress, memory) if direct is None else direct
+        self._streams[name] = Stream(opened, partial(self._close, name), self._noting)
         return self._streams[name]
 
     def link(self, name: str, checkpoint: Path, size: int) -> bool:
@@ -139,7 +143,8 @@ class FileSink:
             OSError: a write failed; it names the file.
         """
         if self._threads is not None:
-            self._threads.finish()
+            with self._noting():
+                self._threads.finish()
             self._threads = None
 
     def make_durable(self) -> None:
@@ -150,7 +155,8 @@ class FileSink:
         """
         self.flush()
         self._let_go()
-        make_durable(self._root, self._sizes, self._folders.made, self._progress)
+        with self._noting():
+            make_durable(self._root, self._sizes, self._folders.made, self._progress)
 
     def abort(self) -> None:
         """Stop writing; return when no write is in flight."""
@@ -162,6 +168,10 @@ class FileSink:
             self._threads.stop()
             self._threads = None
         self._let_go()
+
+    def _noting(self) -> AbstractContextManager[None]:
+        """Have the error of a full disk say how much was free before the save."""
+        return needing(None, lambda: 0, self._free)
 
     def _let_go(self) -> None:
         """Close the folders' descriptors. They are reopened if another file comes."""
@@ -226,9 +236,15 @@ class Stream:
         size: bytes that have been appended.
     """
 
-    def __init__(self, file: Direct | Kept | Paged, closed: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        file: Direct | Kept | Paged,
+        closed: Callable[[int], None],
+        noting: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self._file = file
         self._closed = closed
+        self._noting = noting
         self.size = 0
 
     def append(self, pieces: Iterable[memoryview]) -> None:
@@ -237,9 +253,10 @@ class Stream:
         Raises:
             OSError: a write failed, of this file or of an earlier one, which it names.
         """
-        for piece in pieces:
-            self._file.append(piece)
-            self.size += len(piece)
+        with self._noting():
+            for piece in pieces:
+                self._file.append(piece)
+                self.size += len(piece)
 
     def close(self) -> None:
         """End the file. Its last bytes may still be in flight."""

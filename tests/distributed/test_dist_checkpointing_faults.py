@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, pairwise, product
 from pathlib import Path
@@ -20,6 +22,7 @@ import torch
 from ckpt import StateComponent, dist_checkpointing
 from ckpt.catalog.verify import verify_checkpoint
 from ckpt.dist_checkpointing import ShardedObject, ShardedTensor
+from ckpt.dist_checkpointing.folder.save_marker import SaveMarker
 from ckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -32,6 +35,7 @@ from ckpt.errors import (
     ShardingError,
 )
 from ckpt.format.manifest_parsing import parse_index
+from ckpt.ranks.addresses import machine
 from ckpt.ranks.default_topology import use_topology
 from tests.covering import and_in_full
 from tests.ranks import Dead, Topology, run_ranks
@@ -323,6 +327,110 @@ def test_a_file_that_somebody_has_put_among_the_rest_of_a_killed_save_stays_with
     assert verify_checkpoint(tmp_path) == []
 
 
+COPIED = {
+    "a checkpoint of a coordinator": ["*"],
+    "all but metadata.json": ["common", "sharded", "checkpoint_manifest.json", "index-*", "zarr.json"],
+    "common state and tensors": ["common", "sharded"],
+    "tensors": ["sharded"],
+}
+
+
+@pytest.mark.parametrize("phase", ["write", "complete"])
+@pytest.mark.parametrize("what", COPIED)
+def test_what_somebody_has_copied_in_place_of_the_rest_of_a_killed_save_stays(
+    tmp_path: Path, what: str, phase: str
+) -> None:
+    """`rm -rf it/*` leaves the marker, whose lines fit the copy: the digest of a manifest tells the two apart."""
+    it, source = tmp_path / "it", tmp_path / "source"
+    it.mkdir()
+    source.mkdir()
+    if "coordinator" in what:
+        state = StateComponent("model", Held({"w": torch.arange(20_000.0)}), "global")
+        coordinator(Topology.alone(), tmp_path, [state]).save_checkpoint(checkpoint_id="00000007")
+        (source,) = tmp_path.glob("checkpoint-*")
+    else:
+        threads(2, save_training_state, source)
+    with killed(it, phase=phase):
+        (mark,) = it.glob(".saving-*")
+        for path in {*it.iterdir()} - {mark}:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in chain.from_iterable(source.glob(pattern) for pattern in COPIED[what]):
+            shutil.copytree(path, it / path.name) if path.is_dir() else shutil.copy(path, it)
+        before = bytes_of(it)
+        kind, message = the_one(threads(2, _save_where_nothing_may_be, it))
+        assert kind is CheckpointExistsError and (" holds a checkpoint already" in message or " in the way" in message)
+        assert bytes_of(it) == before
+
+
+def test_a_checkpoint_of_a_strategy_alone_that_was_killed_at_its_very_end_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is complete, and its marker is left."""
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(4))}
+    with monkeypatch.context() as patched:
+        patched.setattr(SaveMarker, "remove", SaveMarker.let_go)
+        SAVES["zarr"].save(state, tmp_path)
+    before = bytes_of(tmp_path)
+    assert len([name for name in before if name.startswith(".saving-")]) == 1
+    kind, message = error_of(lambda: dist_checkpointing.save(state, tmp_path))
+    assert kind is CheckpointExistsError and f"{tmp_path} holds a checkpoint already" in message
+    assert bytes_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("number", range(1, 60, 7))
+def test_a_removal_of_the_rest_of_a_killed_save_that_is_killed_itself_is_ended_by_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    with killed(tmp_path):
+        left, really = [number], os.unlink
+
+        def unlink(*args: Any, **options: Any) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise OSError(errno.EIO, "Input/output error")
+            really(*args, **options)
+
+        with monkeypatch.context() as patched, suppress(CheckpointError):
+            patched.setattr(os, "unlink", unlink)
+            threads(2, save_training_state, tmp_path)
+    if left[0] > 0:
+        return
+    threads(2, save_training_state, tmp_path)
+    assert verify_checkpoint(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "about", "is_refused"),
+    [
+        (0o644, "", False),
+        (0o644, '{"base": "", "machine": "here", "pid": "dead"}\n', False),
+        (0o644, '{"base": "", "machine": "here", "pid": "alive"}\n', True),
+        (0o644, '{"base": "", "machine": "elsewhere", "pid": 1}\n', True),
+        (0o600, "", True),
+    ],
+    ids=["earlier version", "dead process", "living process", "another machine", "no stranger may open it"],
+)
+def test_a_marker_that_strangers_may_open_is_no_obstacle_when_its_save_is_dead(
+    tmp_path: Path, mode: int, about: str, is_refused: bool
+) -> None:
+    """Whoever can open a file can lock it."""
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    about = (
+        about.replace('"here"', f'"{machine()}"').replace('"dead"', str(dead.pid)).replace('"alive"', str(os.getpid()))
+    )
+    mark = tmp_path / ".saving-0a1b2c3d"
+    mark.write_text(about)
+    mark.chmod(mode)
+    with mark.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        if is_refused:
+            kind, message = the_one(threads(2, _save_where_nothing_may_be, tmp_path))
+            assert kind is CheckpointExistsError and " is under way (.saving-0a1b2c3d)" in message
+        else:
+            threads(2, save_training_state, tmp_path)
+
+
 def test_a_link_among_the_rest_of_a_killed_save_is_neither_followed_nor_removed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "it").mkdir()
@@ -335,6 +443,7 @@ def test_a_link_among_the_rest_of_a_killed_save_is_neither_followed_nor_removed(
     assert bytes_of(tmp_path / "elsewhere") == before
 
 
+@pytest.mark.parametrize("end", ["\n", ""], ids=["a line", "without its end"])
 @pytest.mark.parametrize(
     "line",
     [
@@ -347,11 +456,13 @@ def test_a_link_among_the_rest_of_a_killed_save_is_neither_followed_nor_removed(
         '{"base": "", "components": {"..": "global"}}',
     ],
 )
-def test_a_file_with_the_name_of_a_marker_that_is_none_is_refused_and_stays(tmp_path: Path, line: str) -> None:
-    put(tmp_path, ".saving-0a1b2c3d", f"{line}\n")
+def test_a_file_with_the_name_of_a_marker_that_is_none_is_refused_and_stays(
+    tmp_path: Path, line: str, end: str
+) -> None:
+    put(tmp_path, ".saving-0a1b2c3d", line + end)
     kind, message = the_one(threads(2, _save_where_nothing_may_be, tmp_path))
     assert kind is CheckpointExistsError and ".saving-0a1b2c3d has the name of a save's marker, and no save" in message
-    assert bytes_of(tmp_path) == {".saving-0a1b2c3d": f"{line}\n".encode()}
+    assert bytes_of(tmp_path) == {".saving-0a1b2c3d": (line + end).encode()}
 
 
 def test_a_marker_lists_no_file_but_those_under_names_of_a_save(tmp_path: Path) -> None:

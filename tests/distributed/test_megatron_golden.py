@@ -654,3 +654,13 @@ def test_tensors_that_are_removed_take_their_locks_along_and_the_rest_loads(tmp_
     assert list(path.glob("*.sync")) == []
     dist_checkpointing.remove_sharded_tensors(path, "no such")
     assert dist_checkpointing.load_tensors_metadata(path).keys() == left.keys()
+
+
+def test_what_somebody_has_put_into_the_folder_of_a_tensor_stays_when_that_is_removed(tmp_path: Path) -> None:
+    path = shutil.copytree(truth("dp2").path, tmp_path / "dp2")
+    keys = [key for key in truth("dp2").tensors if key.startswith("optimizer.")]
+    for key in keys:
+        (path / key / "notes.txt").write_text("precious")
+    dist_checkpointing.remove_sharded_tensors(path, "optimizer.")
+    for key in keys:
+        assert [one.name for one in (path / key).iterdir()] == ["notes.txt"]

@@ -108,6 +108,23 @@ def test_a_full_disk_arrives_as_a_storage_error_that_says_what_is_needed_and_wha
     assert type(rebuild(describe(full))) is StorageError
 
 
+def test_a_full_disk_says_what_was_free_before_the_save_took_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", partial(_disk, free_blocks=0))
+    for needed, clause in (
+        (70_000, "70,000 bytes are"),
+        (40_960, "40,960 bytes and metadata are"),
+        (0, "20 bytes and metadata are"),
+    ):
+        full = OSError(errno.ENOSPC, "No space left on device", "/data/a/w")
+        with (
+            pytest.raises(OSError, match="No space"),
+            needing("it", lambda n=needed: n),
+            needing("it", lambda: 20, 40_960),
+        ):
+            raise full
+        assert sentence(full).endswith(f" ({clause} needed for it, 40,960 bytes were free before)")
+
+
 def test_a_disk_with_room_but_no_file_left_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", partial(_disk, free_files=0))
     full = OSError(errno.ENOSPC, "No space left on device", "/data/w")

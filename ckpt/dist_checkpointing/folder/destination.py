@@ -10,18 +10,21 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ckpt.backends.base import DATABASE
 from ckpt.backends.zarr_format import DOCUMENT
 from ckpt.dist_checkpointing.folder.save_marker import INDEX, Making, SaveMarker, given_mark, lines_of
-from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError
+from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
 from ckpt.format.checkpoint_files import CheckpointFolder
-from ckpt.format.manifest import COMMON, MANIFEST_NAME, OBJECTS, SHARDED
+from ckpt.format.consistency import MAX_FILE_BYTES
+from ckpt.format.manifest import COMMON, MANIFEST_NAME, OBJECTS, SHARDED, CheckpointManifest, digest_of
 from ckpt.format.metadata import CONFIG_FNAME
+from ckpt.format.removal import Proof, Same, empty, listed, remove
 from ckpt.ranks.topology import Topology
 from ckpt.saving.manifest_writer import ManifestWriter
 from ckpt.saving.prepared_save import Destination, PreparedSave, require_reachable
@@ -85,7 +88,10 @@ class GivenFolder(Destination):
                     self._mark.require()
                 parts = [f"{name}/{MANIFEST_NAME}" for name in (COMMON, OBJECTS)]
                 beside = [path for path in parts if (self.folder / path).is_file()]
-                ManifestWriter(save, results, topology, beside=beside).write(self.folder.name)
+                write = _AnnouncedManifest(save, results, topology, beside=beside)
+                if self._mark is not self._own_mark:  # with its own, the manifest makes the checkpoint complete
+                    write.mark, write.base = self._mark, self._making.base
+                write.write(self.folder.name)
                 if self._own_mark is not None:
                     self._own_mark.remove()
 
@@ -93,6 +99,19 @@ class GivenFolder(Destination):
         """Let the marker go. The files stay, and their marker: the next save through dist_checkpointing.save removes them."""
         if self._own_mark is not None:
             self._own_mark.let_go()
+
+
+class _AnnouncedManifest(ManifestWriter):
+    """Notes the digest of the manifest in the marker before the manifest is there, so that the next save knows it from any other."""
+
+    mark: SaveMarker | None = None
+    base = ""
+
+    def _manifest(self, checkpoint_id: str) -> CheckpointManifest:
+        manifest = super()._manifest(checkpoint_id)
+        if self.mark is not None:
+            self.mark.add(Making(base=self.base, manifest=digest_of(manifest.to_bytes())))
+        return manifest
 
 
 def take(folder: Path, progress: Callable[[], object]) -> SaveMarker:
@@ -117,44 +136,62 @@ class Owned:
     Attributes:
         proofs: files that list the others: markers of dead saves, or indexes that a manifest has no more. They go last.
         made: the lines of the markers.
-        files, folders: below the folder, the folders from the deepest on; each file is listed.
+        files: below the folder; each is listed. Path -> proof.
+        folders: likewise, from the deepest on.
     """
 
     proofs: Sequence[str]
     made: Sequence[Making] = ()
-    files: list[str] = field(default_factory=list)
+    files: dict[str, Proof] = field(default_factory=dict)
     folders: list[str] = field(default_factory=list)
 
     def lists(self, path: str) -> bool:
         """Whether a dead save may have made the file, or top folder, at this path."""
         return any(one.lists(path) for one in self.made)
 
+    def has_made_manifest(self, path: str, folder: Path) -> bool:
+        """Whether the manifest at this path is the very one that a dead save has written there."""
+        base = path.rpartition("/")[0]
+        try:
+            with CheckpointFolder(folder) as opened:
+                digest = digest_of(opened.read(path, MAX_FILE_BYTES))
+        except CorruptCheckpointError:  # no regular file
+            return False
+        return digest in [one.manifest for one in self.made if one.base == base]
+
     def remove_from(self, folder: Path, progress: Callable[[], object]) -> None:
-        """Remove the files, then those of the folders that are empty, then the proofs. Nothing else in a given folder is ever removed."""
+        """Remove the files, manifests last, then those of the folders that are empty, then the proofs.
+
+        Nothing else in a given folder is ever removed.
+        """
+        files = sorted(self.files, key=lambda path: path.endswith(MANIFEST_NAME))
+        proofs: Mapping[str, Proof] = dict.fromkeys(self.folders, empty) | dict.fromkeys(self.proofs, listed)
         with CheckpointFolder(folder) as opened:
-            for remove, paths in ((os.unlink, self.files), (os.rmdir, self.folders), (os.unlink, self.proofs)):
-                for path in paths:
-                    progress()
-                    try:
-                        with opened.parent(path) as (above, name):
-                            remove(name, dir_fd=above)
-                    except FileNotFoundError:
-                        continue
-                    except OSError as error:
-                        if error.errno != errno.ENOTEMPTY:  # somebody has put a file there
-                            raise
+            for path in [*files, *proofs]:
+                progress()
+                try:
+                    with opened.parent(path) as (above, name):
+                        remove(Path(name), self.files.get(path) or proofs[path], dir_fd=above)
+                except FileNotFoundError:
+                    continue
+                except OSError as error:
+                    if error.errno != errno.ENOTEMPTY:  # somebody has put a file there
+                        raise
 
 
 def _make_free(folder: Path, mark: SaveMarker, progress: Callable[[], object]) -> None:
-    marks = mark.others()
-    owned = Owned([path.name for path in marks], [line for path in marks for line in lines_of(path)])
-    if not owned.lists(MANIFEST_NAME):
-        _require_without(folder, MANIFEST_NAME)
+    made = {path.name: lines_of(path) for path in mark.others()}
+    owned = Owned([*made], [line for lines in made.values() for line in lines])
+    if os.path.lexists(folder / MANIFEST_NAME) and not owned.has_made_manifest(MANIFEST_NAME, folder):
+        raise _holds_a_checkpoint(folder)
     for name in sorted(os.listdir(folder)):
         if name in _NAMES or INDEX.fullmatch(name) or owned.lists(name):
             _look_at(folder, name, owned, progress)
+    for one in chain.from_iterable(lines[:-1] for lines in made.values()):  # what precedes the last line has been done
+        if owned.files and one.manifest and not (folder / one.base / MANIFEST_NAME).exists():
+            raise _in_the_way(folder / next(iter(owned.files)))
     if owned.files or owned.folders:
-        named = (owned.files or owned.folders)[0]
+        named = next(iter(owned.files or owned.folders))
         _log.warning("%s holds what an interrupted save has left, which is removed now: %s", folder, named)
     owned.remove_from(folder, progress)
     others = sorted({*os.listdir(folder)} - {mark.path.name})
@@ -175,21 +212,27 @@ def _look_at(folder: Path, name: str, owned: Owned, progress: Callable[[], objec
     progress()
     path = folder / name
     if path.is_symlink() or not path.is_dir():
-        if path.is_symlink() or not path.is_file():
-            raise _in_the_way(path)
-        owned.files.append(name)
+        _take(name, folder, owned)
         return
     for inside, folders, files in os.walk(path, topdown=False):
         progress()
         above = Path(inside).relative_to(folder)
         for each in files:
-            if not owned.lists((above / each).as_posix()) or not stat.S_ISREG(os.lstat(Path(inside, each)).st_mode):
-                raise _in_the_way(Path(inside, each))
-            owned.files.append((above / each).as_posix())
+            _take((above / each).as_posix(), folder, owned)
         for each in folders:
             if Path(inside, each).is_symlink():
                 raise _in_the_way(Path(inside, each))
         owned.folders.append(above.as_posix())
+
+
+def _take(path: str, folder: Path, owned: Owned) -> None:
+    """Add a file to what dead saves own. Raises: as `_look_at`."""
+    found = os.lstat(folder / path)
+    if not owned.lists(path) or not stat.S_ISREG(found.st_mode):
+        raise _in_the_way(folder / path)
+    if Path(path).name == MANIFEST_NAME and not owned.has_made_manifest(path, folder):
+        raise _holds_a_checkpoint((folder / path).parent)
+    owned.files[path] = Same.of(found)
 
 
 def _in_the_way(path: Path) -> CheckpointExistsError:
@@ -220,6 +263,8 @@ def _require_without(folder: Path, record: str) -> None:
     if not folder.is_dir():
         raise CheckpointNotFoundError(f"{folder} does not exist: make the folder that a checkpoint is to be saved into")
     if (folder / record).exists():
-        raise CheckpointExistsError(
-            f"{folder} holds a checkpoint already; save into another folder, or remove this one"
-        )
+        raise _holds_a_checkpoint(folder)
+
+
+def _holds_a_checkpoint(folder: Path) -> CheckpointExistsError:
+    return CheckpointExistsError(f"{folder} holds a checkpoint already; save into another folder, or remove this one")

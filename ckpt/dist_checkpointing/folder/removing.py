@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -30,13 +31,15 @@ from ckpt.format.manifest import (
 )
 from ckpt.format.manifest_parsing import parse_index
 from ckpt.format.records import FileRecord
+from ckpt.format.removal import empty, listed, remove
 from ckpt.format.stored import read_index, read_listed_file, read_manifest, rest_digest
 from ckpt.ranks.topology import Topology
 from ckpt.saving.writing import checksums_of, joined_checksum
 
 _HEAD = f"{DATABASE}/manifest.ocdbt"
-_LOCK = ".__lock"
-"""Suffix of the temporary files that TensorStore renames over others."""
+_LOCK = re.compile(r"(manifest\.ocdbt|[0-9a-f]+)\.__lock")
+"""A temporary file that TensorStore renames over another."""
+_IN_ARRAY = re.compile(r"\.zarray|\.zattrs|[0-9]+(\.[0-9]+)*")
 
 
 def remove_tensors(checkpoint_dir: Path, key_prefix: str, topology: Topology) -> None:
@@ -63,12 +66,22 @@ def remove_tensors(checkpoint_dir: Path, key_prefix: str, topology: Topology) ->
 
 
 def _remove_of_megatron(checkpoint_dir: Path, key_prefix: str, topology: Topology) -> None:
-    """Remove each array with the folder of its locks, which alone would look like a damaged array."""
+    """Remove each array after the folder of its locks, which alone would look like a damaged array. Files of others in these stay."""
     for key in MegatronZarr(checkpoint_dir, "zarr").arrays:
         if key.startswith(key_prefix):
-            for folder in (checkpoint_dir / f"{key}.sync", checkpoint_dir / key):
-                if folder.is_dir():
-                    _remove_folder(folder, topology)
+            owned = Owned([])
+            for name, proof in ((f"{key}.sync", empty), (key, _is_of_array)):
+                for inside, _, files in os.walk(checkpoint_dir / name, topdown=False):
+                    topology.progress()
+                    above = Path(inside).relative_to(checkpoint_dir)
+                    owned.files |= {(above / each).as_posix(): proof for each in files}
+                    owned.folders.append(above.as_posix())
+            owned.remove_from(checkpoint_dir, topology.progress)
+
+
+def _is_of_array(path: Path, found: os.stat_result) -> bool:
+    """Proof: it is a file of a Zarr v2 array, which the caller is to remove."""
+    return _IN_ARRAY.fullmatch(path.name) is not None and listed(path, found)
 
 
 def _remove(checkpoint_dir: Path, key_prefix: str, topology: Topology) -> None:
@@ -134,14 +147,14 @@ def _sweep(checkpoint_dir: Path, manifest: CheckpointManifest, gone: Collection[
     Args:
         gone: paths of the arrays that were removed.
     """
-    listed = set(manifest.files)
+    on_record = set(manifest.files)
     for rank in manifest.index_ranks():
         topology.progress()
-        listed.update(read_index(checkpoint_dir, manifest, rank).files)
+        on_record.update(read_index(checkpoint_dir, manifest, rank).files)
     arrays, files, proofs = set(gone), set[str](), []
     for name in sorted(os.listdir(checkpoint_dir)):
         topology.progress()
-        if INDEX.fullmatch(name) and name not in listed:
+        if INDEX.fullmatch(name) and name not in on_record:
             with (
                 suppress(CorruptCheckpointError),
                 CheckpointFolder(checkpoint_dir) as folder,
@@ -153,21 +166,13 @@ def _sweep(checkpoint_dir: Path, manifest: CheckpointManifest, gone: Collection[
         elif is_beside(name):
             proofs.append(name)
     files |= {f"{path}/{DOCUMENT}" for path in arrays}
-    unlisted = sorted(path for path in files - listed if path.startswith(f"{SHARDED}/"))
+    unlisted = sorted(path for path in files - on_record if path.startswith(f"{SHARDED}/"))
     folders = {str(above) for path in unlisted for above in Path(path).parents if len(above.parts) > 1}
     marks = dead_marks(checkpoint_dir)
-    owned = Owned([*proofs, *marks], files=unlisted, folders=sorted(folders, key=len, reverse=True))
+    owned = Owned(
+        [*proofs, *marks], files=dict.fromkeys(unlisted, listed), folders=sorted(folders, key=len, reverse=True)
+    )
     owned.remove_from(checkpoint_dir, topology.progress)
-
-
-def _remove_folder(folder: Path, topology: Topology) -> None:
-    """Remove a folder file by file, reporting progress: an array may have so many chunks that other ranks would time out."""
-    for inside, _, files in os.walk(folder, topdown=False):
-        for name in files:
-            topology.progress()
-            Path(inside, name).unlink()
-        topology.progress()
-        os.rmdir(inside)
 
 
 def _forget(index: Index, gone: Mapping[str, ArrayEntry], checkpoint_dir: Path, topology: Topology) -> None:
@@ -228,11 +233,15 @@ def _list_database(checkpoint_dir: Path, manifest: CheckpointManifest, topology:
         del manifest.files[path]
     for path in database_files(checkpoint_dir):
         topology.progress()
-        if path.endswith(_LOCK):
-            (checkpoint_dir / path).unlink()
+        if remove(checkpoint_dir / path, _is_lock):
             continue
         data = (checkpoint_dir / path).read_bytes()
         manifest.files[path] = len(data), digest_of(data)
+
+
+def _is_lock(path: Path, found: os.stat_result) -> bool:
+    """Proof: it is such a temporary file, which a killed writer left."""
+    return _LOCK.fullmatch(path.name) is not None and listed(path, found)
 
 
 def _is_of_database(path: str) -> bool:

@@ -1,7 +1,7 @@
 """Marker file of a save into a folder: another save sees by its lock whether the first one still runs, and by its lines what that has made.
 
-Before the save creates anything, it adds a line about it (`Making`). A save that fails leaves its marker if that has a line. Marker and
-lines are the proof by which the next save removes files.
+Its first line says which process saves. Before the save creates anything, it adds a line about it (`Making`); a save that fails then leaves
+its marker. Marker and lines are the proof by which the next save removes files.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ import msgspec
 
 from ckpt.backends.base import DATABASE
 from ckpt.backends.zarr_format import DOCUMENT
-from ckpt.catalog.owner import new_lock_file
-from ckpt.errors import CheckpointExistsError, CorruptCheckpointError
+from ckpt.catalog.owner import is_held, new_lock_file
+from ckpt.errors import CheckpointExistsError, CorruptCheckpointError, free_bytes, needing
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.consistency import MAX_FILE_BYTES
 from ckpt.format.manifest import COMMON, MANIFEST_NAME, OBJECTS, SHARDED
 from ckpt.format.metadata import CONFIG_FNAME
 from ckpt.format.names import PLAIN_NAME
+from ckpt.format.removal import Same, remove
 from ckpt.format.strict_json import read
+from ckpt.ranks.addresses import machine
 from ckpt.saving.writing import path_of
 from ckpt.state.sharing import SharingPattern, StateComponent
 from ckpt.state.statefuls import Given
+from ckpt.storage.files import naming, write_all
 
 MARK = re.compile(r"\.saving-[0-9a-f]{8}")
 INDEX = re.compile(r"index-([0-9]{5,})(\.[0-9]+)?\.json")
@@ -45,7 +48,7 @@ _IN_ARRAY = re.compile(rf"{DOCUMENT}|c(/[0-9]+)*")
 _IN_GROUP = re.compile(rf"(rank-[0-9]{{5,}}/)?({DOCUMENT}|{PLAIN_NAME})")
 
 
-class Making(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
+class Making(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True, dict=True):
     """A line of a marker: what a save is about to create.
 
     Attributes:
@@ -54,6 +57,8 @@ class Making(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True
         store: name of the format.
         components: key -> sharing pattern.
         arrays: names of all arrays with a path of their own.
+        manifest: digest of the manifest that is about to be written there; "": none is.
+        machine, pid: in the first line, of the process that saves.
     """
 
     base: Annotated[str, msgspec.Meta(pattern=f"^({COMMON}|{OBJECTS})?$")]
@@ -61,6 +66,9 @@ class Making(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True
     store: str = ""
     components: dict[Annotated[str, msgspec.Meta(pattern=f"^({COMMON}|{OBJECTS}|{SHARDED})$")], SharingPattern] = {}
     arrays: list[str] = []
+    manifest: str = ""
+    machine: str = ""
+    pid: int = 0
 
     @cached_property
     def _paths(self) -> set[str]:
@@ -110,9 +118,15 @@ class SaveMarker:
         self.folder = folder
         self.path = folder / f".saving-{secrets.token_hex(4)}"
         self._descriptor = new_lock_file(self.path)
-        self._has_lines = False
+        self._same = Same.of(self._descriptor)
+        self._has_made = False
         self._close = weakref.finalize(self, _release, self._descriptor)
-        _lock(self._descriptor)
+        try:
+            is_held(self._descriptor, folder)  # locks it
+            self._write(Making(base="", machine=machine(), pid=os.getpid()))
+        except BaseException:
+            self.remove()
+            raise
         others = [path for path in self.others() if _is_locked(path)]
         if others:  # two saves that begin at one moment find each other, and both fail
             self.remove()
@@ -131,8 +145,13 @@ class SaveMarker:
 
     def add(self, making: Making) -> None:
         """Note what this save is about to create."""
-        self._has_lines = True
-        os.write(self._descriptor, json.dumps(msgspec.to_builtins(making)).encode() + b"\n")  # keys may hold any text
+        self._write(making)
+        self._has_made = True
+
+    def _write(self, making: Making) -> None:
+        line = json.dumps(msgspec.to_builtins(making)).encode() + b"\n"  # keys may hold any text
+        with needing(self.path.name, lambda: len(line), free_bytes(self.folder)), naming(self.path):
+            write_all(self._descriptor, memoryview(line))
 
     def require(self) -> None:
         """Require that no other save has taken over the folder.
@@ -148,12 +167,12 @@ class SaveMarker:
 
     def remove(self) -> None:
         """Remove the file, at the end of the save."""
-        self.path.unlink(missing_ok=True)
+        remove(self.path, self._same)
         self._close()
 
     def let_go(self) -> None:
         """Unlock the file after a failure. It stays if the save may have created something."""
-        if self._has_lines:
+        if self._has_made:
             self._close()
         else:
             self.remove()
@@ -175,15 +194,15 @@ def dead_marks(folder: Path) -> list[str]:
 
 
 def lines_of(mark: Path) -> list[Making]:
-    """Read the marker of a dead save; without a line that it has not ended.
+    """Read the marker of a dead save; without a line that it has not ended. An empty one is of a save that had not begun.
 
     Raises:
         CheckpointExistsError: this is no marker.
     """
     try:
         with CheckpointFolder(mark.parent) as folder:
-            lines = folder.read(mark.name, MAX_FILE_BYTES).split(b"\n")
-        made = [read(line, Making, mark.name) for line in lines[:-1]]
+            *lines, rest = folder.read(mark.name, MAX_FILE_BYTES).split(b"\n")
+        made = [read(line, Making, mark.name) for line in (lines or [rest] if rest else lines)]
     except CorruptCheckpointError as error:
         raise CheckpointExistsError(
             f"{mark} has the name of a save's marker, and no save has written it so: remove it, or save into another folder"
@@ -216,17 +235,6 @@ def given_mark(folder: Path) -> tuple[SaveMarker | None, str]:
     return (mark, folder.name) if mark is not None and mark.folder == folder.parent else (None, "")
 
 
-def _lock(descriptor: int) -> bool:
-    """Lock a file; return whether that worked. On a file system without locks it always does."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
 def _release(descriptor: int) -> None:
     """Unlock, because a forked process may have the descriptor too; then close."""
     with suppress(OSError):
@@ -237,7 +245,14 @@ def _release(descriptor: int) -> None:
 def _is_locked(path: Path) -> bool:
     """Whether a running save holds this marker. Only a regular file can be one."""
     try:
-        with CheckpointFolder(path.parent) as folder, folder.stream(path.name) as file:
-            return not _lock(file.fileno())
+        with CheckpointFolder(path.parent) as folder:
+            try:
+                descriptor = folder.open(path.name, os.O_RDWR)  # NFS locks no file that is open for reading only
+            except PermissionError:
+                descriptor = folder.open(path.name)
     except (FileNotFoundError, CorruptCheckpointError):
         return False
+    try:
+        return is_held(descriptor, path.parent)
+    finally:
+        os.close(descriptor)

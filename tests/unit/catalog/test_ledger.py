@@ -751,6 +751,27 @@ def test_a_checkpoint_that_was_refused_is_kept_in_quarantine_with_the_reason(roo
     assert "checkpoint-2 by run a" in text
 
 
+def test_a_reason_that_cannot_be_written_is_not_left_half_written(
+    root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is in the way is kept all the same, and the save goes on; a rename that fails leaves no reason behind."""
+    (root / "checkpoint-1").mkdir(parents=True)
+    ledger = Ledger(root, run_id="run")
+    unpublished = ledger.open("1")
+    clock.fill(unpublished)
+    with monkeypatch.context() as full:
+        full.setattr(os, "rename", refuse)
+        with pytest.raises(StorageError, match="cannot be published"):
+            ledger.publish(unpublished, "1")
+    assert hidden(root, "quarantined") == []
+
+    really = os.fsync
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", lambda fd: refuse() if os.path.isfile(f"/proc/self/fd/{fd}") else really(fd))
+        ledger.publish(unpublished, "1")
+    assert len(hidden(root, "quarantined")) == 1 and "reason.txt: No space left" in caplog.text
+
+
 def test_only_the_refused_checkpoint_whose_name_is_needed_is_quarantined(root: Path, clock: Clock) -> None:
     ledger = Ledger(root, run_id="a")
     damaged = save(ledger, clock, "2")

@@ -23,18 +23,6 @@ ALLOWED = {
     ("catalog/owner.py", "os.replace"): "the owner file of a dead owner, or an empty one that this call has made",
     ("storage/file_sink.py", "self._memory.unlink"): "memory of this process",
     ("backends/linked_values.py", "self._sink.unlink"): "calls the function",
-    ("dist_checkpointing/folder/save_marker.py", "self.path.unlink"): "its own marker",
-    ("dist_checkpointing/folder/removing.py", "file.unlink"): "what the index of this checkpoint lists",
-    ("dist_checkpointing/folder/removing.py", "Path(inside, name).unlink"): "what the index of this checkpoint lists",
-    ("dist_checkpointing/folder/removing.py", "os.rmdir"): "what the index of this checkpoint lists",
-    (
-        "dist_checkpointing/folder/removing.py",
-        "(checkpoint_dir / path).unlink",
-    ): "what the index of this checkpoint lists",
-    ("dist_checkpointing/folder/destination.py", "os.unlink"): "what a dead save has left",
-    ("dist_checkpointing/folder/destination.py", "os.rmdir"): "what a dead save has left",
-    ("dist_checkpointing/folder/destination.py", "shutil.rmtree"): "what a dead save has left",
-    ("dist_checkpointing/folder/destination.py", "path.unlink"): "what a dead save has left",
 }
 """(File, call) -> why it may delete without the function."""
 
@@ -57,7 +45,7 @@ def test_every_other_deletion_in_the_package_is_listed_with_its_reason() -> None
         (str(file.relative_to(PACKAGE)), call) for file in sorted(PACKAGE.rglob("*.py")) for call in _deletions(file)
     }
     assert found - ALLOWED.keys() == set(), "delete with ckpt.format.removal.remove, and a proof"
-    assert ALLOWED.keys() - found <= {key for key in ALLOWED if key[0].startswith("dist_checkpointing/")}
+    assert ALLOWED.keys() - found == set(), "it deletes no more"
 
 
 @pytest.mark.parametrize(
