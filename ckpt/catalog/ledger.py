@@ -67,7 +67,7 @@ from ckpt.format.stored import identity_of, read_manifest, read_manifest_bytes
 
 _COMMITTED = "checkpoint-"
 ROOT_OWNER = f".run{OWNER_SUFFIX}"
-_VALID_ID = re.compile(r"[A-Za-z0-9_.-]{1,200}")
+_VALID_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9_.-]{1,200}")
 _HIDDEN = re.compile(r"\.(?P<kind>unpublished|replaced|quarantined|abandoned|removed)-(?P<id>.+)-[0-9a-f]{8}")
 _PART = re.compile(r"(?!\.{1,2}\Z)[^/\0]+")
 _TIMESTAMP = re.compile(rb'"timestamp"\s*:\s*"([^"]+)"')
@@ -233,7 +233,7 @@ class Ledger:
         """
         if not _VALID_ID.fullmatch(checkpoint_id):
             raise ConfigurationError(
-                f"checkpoint id {checkpoint_id!r} is part of a folder's name: use 1 to 200 of A-Z a-z 0-9 _ . -"
+                f"checkpoint id {checkpoint_id!r} is part of a folder's name: use 1 to 200 of A-Z a-z 0-9 _ . -, but not . or .. alone"
             )
         with self._told_of_root():
             _make_folder(self._root)

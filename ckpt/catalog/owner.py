@@ -218,7 +218,10 @@ class FolderLock:
             try:
                 return _make(self._file, _about(self._run_id), _put_if_free)
             except FileExistsError:
-                descriptor = self._take_over(progress)
+                try:
+                    descriptor = self._take_over(progress)
+                except PermissionError as error:
+                    raise self._of_another_user() from error
                 if descriptor is not None:
                     return descriptor
         raise OSError(
@@ -273,6 +276,14 @@ class FolderLock:
                 if os.fstat(now).st_mtime != beat:
                     raise self._in_use(now)
         return True
+
+    def _of_another_user(self) -> FolderInUseError:
+        found = os.stat(self._file)
+        silent_s = max(0.0, file_system_now(self._file.parent) - found.st_mtime)
+        return FolderInUseError(
+            f"{self._what} is or was in use by user {found.st_uid}, whose last sign of life was {silent_s:.0f} s ago, and whose "
+            f"{self._file.name} you may not open: remove this file if that run has ended, else {self._advice}"
+        )
 
     def _in_use(self, descriptor: int) -> FolderInUseError:
         about = _read(descriptor)
@@ -359,7 +370,7 @@ def remove_dead_claims(folder: Path, names: Iterable[str]) -> None:
         names: of the files in the folder.
     """
     for name in filter(_CLAIM.fullmatch, names):
-        with _opened(folder / name) as descriptor:
+        with suppress(PermissionError), _opened(folder / name) as descriptor:  # else it is of another user
             if descriptor is not None and _lock(descriptor, wait=False) is not _Lock.HELD_BY_ANOTHER:
                 remove(folder / name, Same.of(descriptor))
 
@@ -457,10 +468,11 @@ def new_lock_file(file: Path) -> int:
     """
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     mode, group = _lockers(file.parent)
-    with suppress(OSError):  # not in that group, or a file system with one mode for all files
-        if mode != 0o600:
+    if mode != 0o600:
+        with suppress(OSError):  # not in that group
             os.fchown(descriptor, -1, group)
-            os.fchmod(descriptor, mode)
+        with suppress(OSError):  # a file system with one mode for all files
+            os.fchmod(descriptor, mode if _is_of(group, descriptor) or mode & 0o006 else 0o600)
     return descriptor
 
 
@@ -471,10 +483,16 @@ def _lockers(folder: Path) -> tuple[int, int]:
     return 0o600 | writers | writers << 1, found.st_gid
 
 
+def _is_of(group: int, descriptor: int) -> bool:
+    return os.fstat(descriptor).st_gid == group
+
+
 def _strangers_may_open(descriptor: int, folder: Path) -> bool:
     """Whether others than those who may write the folder may open a file, and so lock it."""
     (mode, group), found = _lockers(folder), os.fstat(descriptor)
-    return bool(found.st_mode & 0o066 & ~mode) or (bool(found.st_mode & 0o060) and found.st_gid != group)
+    return bool(found.st_mode & 0o066 & ~mode) or (
+        bool(found.st_mode & 0o060) and found.st_gid != group and not mode & 0o006
+    )
 
 
 def _make(file: Path, about: Mapping[str, object], put: Callable[[Path, Path], object]) -> int:

@@ -73,11 +73,8 @@ class Retention:
         """Whether any checkpoint is ever removed."""
         return (self.keep_last, self.keep_every, self.keep_best) != (None, None, None)
 
-    def require_metric(self, given: Mapping[str, float | None], what: str) -> None:
+    def require_metric(self, given: Mapping[str, float | None]) -> None:
         """Require the metric by which checkpoints are kept among those of a save; its value may be None.
-
-        Args:
-            what: the save, for the error.
 
         Raises:
             ConfigurationError: it is missing.
@@ -87,7 +84,7 @@ class Retention:
         near = difflib.get_close_matches(str(self.metric), given, n=1)
         meant = f" Did you mean metric={near[0]!r}, or metrics={{{self.metric!r}: ...}}?" if near else ""
         raise ConfigurationError(
-            f"{what}: metrics holds {', '.join(map(repr, given)) or 'nothing'}, without {self.metric!r}, which keep_best={self.keep_best} "
+            f"metrics holds {', '.join(map(repr, given)) or 'nothing'}, without {self.metric!r}, which keep_best={self.keep_best} "
             f"goes by: give it to each save, as math.nan where there is no value.{meant}"
         )
 

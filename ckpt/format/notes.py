@@ -19,7 +19,7 @@ def storable_metrics(given: Mapping[str, float] | None) -> dict[str, float | Non
         ConfigurationError: one is no number.
     """
     found = {}
-    for name, value in _mapping("metrics", given, "a dictionary: name -> number").items():
+    for name, value in _mapping("metrics", given, "a dictionary: name (a string) -> number").items():
         try:
             if isinstance(value, str | bytes | bytearray):
                 raise TypeError  # which float would parse
@@ -55,6 +55,8 @@ def storable_metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:
 def _mapping(name: str, given: Any, expected: str) -> dict[str, Any]:
     if given is None:
         return {}
-    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+    if not isinstance(given, Mapping):
         raise ConfigurationError(f"{name} is a {type(given).__name__}; expected {expected}")
+    if (bad := next((key for key in given if not isinstance(key, str)), None)) is not None:
+        raise ConfigurationError(f"{name} has the key {bad!r:.60}; expected {expected}")
     return dict(given)

@@ -36,8 +36,6 @@ from ckpt.state.auto_sharing import AutoSharing
 from ckpt.state.collect import RankState, collect
 
 _NUMBERED = re.compile(r"checkpoint_([0-9]{1,18})")
-_ID = re.compile(rb'"checkpoint_id"\s*:\s*"([^"]*)"')
-_HEAD_BYTES = 4096  # of a manifest, which begins with its id
 _OWN_FILES = "random_states_*.pkl"
 """In every folder that Accelerate itself has saved: one of each rank, perhaps on the disk of its node."""
 

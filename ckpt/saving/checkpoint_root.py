@@ -188,7 +188,7 @@ class CheckpointRoot(Destination):
             "metrics": storable_metrics(self._target.metrics),
             "metadata": storable_metadata(self._target.metadata),
         }
-        self._target.retention.require_metric(self._notes["metrics"], self._target.what)
+        self._target.retention.require_metric(self._notes["metrics"])
         self._roots.require_not_removed(self._target.root)
         self._ledger.claim(self._lock, topology.progress)
 

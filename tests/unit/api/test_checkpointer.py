@@ -380,7 +380,8 @@ def test_bad_arguments_are_refused_in_a_sentence(tmp_path: Path, arguments: dict
         ({"metadata": {"a": object()}}, "metadata cannot be stored"),
         ({"metadata": {"a": (1, 2)}}, "metadata changes when stored as JSON"),
         ({"metadata": {"a": math.nan}}, "metadata cannot be stored"),
-        ({"metadata": {1: "a"}}, "metadata is a dict; expected a dictionary with strings as keys"),
+        ({"metrics": {1: 2}}, "metrics has the key 1; expected a dictionary: name"),
+        ({"metadata": {1: "a"}}, "metadata has the key 1; expected a dictionary with strings as keys"),
         ({"metadata": {"a": "x" * (1 << 20)}}, "metadata takes 1,048,58. bytes as JSON"),
     ],
 )

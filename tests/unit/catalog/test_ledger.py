@@ -278,7 +278,7 @@ def test_a_checkpoint_of_any_name_is_removed_at_once_and_deleted_by_the_next_sav
     assert os.listdir(root) == []
 
 
-@pytest.mark.parametrize("bad", ["", "a/b", "..\\x/", "über", "x" * 201, "a b", "a\n"])
+@pytest.mark.parametrize("bad", ["", ".", "..", "a/b", "..\\x/", "über", "x" * 201, "a b", "a\n"])
 def test_an_id_that_is_no_file_name_is_refused(root: Path, bad: str) -> None:
     with pytest.raises(ConfigurationError, match=r"checkpoint id .* is part of a folder's name"):
         Ledger(root, run_id="a").open(bad)

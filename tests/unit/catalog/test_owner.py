@@ -10,6 +10,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -316,18 +317,37 @@ def test_only_those_who_may_write_a_folder_may_open_its_lock_whatever_the_umask(
     assert [(one.st_mode & 0o777, one.st_gid) for one in made] == [(of_file, file.parent.stat().st_gid)] * 2
 
 
-def test_a_lock_file_is_its_owners_alone_where_it_cannot_have_the_folders_group(
-    file: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("of_folder", "of_file"), [(0o770, 0o600), (0o777, 0o666)])
+def test_a_lock_file_is_not_its_groups_where_it_cannot_have_the_folders_group(
+    file: Path, monkeypatch: pytest.MonkeyPatch, of_folder: int, of_file: int
 ) -> None:
     """Else all of the owner's own group could lock it."""
 
     def refused(*_: object) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
-    file.parent.chmod(0o770)
+    file.parent.chmod(of_folder)
+    mode, group = owner._lockers(file.parent)
+    monkeypatch.setattr(owner, "_lockers", lambda _: (mode, group + 1))
     monkeypatch.setattr(os, "fchown", refused)
     with held(file):
-        assert file.stat().st_mode & 0o777 == 0o600
+        assert file.stat().st_mode & 0o777 == of_file
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user for a moment")
+def test_a_folder_with_the_owner_file_of_another_user_says_how_to_free_it() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # the parents of tmp_path are root's alone
+        file = Path(folder) / "run.owner.json"
+        file.write_text("{}")
+        file.chmod(0o600)
+        (Path(folder) / ".claim-0123abcd").touch(0o600)
+        os.chown(folder, 4321, -1)
+        os.seteuid(4321)
+        try:
+            with pytest.raises(FolderInUseError, match="by user 0, .* remove this file if that run has ended, else"):
+                FolderLock(file, run_id="1", what="the folder", advice="wait").acquire()
+        finally:
+            os.seteuid(0)
 
 
 @contextmanager
