@@ -864,7 +864,10 @@ def test_a_save_of_another_process_that_lives_is_not_disturbed_and_one_that_died
     """S1.67: a job that was queued again, while the old one still writes."""
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(3))}
     other = tmp_path / ".saving-0a1b2c3d"
-    code = f"import fcntl, time; f = open({str(other)!r}, 'xb'); fcntl.flock(f, fcntl.LOCK_EX); print('locked', flush=True); time.sleep(60)"
+    code = (
+        f"import fcntl, os, time; os.umask(0o077); f = open({str(other)!r}, 'xb'); fcntl.flock(f, fcntl.LOCK_EX); "
+        "print('locked', flush=True); time.sleep(60)"
+    )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"locked\n"
         kind, said = error_of(lambda: dist_checkpointing.save(state, tmp_path))
