@@ -191,7 +191,9 @@ def sentence(error: BaseException) -> str:
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         where = f": {error.filename!r}" if error.filename else ""
-        return printable(f"{error.strerror}{where}{vars(error).get('room') or _room(error)}")
+        said = vars(error)
+        said["room"] = said.get("room") or _room(error)  # kept: what is free changes
+        return printable(f"{error.strerror}{where}{said['room']}")
     text = printable(" ".join(str(error).split()))
     if "connectFullMesh failed" in text:  # gloo's: the addresses in its store are those of processes that have ended
         text += f". {_STALE_ADDRESSES}"

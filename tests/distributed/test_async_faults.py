@@ -679,7 +679,8 @@ def _save_many(topology: Topology, root: Path, writer: str, overlap: bool) -> in
     threads = threading.active_count()
     for _ in range(2):
         saves = settings(writer=writer, overlap=overlap)
-        with numbered.coordinator(topology, root, saves=saves, keep_last=2) as made:
+        # The second one is another run, which would keep what it saves over.
+        with numbered.coordinator(topology, root, saves=saves, keep_last=2, overwrite=True) as made:
             for number in range(1, 4):
                 numbered.become(number)
                 made.save_checkpoint(checkpoint_id=f"{number}")
