@@ -77,7 +77,10 @@ def current_topology() -> Topology:
         )
         store = PrefixStore("ckpt", default())
         joined = Topology.join(store, dist.get_rank(), dist.get_world_size(), timeout_s=_job.timeout_s)
-        _job.joined = weakref.ref(group), joined  # a group that its program lets go ends, and with it the store that it holds
+        _job.joined = (
+            weakref.ref(group),
+            joined,
+        )  # a group that its program lets go ends, and with it the store that it holds
     return _job.joined[1]
 
 

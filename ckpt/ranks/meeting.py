@@ -9,14 +9,14 @@ counts from 0 again, and a counter in the store is a key of an earlier life itse
     lead      all others' answers are the digest of its last roll.                                    stage: go <digest>
 
 The digest is the prefix of every key from then on. A nonce of an earlier life only delays: its rank does not answer, and those of the
-last roll that an earlier lead has called are not called again. An answer of an earlier life never matches, because the lead's nonce is
-new; and a rank goes on with no roll but one that holds its own.
+last roll that an earlier lead has called are called some seconds later, when their successors have come. An answer of an earlier life
+never matches, because the lead's nonce is new; and a rank goes on with no roll but one that holds its own.
 
     arrived --roll holds our nonce--> answered --go--> met
        |                                  |
        +--------- time is up, or the lead says that it is ------> failed
 
-Limit: a process of an earlier life that still runs, has not met, and was in no roll cannot be told from one of this life. As soon as
+Limit: a process of an earlier life that still runs and has not met cannot be told from one of this life. As soon as
 another process comes as its rank it ends with an error, or the later one does if the job has gone on with the earlier.
 """
 
@@ -36,6 +36,9 @@ from ckpt.ranks.waiting import nap_s, poll_until
 
 _ROLL, _STAGE = "roll", "stage"
 _SIGN_S = 0.5  # between two signs of life of the lead; longer among thousands of ranks, each of which it looks for
+
+
+_SUSPECT_S = 3.0  # in which the successors come of processes that an earlier lead has called
 
 
 def meet(client: StoreClient, rank: int, world_size: int, *, host: str, timeout_s: float) -> str:
@@ -154,6 +157,7 @@ class _Lead(_Member):
         self._nonces: list[str] = []
         self._roll = self._client.peek(_ROLL) or b"[[], null]"
         self._earlier = frozenset(json.loads(self._roll)[0])
+        self._suspects_until_s = time.monotonic() + min(_SUSPECT_S, self._timeout_s / 4)
         self._num_signs = 0
 
     def ask(self) -> str | None:
@@ -162,7 +166,7 @@ class _Lead(_Member):
             return None
         self._require_own_place(found[0])
         nonces = [nonce.decode() for nonce in found]
-        if not self._earlier.isdisjoint(nonces):
+        if not self._earlier.isdisjoint(nonces) and time.monotonic() < self._suspects_until_s:
             return None
         if nonces != self._nonces:
             self._nonces = nonces
@@ -194,7 +198,7 @@ class _Lead(_Member):
         there = [self._client.peek(key) for key in self._arrivals]
         self._require_own_place(there[0])
         is_late = time.monotonic() - self._heard_s > self._timeout_s
-        missing = [rank for rank, one in enumerate(there) if one is None or one.decode() in self._earlier]
+        missing = [rank for rank, one in enumerate(there) if one is None]
         if dead := self._dead(missing):
             error = RankAbsentError(f"phase join failed: {dead[min(dead)].cause}", rank=min(dead), phase="join")
         elif not is_late:
