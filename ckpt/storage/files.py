@@ -208,10 +208,9 @@ def reserve(fd: int, offset: int, num_bytes: int) -> bool:
     if _libc().fallocate(fd, _KEEP_SIZE, ctypes.c_int64(offset), ctypes.c_int64(num_bytes)) == 0:
         return True
     if ctypes.get_errno() in (errno.ENOSPC, errno.EDQUOT):
+        # Twice: the first one frees nothing where it makes the file longer, because writes are in flight.
         os.ftruncate(fd, offset)
-        os.ftruncate(
-            fd, offset
-        )  # the first one frees nothing where it makes the file longer, because writes are in flight
+        os.ftruncate(fd, offset)
     return False
 
 

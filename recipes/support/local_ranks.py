@@ -306,9 +306,8 @@ def _rank_main(start: _Start, rank: int) -> None:
 
     def end(error: RankAbsentError) -> None:
         try:
-            another = reach(
-                LOOPBACK, start.port, timeout_s=_MORE_THAN_GRACE_S
-            )  # the main thread may use the other connection
+            # The main thread may use the other connection.
+            another = reach(LOOPBACK, start.port, timeout_s=_MORE_THAN_GRACE_S)
             with _reported(another, environment):
                 raise error
         finally:
