@@ -51,9 +51,10 @@ def refusing(problem: str, advice: str) -> Iterator[None]:
 
 def _copied(error: BaseException) -> BaseException:
     """A copy by pickle if it says the same; SystemExit and the like would end the trainer, and are not copied."""
+    says = sentence(error)  # before the copy, which then says as many free bytes
     if isinstance(error, Exception):
         with suppress(Exception):  # a class of a user may raise anything here
             copy: Exception = pickle.loads(pickle.dumps(error))
-            if type(copy) is type(error) and sentence(copy) == sentence(error):
+            if type(copy) is type(error) and sentence(copy) == says:
                 return copy
-    return CheckpointError(sentence(error))
+    return CheckpointError(says)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import json
 import logging
 import mmap
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,12 +30,13 @@ from safetensors import safe_open
 
 from ckpt import StateComponent
 from ckpt.catalog.retention import Retention
-from ckpt.errors import CheckpointError, ConfigurationError, MissingStateError, RankAbsentError, StorageError
+from ckpt.errors import CheckpointError, ConfigurationError, MissingStateError, RankAbsentError, StorageError, sentence
 from ckpt.memory.arena import Arena
 from ckpt.memory.shared_memory import segment_of, shared_memory
 from ckpt.ranks.topology import Topology
 from ckpt.saving.background import writer_child, writer_process
 from ckpt.saving.background.priority import NICE
+from ckpt.saving.background.serialized_errors import deserialize_error, serialize_error
 from ckpt.saving.background.snapshot import Snapshot, arena_bytes
 from ckpt.saving.background.writer_process import WriterProcess
 from ckpt.saving.checkpoint_root import CheckpointRoot, KnownRoots, SaveTarget
@@ -304,6 +307,15 @@ def test_the_error_of_a_full_disk_keeps_its_number_and_file(writer: WriterProces
     error = caught.value
     assert (type(error), error.errno, error.filename) == (OSError, errno.ENOSPC, str(tmp_path / "a" / "1"))
     assert (tmp_path / "a" / "aborted").read_text() == "OSError"
+
+
+def test_a_full_disk_s_error_travels_though_others_free_bytes_meanwhile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    free = itertools.count(10**6, 4096)
+    monkeypatch.setattr(os, "statvfs", lambda path: types.SimpleNamespace(f_bavail=next(free), f_frsize=1, f_files=0, f_favail=0))
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "1"))
+    copy = deserialize_error(serialize_error(error, "a process"))
+    assert type(copy) is OSError and (copy.errno, copy.filename) == (errno.ENOSPC, str(tmp_path / "1"))
+    assert sentence(copy) == sentence(error)
 
 
 def test_errors_keep_class_sentence_and_cause(writer: WriterProcess, tmp_path: Path) -> None:
