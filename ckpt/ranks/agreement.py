@@ -20,7 +20,7 @@ from ckpt.errors import CheckpointError, RankAbsentError, RankLeftError, describ
 from ckpt.ranks.heartbeat import Absence, FailureDetector, Heartbeat, PhaseIndex, place
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError
-from ckpt.ranks.waiting import nap_s, poll_until
+from ckpt.ranks.waiting import AwakeClock, nap_s, poll_until
 
 
 @dataclass(slots=True)
@@ -86,6 +86,10 @@ class Agreement:
     _settled: list[str] = field(default_factory=list)  # on the lead: results that a rank may still have to read
     _unread: list[str] = field(default_factory=list)  # this rank's verdicts that may not have been read
     _watching: tuple[PhaseIndex, FailureDetector] | None = None
+
+    @property
+    def _look_s(self) -> float:
+        return 0.1 * max(1.0, self.world_size / 64)  # so that thousands of ranks do not keep the store busy by asking
 
     def reach(self, at: PhaseIndex, verdict: PhaseOutcome) -> Result:
         """Hand in this rank's verdict, wait for all others', return the result. Collective, in the same order on all ranks.
@@ -154,16 +158,16 @@ class Agreement:
     def _detector(self, at: PhaseIndex, what: str | None, phase: str | None) -> FailureDetector:
         if self._watching is None or self._watching[0] != at:
             wanted = f"phase {phase} of {what}" if what else f"phase {phase}"
-            self._watching = at, FailureDetector(self.client, at, wanted, self.timeout_s)
+            clock = AwakeClock(max(1.0, 3 * self._look_s))
+            self._watching = at, FailureDetector(self.client, at, wanted, self.timeout_s, clock=clock)
         return self._watching[1]
 
     def _wait(self, at: PhaseIndex, verdict: PhaseOutcome) -> bytes:
         detector = self._detector(at, verdict.what, verdict.phase)
-        crowd = max(1.0, self.world_size / 64)  # so that thousands of ranks do not keep the store busy by asking
         data = poll_until(
             partial(self._gather, at) if self.rank == 0 else partial(self.client.peek, _result_key(at)),
             look=partial(self._look, at, detector),
-            look_s=0.1 * crowd,
+            look_s=self._look_s,
             nap=partial(nap_s, world_size=self.world_size),
         )
         if self.rank == 0:

@@ -16,10 +16,10 @@ import psutil
 from ckpt.ranks.addresses import machine
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError
-from ckpt.ranks.waiting import start
+from ckpt.ranks.waiting import AwakeClock, start
 
 _HINTED_SILENCE_S = 3.0  # after SIGTERM, which a launcher sends because a rank is gone: three missed beats
-_AFTER_AGREEMENT_S = 3.0  # a watch leaves it to an agreement that is under way to find the rank absent
+_AFTER_AGREEMENT_S = 2.0  # a watch leaves it to an agreement that is under way to find the rank absent
 
 
 class PhaseIndex(NamedTuple):
@@ -97,17 +97,16 @@ class Watch:
         self.tell = tell
         self._timeout_s = timeout_s
         self._number = -1
-        self._heard_s = self._looked_s = time.monotonic()
+        self._clock = AwakeClock(_HINTED_SILENCE_S)
+        self._heard_s = self._clock()
         self._machine = machine("pid")
         self._work: list[bytes] | None = None
 
-    def look(self, beat: Beat | None, interval_s: float) -> bool:
-        """Return whether the rank is fine, and tell if not. Called every `interval_s`."""
-        now = time.monotonic()
-        stood_still = now - self._looked_s > 3 * interval_s  # this process itself
-        if beat is None or beat.left or beat.number != self._number or stood_still or self._works(beat):
+    def look(self, beat: Beat | None) -> bool:
+        """Return whether the rank is fine, and tell if not. Called with each of this rank's own heartbeats."""
+        now = self._clock()
+        if beat is None or beat.left or beat.number != self._number or self._works(beat):
             self._heard_s = now
-        self._looked_s = now
         if beat is None or now - self._heard_s < self._timeout_s + _AFTER_AGREEMENT_S:
             self._number = -1 if beat is None else beat.number
             return True
@@ -176,7 +175,7 @@ class Heartbeat:
         try:
             while not self._stopped.wait(self._interval_s):
                 self.say()
-                if (watch := self.watch) is not None and not watch.look(self._beat_of(watch.rank), self._interval_s):
+                if (watch := self.watch) is not None and not watch.look(self._beat_of(watch.rank)):
                     self.watch = None
         except StoreGoneError as error:
             # The rank itself learns of it, with a sentence, at its next agreement, if it comes to one.

@@ -32,7 +32,7 @@ from typing import Any
 from ckpt.errors import CheckpointError, RankAbsentError, describe, rebuild
 from ckpt.ranks.heartbeat import Absence, FailureDetector, PhaseIndex
 from ckpt.ranks.store_client import StoreClient
-from ckpt.ranks.waiting import nap_s, poll_until
+from ckpt.ranks.waiting import AwakeClock, nap_s, poll_until
 
 _ROLL, _STAGE = "roll", "stage"
 _SIGN_S = 0.5  # between two signs of life of the lead; longer among thousands of ranks, each of which it looks for
@@ -86,7 +86,8 @@ class _Member:
         self._world_size = world_size
         self.nonce = nonce
         self._timeout_s = timeout_s
-        self._heard_s = self._looked_s = time.monotonic()
+        self._clock = AwakeClock(5 * _look_s(world_size))
+        self._heard_s = self._clock()
         self._stage = client.peek(_STAGE)  # of an earlier life, or of a lead that came first
         self._is_first_stage = self._stage is not None
         self._answered = ""
@@ -97,7 +98,7 @@ class _Member:
         if stage is None or (stage == self._stage and not self._is_first_stage):
             return None
         if stage != self._stage:
-            self._heard_s = time.monotonic()
+            self._heard_s = self._clock()
         is_news = not self._is_first_stage
         self._stage, self._is_first_stage = stage, False
         word, digest, *_ = stage.decode().split()
@@ -127,20 +128,12 @@ class _Member:
 
     def look(self) -> str | None:
         """Raise if the lead is silent, or if this rank is another process by now."""
-        self._note_standstill()
-        if time.monotonic() - self._heard_s > self._timeout_s:
+        if self._clock() - self._heard_s > self._timeout_s:
             if self._met_without_us is not None:
                 raise _displaced(self._rank, self._met_without_us)
             raise _absent([0], self._client.peek(_arrived(0)), self._timeout_s)
         self._require_own_place(self._client.peek(_arrived(self._rank)))
         return None
-
-    def _note_standstill(self) -> None:
-        """Begin to count the time anew if it was this process that stood still."""
-        now = time.monotonic()
-        if now - self._looked_s > 5 * _look_s(self._world_size):
-            self._heard_s = now
-        self._looked_s = now
 
     def _require_own_place(self, arrived: bytes | None) -> None:
         if arrived is not None and arrived.decode() != self.nonce:
@@ -194,10 +187,9 @@ class _Lead(_Member):
 
     def look(self) -> str | None:
         """Show that the lead lives; raise, here and on all that have come, if a rank is dead, or missing when the time is up."""
-        self._note_standstill()
         there = [self._client.peek(key) for key in self._arrivals]
         self._require_own_place(there[0])
-        is_late = time.monotonic() - self._heard_s > self._timeout_s
+        is_late = self._clock() - self._heard_s > self._timeout_s
         missing = [rank for rank, one in enumerate(there) if one is None]
         if dead := self._dead(missing):
             error = RankAbsentError(f"phase join failed: {dead[min(dead)].cause}", rank=min(dead), phase="join")

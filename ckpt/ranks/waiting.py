@@ -30,6 +30,25 @@ def nap_s(waited_s: float, world_size: int = 1) -> float:
     return min(max(waited_s / 16, _SHORTEST_NAP_S), max(_LONGEST_NAP_S, world_size / 3200))
 
 
+class AwakeClock:
+    """Counts the seconds in which this process looks: of a longer gap between two looks, `longest_s` of it.
+
+    Whoever measures another one's silence by it does not count the time in which it was stopped itself: a job that goes on after Ctrl-Z,
+    or after its scheduler has suspended it, misses nobody.
+    """
+
+    def __init__(self, longest_s: float) -> None:
+        self._longest_s = longest_s
+        self._now_s = 0.0
+        self._looked_s = time.monotonic()
+
+    def __call__(self) -> float:
+        now_s = time.monotonic()
+        self._now_s += min(now_s - self._looked_s, self._longest_s)
+        self._looked_s = now_s
+        return self._now_s
+
+
 def poll_until(
     ask: Callable[[], Answer | None],
     *,

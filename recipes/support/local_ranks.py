@@ -38,6 +38,7 @@ from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import reach, serve
 from ckpt.ranks.topology import Topology
+from ckpt.ranks.waiting import AwakeClock
 from recipes.support.ranks import RANK_VARIABLES, Environment, Job, bug_beneath, environment_with, grace_s, run_job
 from recipes.support.run_folder import InheritedLock
 
@@ -48,7 +49,6 @@ _STORE_S = 300.0
 _MORE_THAN_GRACE_S = 5.0
 _LATER_THAN_RANKS_S = 4.0  # the other ranks say more about a rank that is silent
 _LOOK_S = 1.0
-_LAST_LOOK = -1
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,7 @@ def _supervised(
     try:
         for rank in ranks:
             rank.start()
+        clock = AwakeClock(3 * _LOOK_S)
         stands_still_since: dict[int, float] = {}
         while running := [rank.sentinel for rank in ranks if rank.exitcode is None]:
             if results in wait([results, *running], _LOOK_S):
@@ -148,7 +149,7 @@ def _supervised(
                 if failed[0].exitcode == TOLD_TO_END:
                     _join(ranks, time.monotonic() + patience_s)
                 return failed[0]
-            if (stopped := _stopped_for(timeout_s + _LATER_THAN_RANKS_S, ranks, stands_still_since)) is not None:
+            if (stopped := _stopped_for(timeout_s + _LATER_THAN_RANKS_S, clock(), ranks, stands_still_since)) is not None:
                 return _Failure(stopped, -signal.SIGSTOP)
         return results.recv() if results.poll() else outcome
     except _AskedToEnd as asked:
@@ -158,16 +159,12 @@ def _supervised(
         _end([rank for rank in ranks if rank.pid is not None], number, patience_s)
 
 
-def _stopped_for(seconds: float, ranks: Sequence[ForkServerProcess], since: dict[int, float]) -> int | None:
+def _stopped_for(seconds: float, now: float, ranks: Sequence[ForkServerProcess], since: dict[int, float]) -> int | None:
     """Return the first rank that has been stopped by a signal for this long, also before it has met the others or after it has left.
 
     Args:
-        since: of each rank that was stopped at the last call, and `_LAST_LOOK`: of that call.
+        since: of each rank that was stopped at the last call.
     """
-    now = time.monotonic()
-    if now - since.get(_LAST_LOOK, now) > 3 * _LOOK_S:  # the launcher itself stood still
-        since.clear()
-    since[_LAST_LOOK] = now
     for rank, process in enumerate(ranks):
         if not _is_stopped(process):
             since.pop(rank, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -136,6 +137,26 @@ def _be_slow(topology: Topology, slow: int, how: str) -> list[int]:
 @pytest.mark.parametrize(("slow", "how"), [(0, "itself"), (2, "from a thread")])
 def test_a_rank_that_is_merely_slow_is_waited_for(slow: int, how: str) -> None:
     assert run_ranks(3, _be_slow, slow, how, agree_s=1.0) == [[0, 1, 2]] * 3
+
+
+def _suspended(topology: Topology) -> list[int]:
+    """All ranks are stopped at once for longer than their patience, and go on one after another, as after Ctrl-Z or Slurm's suspension."""
+    with topology.operation(SAVE), topology.phase("meet") as phase:
+        phase.payload = os.getpid()
+    if topology.rank == 0:
+        pids = " ".join(str(pid) for pid in phase.payloads)
+        words = f"sleep 0.5; kill -STOP {pids}; sleep 5; for pid in {pids}; do kill -CONT $pid; sleep 0.5; done"
+        subprocess.Popen(["sh", "-c", words], start_new_session=True)
+    with topology.operation(SAVE), topology.phase("write") as phase:
+        phase.payload = topology.rank
+        for _ in range(20 if topology.rank == 1 else 0):  # the others wait for it
+            time.sleep(0.1)
+            topology.progress()
+    return phase.payloads
+
+
+def test_a_job_that_is_suspended_as_a_whole_misses_nobody_when_it_goes_on() -> None:
+    assert run_ranks(3, _suspended, agree_s=3.0) == [[0, 1, 2]] * 3
 
 
 def _die_before(topology: Topology) -> Any:

@@ -70,6 +70,12 @@ def _outcomes(process: subprocess.Popen[str]) -> tuple[list[Any], str]:
 # A rank that stands still
 
 
+@pytest.fixture(scope="module")
+def launched_once() -> None:
+    """The process of which ranks are forked runs: to start it is no part of the time in which a run ends."""
+    launch(adds_up, config(2))
+
+
 def _check_stopped(job: Any, num_ranks: int, stopped: int, place: str, **more: Any) -> None:
     """The run ends within its time and 5 s (and what this machine is slower), and names the rank that stands still."""
     cfg = config(num_ranks, stopped=stopped, **more)
@@ -80,6 +86,7 @@ def _check_stopped(job: Any, num_ranks: int, stopped: int, place: str, **more: A
     assert time.monotonic() - began < patience(3.0 + 5.0)
 
 
+@pytest.mark.usefixtures("launched_once")
 @pytest.mark.parametrize(("num_ranks", "stopped"), [(2, 0), (2, 1), pytest.param(8, 5, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("job", "place"),
@@ -95,6 +102,7 @@ def test_a_run_ends_in_time_and_names_the_rank_that_stands_still(
     _check_stopped(job, num_ranks, stopped, place)
 
 
+@pytest.mark.usefixtures("launched_once")
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_rank_that_stands_still_while_the_process_group_is_made_is_named(stopped: int) -> None:
     device = config(1)["device"] | {"_target_": "tests.jobs.StoppingDevice", "stopped": stopped}
