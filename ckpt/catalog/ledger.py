@@ -55,6 +55,7 @@ from ckpt.errors import (
     ConfigurationError,
     CorruptCheckpointError,
     StorageError,
+    is_full,
     logger_of,
     sentence,
 )
@@ -219,7 +220,7 @@ class Ledger:
             lock.acquire(progress)
 
     def _told_of_root(self) -> AbstractContextManager[None]:
-        return _told(f"checkpoint root {self._root} cannot be written; choose another folder")
+        return _told(f"checkpoint root {self._root} cannot be written", "; choose another folder")
 
     def open(self, checkpoint_id: str) -> Path:
         """Clean up after dead saves and return a new, empty, unpublished folder that this process owns.
@@ -805,14 +806,14 @@ def delete_folder(doomed: Path) -> None:
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Turn an `OSError` inside the block into a `StorageError` with this sentence."""
+def _told(what: str, advice: str = "") -> Iterator[None]:
+    """Turn an `OSError` inside the block into a `StorageError` with this sentence, and this advice if the disk is not just full."""
     try:
         yield
     except CheckpointError:
         raise
     except OSError as error:
-        raise StorageError(f"{what}: {sentence(error)}") from error
+        raise StorageError(f"{what}{'' if is_full(error) else advice}: {sentence(error)}") from error
 
 
 @contextmanager

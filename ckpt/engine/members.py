@@ -18,7 +18,7 @@ from ckpt.memory.device import same_device
 from ckpt.ranks.addresses import own_address
 from ckpt.ranks.stores import StoreGoneError, reach, serve
 from ckpt.ranks.topology import Topology
-from ckpt.ranks.waiting import OutOfTimeError, poll_until
+from ckpt.ranks.waiting import OutOfTimeError, poll_until, start
 
 Result = TypeVar("Result")
 
@@ -242,7 +242,7 @@ class EngineThread:
     def __init__(self) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._stopped = threading.Event()
-        threading.Thread(target=self._run, args=(same_device(),), name="ckpt-engine", daemon=True).start()
+        start(threading.Thread(target=self._run, args=(same_device(),), name="ckpt-engine", daemon=True))
 
     def submit(self, call: Callable[..., Result], *args: Any) -> Future[Result]:
         """Queue a call; return its future."""

@@ -74,8 +74,8 @@ def passed_over(
     others = [key for key in source.only_saved(declared) if key not in leave_out]
     if others and strict:
         raise MissingStateError(
-            f"components only in the checkpoint: {some_of(others)}; this run has {some_of(declared)}. Give each its object, or load "
-            "with strict=False, which leaves them out."
+            f"components only in the checkpoint: {some_of(others)}; this run has {some_of(declared)}. Give each its object, "
+            "or leave it out on purpose: None for its object in a Checkpointer, leave_out of load_checkpoint, strict=False for all of them."
         )
     return {key: ComponentReport(key, Status.SKIPPED, "only in the checkpoint") for key in others}
 

@@ -72,11 +72,13 @@ class Forecast:
 
     Attributes:
         refusal: the error that it would fail with though no component refuses; "": it would not.
+        passed_over: reports of components that only the checkpoint has, and that the load leaves out because it is not strict.
         checkpoint_id, config_text: as of `LoadReport`.
     """
 
     components: Sequence[LoadPreview]
     refusal: str
+    passed_over: Mapping[str, ComponentReport]
     checkpoint_id: str
     config_text: str
 
@@ -138,14 +140,14 @@ def _forecast(
     damaged = [source.check(optional) for source in sources]
     of_ranks = [asked_for(rank.components, source, leave_out) for rank, source in zip(ranks, sources, strict=True)]
     previews = [_preview(sources, ones, damaged, strict) for ones in zip(*of_ranks, strict=True)]
-    refusal = ""
+    refusal, others = "", dict[str, ComponentReport]()
     try:
         if not any(one.refusal for one in previews):
             require_something({one.key: one.report for one in previews if one.report is not None})
-            passed_over(opened, declared, leave_out, strict=strict)
+            others = passed_over(opened, declared, leave_out, strict=strict)
     except CheckpointError as error:
         refusal = str(error)
-    return Forecast(previews, refusal, opened.checkpoint_id, opened.config_text)
+    return Forecast(previews, refusal, others, opened.checkpoint_id, opened.config_text)
 
 
 def _preview(

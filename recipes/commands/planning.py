@@ -182,11 +182,13 @@ def show(found: Plan, keys: PlanKeys) -> None:
             refused.append(happens)
         table.add(
             one.key,
-            _saved_as(one, found),
+            _saved_as(one.key, found),
             _wanted_as(one),
             verb if one.report is None else happens,
             _to_read(one, found),
         )
+    for key, report in found.forecast.passed_over.items():
+        table.add(key, _saved_as(key, found), "nothing", f"left out: {report.reason}", "")
     misfits = [(one.key, *line) for one in found.forecast.components for line in _lines(one.misfits)]
     keys_table = Listing("component", "key", "what does not fit", names=2, bare=(2,))
     for row in first_rows(misfits, lambda row: row[0], most=most_rows(all=keys.all)):
@@ -207,6 +209,7 @@ def as_json(found: Plan) -> dict[str, Any]:
         "saved": None if manifest is None else {name: getattr(manifest, name) for name in ("world_size", "topology")},
         "wanted": {"layout": found.layout} | wanted,
         "components": {one.key: _component_as_json(one, found) for one in found.forecast.components},
+        "passed_over": {key: report.reason for key, report in found.forecast.passed_over.items()},
     }
 
 
@@ -264,10 +267,10 @@ def _change_of_layout(found: Plan) -> str:
     return f"among the same {counted(after, 'rank')}" if found.manifest.topology["groups"] != groups else ""
 
 
-def _saved_as(one: LoadPreview, found: Plan) -> str:
+def _saved_as(key: str, found: Plan) -> str:
     if found.manifest is None:
         return "pickled files"
-    saved = found.manifest.components.get(one.key)
+    saved = found.manifest.components.get(key)
     if saved is None:
         return "nothing"
     return saved.sharing_pattern + (f" of {saved.group_name}" if saved.group_name else "")
@@ -291,7 +294,7 @@ def _component_as_json(one: LoadPreview, found: Plan) -> dict[str, Any]:
     verdict, text = what(one, found)
     exact = one.key in found.bytes_are_exact
     return {
-        "saved_as": _saved_as(one, found),
+        "saved_as": _saved_as(one.key, found),
         "wanted_as": one.component.pattern.value,
         "process_group_name": one.component.process_group_name,
         "elastic": one.component.elastic or default_elastic(one.component.pattern),

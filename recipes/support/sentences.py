@@ -52,6 +52,7 @@ _CONFIG_WORDS: tuple[tuple[str, str], ...] = (
     (r"\bdeclare component ([\w-]+) with (\w+)=([\w-]+) and (\w+)=", r"set components.\1.\2=\3 components.\1.\4="),
     (r"\bdeclare component ([\w-]+) with (\w+)=", r"set components.\1.\2="),
     (r"\b([Ll])eave component ([\w-]+) out\b(?! with)", r"\1eave component \2 out with ~components.\2"),
+    (r"\bon purpose: None for its object in a Checkpointer, .* strict=False for all of them", "with load.strict=false"),
     (r"\bchoose another folder: ", "choose another with output_dir=<folder>: "),
     (
         r"\bLoad it by ckpt\.load\(path, allow_pickle=True\)[^;]*;",

@@ -46,6 +46,11 @@ def test_no_sentence_of_the_library_speaks_to_a_command_line() -> None:
             "declare component x with sharing_pattern=per_group and process_group_name=tp",
             "set components.x.sharing_pattern=per_group components.x.process_group_name=tp",
         ),
+        (
+            "Give each its object, or leave it out on purpose: None for its object in a Checkpointer, leave_out of load_checkpoint, "
+            "strict=False for all of them.",
+            "Give each its object, or leave it out with load.strict=false.",
+        ),
         ("declare component rng with elastic=None, or leave", "set components.rng.elastic=null, or leave"),
         ("saves.writer_cores=0: expected at least 1", "save.writer_cores=0: expected at least 1"),
         ("Give it backend=KimiEngineBackend(pool=True) and", "Give it ckpt=kimi-engine, ckpt.pool=true and"),

@@ -83,7 +83,9 @@ class OwnGroup:
         """
         group, self._group = self._group, None
         if group is not None:
-            Thread(target=_end_late, args=(group, self._timeout_s), name="ckpt-group", daemon=True).start()
+            thread = Thread(target=_end_late, args=(group, self._timeout_s), name="ckpt-group", daemon=True)
+            with suppress(RuntimeError):  # the system gives no more threads: the collective ends by its timeout
+                thread.start()
 
     def close(self) -> None:
         """Leave. No collective is under way."""

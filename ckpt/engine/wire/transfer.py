@@ -28,7 +28,7 @@ from ckpt.errors import CheckpointError, CorruptCheckpointError, RankAbsentError
 from ckpt.format.manifest import digest_of
 from ckpt.memory.device import same_device
 from ckpt.ranks.topology import Topology
-from ckpt.ranks.waiting import poll_until
+from ckpt.ranks.waiting import poll_until, start
 
 IN_FLIGHT = 2
 PHASE = "transfer"
@@ -48,7 +48,7 @@ class Network:
         self._news: SimpleQueue[int] = SimpleQueue()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(work, same_device()), name="ckpt-weights", daemon=True)
-        self._thread.start()
+        start(self._thread)
 
     def _run(self, work: Callable[[Callable[[int], None]], None], begin: Callable[[], None]) -> None:
         try:
@@ -191,8 +191,8 @@ def _land(bucket: int, wait: Callable[[], None], tell: Callable[[int], None]) ->
 
 
 def _copy_parts(there: torch.Tensor, here: torch.Tensor, runs: Runs) -> None:
-    for start, stop in runs:
-        there[start:stop].copy_(here[start:stop])
+    for begin, end in runs:
+        there[begin:end].copy_(here[begin:end])
 
 
 class Verifier:

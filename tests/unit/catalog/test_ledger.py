@@ -300,6 +300,15 @@ def test_a_root_that_cannot_be_created_is_one_sentence() -> None:
     )
 
 
+def test_a_full_disk_on_which_no_root_can_be_made_is_no_wrong_folder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(StorageError, match=r"cannot be written: No space left on device: '.*' \([0-9,]+ bytes are free\)$"):
+        Ledger(root, run_id="a").open("1")
+
+
 def test_a_file_where_the_root_should_be_is_one_sentence(tmp_path: Path) -> None:
     in_the_way = tmp_path / "file"
     in_the_way.write_text("not a folder")
