@@ -43,6 +43,7 @@ from recipes.support.config import (
     require_kind,
     values_of,
 )
+from recipes.support.keys import shown
 from recipes.support.report import SUMMARY_NAME, Report, Summary, write_summary
 from recipes.support.run_folder import writing
 from recipes.training.parallel.base import Arranged, Layout
@@ -220,8 +221,9 @@ class Training:
         node = self.cfg["optimizer"]
         try:
             optimizer = made(node, params=self.model.parameters())
-        except (TypeError, ValueError) as error:  # of values that their types allow, such as lr=-1
-            raise ConfigurationError(f"optimizer: {node['_target_']} refuses its values: {error}") from None
+        except (TypeError, ValueError, LookupError) as error:  # lr=-1, betas=3: a config does not know their types
+            values = " ".join(f"{key}={shown(value)}" for key, value in node.items() if key != "_target_")
+            raise ConfigurationError(f"optimizer: {node['_target_']} refuses {values}: {error}") from None
         self.optimizer = arranged.wrap_optimizer(require_kind(torch.optim.Optimizer, "optimizer", node, optimizer))
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate_factor)
         self.model_state = ModelState(self.model)

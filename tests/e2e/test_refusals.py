@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ckpt.catalog.verify import verify_checkpoint
-from ckpt.errors import StorageError
+from ckpt.errors import ConfigurationError, StorageError
 from ckpt.ranks.topology import Topology
 from recipes.training.training import train
 from tests.e2e.processes import a_second, left_after, mark, marked
@@ -145,3 +145,9 @@ def test_a_command_whose_reader_is_gone_ends_quietly(tmp_path: Path) -> None:
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith("step ")
     assert "Traceback" not in done.stderr and done.stderr == ""
+
+
+@pytest.mark.parametrize("betas", ["3", "''", "[0.9]", "[2,3]"])
+def test_values_that_an_optimizer_refuses_are_named(tmp_path: Path, betas: str) -> None:
+    with pytest.raises(ConfigurationError, match="optimizer: torch.optim.AdamW refuses lr=.* betas=.*: "):
+        run(tmp_path / "run", "train.steps=1", f"optimizer.betas={betas}")
