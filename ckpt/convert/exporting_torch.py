@@ -106,7 +106,8 @@ def _add_records(source: CheckpointSource, tensors: Mapping[str, OpenedTensor], 
         names = {one.name: name for name, one in tensors.items()}
         records = records_of(source, names, digest_of(archive.read(described)))
         if records is not None:
-            archive.writestr(described.removesuffix("data.pkl") + RECORDS_NAME, records.to_bytes())
+            member = zipfile.ZipInfo(described.removesuffix("data.pkl") + RECORDS_NAME)  # dated 1980, so that equal states are equal files
+            archive.writestr(member, records.to_bytes())
 
 
 def _by_name(state: dict[str, Any]) -> dict[str, OpenedTensor]:

@@ -33,11 +33,14 @@ from ckpt.errors import (
     RankAbsentError,
     ShapeMismatchError,
     ShardingError,
+    StorageError,
 )
 from ckpt.format.manifest_parsing import parse_index
 from ckpt.ranks.addresses import machine
 from ckpt.ranks.default_topology import use_topology
+from ckpt.ranks.waiting import in_thread
 from tests.covering import and_in_full
+from tests.pace import patience
 from tests.ranks import Dead, Topology, run_ranks
 from tests.sharded_saves import (
     SAVES,
@@ -73,6 +76,34 @@ class Faulty(Topology):
             self.names.append(name)
             if self.at == (number, "after"):
                 raise OSError(errno.ENOSPC, "No space left on device", name)
+
+
+@pytest.mark.parametrize("save", SAVES.values(), ids=SAVES.keys())
+def test_saves_after_one_whose_last_finalizer_failed_have_memory_of_their_own(tmp_path: Path, save: Any) -> None:
+    """A copy that lies in the memory of another save's waits for it, or is written over by it."""
+
+    def fails() -> None:
+        raise StorageError("the last finalizer")
+
+    for number in range(3):
+        (tmp_path / f"{number}").mkdir()
+    request = dist_checkpointing.save(_one_tensor(0), tmp_path / "0", save, async_sharded_save=True)
+    assert request is not None
+    request.add_finalize_fn(fails)
+    with pytest.raises(StorageError, match="the last finalizer"):
+        request.execute_sync()
+    made = [
+        in_thread(partial(dist_checkpointing.save, _one_tensor(number), tmp_path / f"{number}", save, async_sharded_save=True), "save")
+        for number in (1, 2)
+    ]
+    for number, one in enumerate(made, start=1):
+        one.result(timeout=patience(20.0)).execute_sync()
+        loaded = dist_checkpointing.load_plain_tensors(tmp_path / f"{number}")
+        assert torch.equal(loaded["w"], global_index((300, 10)) + number)
+
+
+def _one_tensor(number: int) -> dict[str, Any]:
+    return {"w": ShardedTensor.from_rank_offsets("w", global_index((300, 10)) + number)}
 
 
 def _interrupt_every_phase(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections import deque
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -75,7 +76,9 @@ class SaveTensors(AsyncSaveShardedStrategy):
         """
         save = self._save_of(sharded_state_dict, Path(checkpoint_dir))
         arena = self._idle.pop() if self._idle else Arena(staging_memory)
-        give_back = partial(self._idle.append, arena)
+        lent = ExitStack()
+        lent.callback(self._idle.append, arena)
+        give_back = lent.close  # once: a save is abandoned, too, whose last agreement fails after its finalizers
         try:
             with current_topology().operation(f"save into {checkpoint_dir}"):
                 save.prepare(arena)

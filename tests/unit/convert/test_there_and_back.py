@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import zipfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -153,6 +154,13 @@ def _load_and_compare(topology: Topology, path: Path) -> None:
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
     return {key: one.data if isinstance(one, ShardedTensor) else one for key, one in state.items()}
+
+
+def test_an_export_to_torch_tells_no_time(saved: Path, tmp_path: Path) -> None:
+    """Equal states are equal files, of whichever day."""
+    convert(saved, tmp_path / "all.pt", "torch")
+    dates = {member.date_time for member in zipfile.ZipFile(tmp_path / "all.pt").infolist() if member.filename.endswith(RECORDS_NAME)}
+    assert dates == {(1980, 1, 1, 0, 0, 0)}
 
 
 def test_programs_without_ours_see_natural_names_and_nothing_else(saved: Path, tmp_path: Path) -> None:
