@@ -24,20 +24,18 @@ moved or removed, and nothing is linked to it. It can be loaded by its path. Wit
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime, timedelta
-from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
 from ckpt.backends.zarr_format import DOCUMENT
+from ckpt.catalog.committed import COMMITTED, Committed, continues, id_in, look, look_for, placed
 from ckpt.catalog.owner import (
     OWNER_SUFFIX,
     FolderLock,
@@ -53,61 +51,22 @@ from ckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
     ConfigurationError,
-    CorruptCheckpointError,
     StorageError,
     is_full,
     logger_of,
     sentence,
 )
-from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.durable import exchange, sync_folder, write_durably
 from ckpt.format.manifest import MANIFEST_NAME, MAX_COMMIT_NUMBER
-from ckpt.format.manifest_parsing import require_own_digest
 from ckpt.format.removal import empty, own_name, remove
-from ckpt.format.stored import identity_of, read_manifest, read_manifest_bytes
+from ckpt.format.stored import read_manifest
 
-_COMMITTED = "checkpoint-"
 ROOT_OWNER = f".run{OWNER_SUFFIX}"
 _VALID_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9_.-]{1,200}")
 _HIDDEN = re.compile(r"\.(?P<kind>unpublished|replaced|quarantined|abandoned|removed)-(?P<id>.+)-[0-9a-f]{8}")
 _PART = re.compile(r"(?!\.{1,2}\Z)[^/\0]+")
-_TIMESTAMP = re.compile(rb'"timestamp"\s*:\s*"([^"]+)"')
-_COMMIT_NUMBER = re.compile(rb'"commit_number"\s*:\s*(-?\d[\d.]*)\s*[,}]')
-_ID = re.compile(rb'"checkpoint_id"\s*:\s*("(?:[^"\\]|\\.)*")')
-_RUN_ID = re.compile(rb'"run_id"\s*:\s*"([0-9A-Za-z_.-]{1,64})"')
-_HEAD_BYTES = 4096  # holds these keys as `CheckpointManifest` writes them; other writers may order them otherwise
-_MOST_BYTES = 1 << 16
-_AHEAD = timedelta(days=1)
-_UNKNOWN = -1
 
 _log = logger_of(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """A checkpoint that was published: `path` holds a manifest.
-
-    Attributes:
-        timestamp: of the manifest, UTC.
-        number: its `commit_number`; 0: none, as in older versions.
-        run_id: of the run that saved it; None: the manifest has none.
-        is_ahead: its time is more than a day in the future, and is not used for the order of commits.
-        says_id: the manifest says this id; False: it says none or another one, because it is damaged, or the whole name, as saves by path
-            write it.
-    """
-
-    id: str
-    path: Path
-    timestamp: datetime
-    number: int = 0
-    run_id: str | None = None
-    is_ahead: bool = False
-    says_id: bool = True
-
-    @property
-    def order(self) -> tuple[int, bool, datetime, str]:
-        """Sort key for the order of commits: by number; checkpoints without one come first, by time."""
-        return self.number, not self.is_ahead, self.timestamp, self.id
 
 
 class Commit(NamedTuple):
@@ -186,14 +145,14 @@ class Ledger:
         at = next((number for number, one in enumerate(committed) if os.path.realpath(one.path) == where), None)
         if at is not None:
             return committed[at + 1 :]
-        this = _look(Path(where)) if os.path.dirname(where) == os.path.realpath(self._root) else None
+        this = look(Path(where)) if os.path.dirname(where) == os.path.realpath(self._root) else None
         return None if this is None else [one for one in committed if one.order[:3] > this.order[:3]]
 
     def next_commit(self) -> Commit:
         """Return number and time for a checkpoint that will be published. Lead rank only."""
         with _told(f"checkpoint root {self._root} cannot be read"):
-            names = [name for name in self._names() if name.startswith((_COMMITTED, ".replaced-"))]
-            found, now = [one for name in names if (one := _look(self._root / name))], datetime.now(UTC)
+            names = [name for name in self._names() if name.startswith((COMMITTED, ".replaced-"))]
+            found, now = [one for name in names if (one := look(self._root / name))], datetime.now(UTC)
         number = 1 + max((one.number for one in found), default=0)
         latest = max((one.timestamp for one in found), default=now)
         credible = [one.timestamp + timedelta(microseconds=1) for one in found if not one.is_ahead]
@@ -202,8 +161,8 @@ class Ledger:
 
     def renamed(self) -> list[str]:
         """Return the names of copied and renamed checkpoints in the root, which are the user's."""
-        names = [name for name in self._names() if name.startswith(_COMMITTED)]
-        return [name for name in names if _look(self._root / name) and not _look_for(_id_in(name), self._root / name)]
+        names = [name for name in self._names() if name.startswith(COMMITTED)]
+        return [name for name in names if look(self._root / name) and not look_for(id_in(name), self._root / name)]
 
     def claim(self, lock: FolderLock, progress: Callable[[], object]) -> None:
         """Create the root if needed, and acquire its lock, or check that it is still held. Lead rank only.
@@ -273,7 +232,7 @@ class Ledger:
             CheckpointExistsError: another run, which lives, has committed a checkpoint of this id.
             StorageError: the commit failed; an old checkpoint of this id is back in its place.
         """
-        target = self._root / f"{_COMMITTED}{checkpoint_id}"
+        target = self._root / f"{COMMITTED}{checkpoint_id}"
         with self._publishing(unpublished, target):
             self._require_not_of_another(checkpoint_id)
             aside = self._make_way(target, checkpoint_id, refused or {})
@@ -292,7 +251,7 @@ class Ledger:
 
     def _require_not_of_another(self, checkpoint_id: str) -> None:
         """Require that no living run has a checkpoint of this id, which it would lose."""
-        one = _look_for(checkpoint_id, self._root / f"{_COMMITTED}{checkpoint_id}")
+        one = look_for(checkpoint_id, self._root / f"{COMMITTED}{checkpoint_id}")
         if one is not None and one.run_id in self.living():
             raise CheckpointExistsError(
                 f"{one.path} is of another run, {one.run_id}, which lives and shares the root: save under ids of each run's own, or into "
@@ -483,12 +442,12 @@ class Ledger:
             return []
 
     def _committed_among(self, names: list[str]) -> list[Committed]:
-        published = {_id_in(name) for name in names if name.startswith(_COMMITTED)}
-        found = {id: one for id in published if (one := _look_for(id, self._root / f"{_COMMITTED}{id}"))}
+        published = {id_in(name) for name in names if name.startswith(COMMITTED)}
+        found = {id: one for id in published if (one := look_for(id, self._root / f"{COMMITTED}{id}"))}
         for id, candidates in self._replaced_among(names).items():
             if id not in found and candidates:
                 found[id] = candidates[-1]
-        return sorted(_placed(list(found.values())), key=lambda one: one.order)
+        return sorted(placed(list(found.values())), key=lambda one: one.order)
 
     def _replaced_among(self, names: list[str]) -> dict[str, list[Committed]]:
         """Return id -> checkpoints that were moved aside, the oldest commit first."""
@@ -496,7 +455,7 @@ class Ledger:
         for name in names:
             match = _HIDDEN.fullmatch(name)
             if match is not None and match["kind"] == "replaced":
-                one = _look_for(match["id"], self._root / name)
+                one = look_for(match["id"], self._root / name)
                 aside.setdefault(match["id"], []).extend([one] if one else [])
         return {id: sorted(some, key=lambda one: one.order) for id, some in aside.items()}
 
@@ -522,17 +481,17 @@ class Ledger:
 
     def _home_of(self, aside: Path, id: str) -> Path:
         """Return the path of a checkpoint before it got a hidden name with this id. One saved by its path has no commit number."""
-        one = _look(aside)
+        one = look(aside)
         if one is not None and one.number == 0 and id == safe_id(one.id) and _PART.fullmatch(one.id):
             return self._root / one.id
-        return self._root / f"{_COMMITTED}{id}"
+        return self._root / f"{COMMITTED}{id}"
 
     def _settle_replaced(self, names: list[str]) -> None:
         """Finish replacements that a kill interrupted: restore the old checkpoint, or remove it if the new one is committed."""
         for id, candidates in self._replaced_among(names).items():
-            target = self._root / f"{_COMMITTED}{id}"
+            target = self._root / f"{COMMITTED}{id}"
             with _warned(f"cannot settle the replacement of {target}"):
-                if candidates and _look_for(id, target) is None:
+                if candidates and look_for(id, target) is None:
                     self._make_way(target, id, refused={})
                     back = candidates.pop().path
                     os.rename(back, target)
@@ -543,8 +502,8 @@ class Ledger:
 
     def _retire(self, old: Path, new: Path, id: str, delete: Callable[[Path], None], *, others: bool = False) -> None:
         """Remove a checkpoint that a new one has replaced; keep it in quarantine if the new one is not of its history."""
-        one = _look(old)
-        if others or one is None or _continues(new, one):
+        one = look(old)
+        if others or one is None or continues(new, one):
             self._remove(old, new, delete)
             return
         with _warned(f"cannot move {old} into quarantine"):
@@ -580,7 +539,7 @@ class Ledger:
             return "it is no checkpoint, but a symbolic link"
         if not (target / MANIFEST_NAME).is_file():
             return f"it holds no {MANIFEST_NAME}, so it is no checkpoint"
-        if (one := _look_for(checkpoint_id, target)) is None or not one.says_id:
+        if (one := look_for(checkpoint_id, target)) is None or not one.says_id:
             return f"its {MANIFEST_NAME} does not say that it was saved as {checkpoint_id}"
         return next((reason for path, reason in refused.items() if self._is(target, path)), None)
 
@@ -630,24 +589,6 @@ class Ledger:
                 owner.release()
 
 
-def runs_of(one: Committed) -> set[str | None]:
-    """Return the ids of the run that saved a checkpoint, and of those that it went on from, as far as its manifest can be read."""
-    try:
-        return {one.run_id, *read_manifest(one.path).history}
-    except CheckpointError:
-        return {one.run_id}
-
-
-def _continues(new: Path, old: Committed) -> bool:
-    """Whether a checkpoint is of the run that has saved an older one, or of a run that went on from it."""
-    if (one := _look(new)) is not None and one.run_id == old.run_id:
-        return True
-    try:
-        return old.number <= read_manifest(new).history.get(old.run_id or "", -1)
-    except CheckpointError:
-        return False
-
-
 def _files_of_user(checkpoint: Path) -> list[str]:
     """Return what lies in a checkpoint's folder beside what its save has put there. Folders of components are not looked into."""
     if checkpoint.is_symlink() or not (checkpoint / MANIFEST_NAME).is_file():
@@ -672,123 +613,13 @@ def safe_id(name: str) -> str:
 
 def is_removable(path: Path) -> bool:
     """Whether a path is that of a checkpoint which was saved under this name, or a symbolic link, of which the link alone is removed."""
-    return path.is_symlink() or ((one := _look(path)) is not None and one.id in (path.name, _id_in(path.name)))
+    return path.is_symlink() or ((one := look(path)) is not None and one.id in (path.name, id_in(path.name)))
 
 
 def _name_of(folder: Path) -> str:
     """The part of hidden names that tells of a folder."""
-    id = _id_in(folder.name)
+    id = id_in(folder.name)
     return id if id != folder.name and _VALID_ID.fullmatch(id) else safe_id(folder.name)
-
-
-def _id_in(name: str) -> str:
-    return name.removeprefix(_COMMITTED)
-
-
-def _look_for(checkpoint_id: str, path: Path) -> Committed | None:
-    """Return the checkpoint in this folder; None: it has no manifest, or a whole one that says another id."""
-    one = _look(path)
-    if one is None or (one.says_id and one.id not in (checkpoint_id, path.name) and _is_whole(path)):
-        return None
-    return replace(one, id=checkpoint_id, says_id=one.id == checkpoint_id)
-
-
-def _look(path: Path) -> Committed | None:
-    """Return the checkpoint in this folder, under the id in its manifest; None: it has no manifest."""
-    manifest = path / MANIFEST_NAME
-    try:
-        if not manifest.is_file():
-            return None
-        head = _head_of(manifest)
-        timestamp, number, run_id = _timestamp(head), _COMMIT_NUMBER.search(head), _RUN_ID.search(head)
-        id = _id_said(head)
-        is_damaged = timestamp is None or (run_id is not None and number is None)
-        if timestamp is None or is_damaged:
-            timestamp = datetime.fromtimestamp(manifest.stat().st_mtime, UTC)
-    except FileNotFoundError:
-        return None
-    return Committed(
-        id or "",
-        path,
-        timestamp,
-        number=_UNKNOWN if is_damaged else _counted(number[1] if number is not None else b""),
-        run_id=run_id[1].decode() if run_id is not None else None,
-        is_ahead=timestamp - datetime.now(UTC) > _AHEAD,
-        says_id=id is not None,
-    )
-
-
-def _id_said(head: bytes) -> str | None:
-    """Return the id in a manifest; None: there is none, or it is damaged."""
-    match = _ID.search(head)
-    try:
-        return str(json.loads(match[1])) if match is not None else None
-    except ValueError:
-        return None
-
-
-def _counted(number: bytes) -> int:
-    """Parse a commit number; 0 if no save can have counted up to it."""
-    found = int(number) if number.isdigit() and len(number) <= len(str(MAX_COMMIT_NUMBER)) else 0
-    return found if found <= MAX_COMMIT_NUMBER else 0
-
-
-def _is_whole(checkpoint: Path) -> bool:
-    """Whether a manifest matches its own digest."""
-    with suppress(CheckpointError, OSError):
-        return _matches_own_digest(checkpoint, identity_of(checkpoint))
-    return False
-
-
-@lru_cache(maxsize=1024)
-def _matches_own_digest(checkpoint: Path, identity: tuple[int, ...] | None) -> bool:
-    try:
-        require_own_digest(read_manifest_bytes(checkpoint), str(checkpoint))
-    except CorruptCheckpointError:
-        return False
-    return True
-
-
-def _placed(found: Sequence[Committed]) -> list[Committed]:
-    """Order checkpoints. One with a damaged manifest is not placed before its time, so that a load reports a damaged newest one.
-
-    The manifest is damaged if it says too little, or if its number contradicts its time and it does not match its digest.
-    """
-    in_order = sorted((one for one in found if one.number != _UNKNOWN), key=lambda one: one.order)
-    by_time = sorted(in_order, key=lambda one: one.timestamp)
-    known = {one.id: one for one, at in zip(in_order, by_time, strict=True) if one is at or _is_whole(one.path)}
-    return [*known.values()] + [
-        replace(one, number=max([0, one.number, *(k.number for k in known.values() if k.timestamp <= one.timestamp)]))
-        for one in found
-        if one.id not in known
-    ]
-
-
-def _head_of(manifest: Path) -> bytes:
-    """Return the first bytes of a manifest, up to its tables; b"" if they cannot be read."""
-    try:
-        with CheckpointFolder(manifest.parent) as folder, folder.stream(manifest.name) as file:
-            head = file.read(_HEAD_BYTES)
-            if _TIMESTAMP.search(head) is None or _ID.search(head) is None:
-                head += file.read(_MOST_BYTES - _HEAD_BYTES)
-    except FileNotFoundError:
-        raise
-    except (OSError, CorruptCheckpointError) as error:
-        _log.debug("%s cannot be read: %s", manifest, sentence(error))
-        return b""
-    return head
-
-
-def _timestamp(head: bytes) -> datetime | None:
-    """Return the commit time in a manifest; None: it is damaged."""
-    match = _TIMESTAMP.search(head)
-    if match is None:
-        return None
-    try:
-        said = datetime.fromisoformat(match[1].decode())
-        return said.astimezone(UTC) if said.tzinfo else said.replace(tzinfo=UTC)
-    except (ValueError, OverflowError):
-        return None
 
 
 def _make_folder(path: Path) -> None:

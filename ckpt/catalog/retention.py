@@ -17,7 +17,7 @@ _log = logger_of(__name__)
 
 
 class Listed(Protocol):
-    """A committed checkpoint, such as `ckpt.catalog.ledger.Committed`."""
+    """A committed checkpoint, such as `ckpt.catalog.committed.Committed`."""
 
     @property
     def id(self) -> str: ...

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ckpt.catalog.committed import Committed, runs_of
 from ckpt.catalog.incremental import linked_with
-from ckpt.catalog.ledger import Committed, Ledger, runs_of
+from ckpt.catalog.ledger import Ledger
 from ckpt.catalog.retention import Retention
 from ckpt.errors import CheckpointExistsError, CheckpointGoneError, CheckpointNotFoundError, CorruptCheckpointError
 from ckpt.loading.loader import committed_newest_first

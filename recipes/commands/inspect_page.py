@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
+from ckpt.catalog.committed import Committed
 from ckpt.catalog.incremental import DiskUse, disk_use, files_of
-from ckpt.catalog.ledger import Committed
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, printable, sentence
 from ckpt.format.manifest import CheckpointManifest
 from ckpt.format.stored import noticing_removal, read_manifest

@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 from omegaconf import MISSING, DictConfig
 from rich.filesize import decimal
 
+from ckpt.catalog.committed import Committed
 from ckpt.catalog.incremental import DiskUse, disk_use, linked_with
-from ckpt.catalog.ledger import Committed, Ledger
+from ckpt.catalog.ledger import Ledger
 from ckpt.catalog.verify import Verification, examine
 from ckpt.dist_checkpointing.megatron.layout import is_megatron_zarr
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, printable, sentence

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ckpt import CheckpointCoordinator, StateComponent
-from ckpt.catalog.ledger import Committed, Ledger
+from ckpt.catalog.committed import Committed
+from ckpt.catalog.ledger import Ledger
 from ckpt.catalog.verify import verify_checkpoint
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import CheckpointError

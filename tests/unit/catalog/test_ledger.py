@@ -24,7 +24,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.catalog import owner
-from ckpt.catalog.ledger import Committed, Ledger
+from ckpt.catalog.committed import Committed
+from ckpt.catalog.ledger import Ledger
 from ckpt.catalog.owner import Owner, owner_file
 from ckpt.errors import ConfigurationError, StorageError
 from ckpt.format.manifest import MANIFEST_NAME, CheckpointManifest, digest_of

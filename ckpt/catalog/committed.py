@@ -1,0 +1,185 @@
+"""What the first bytes of a manifest say of a committed checkpoint, and the order of commits."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from functools import lru_cache
+from pathlib import Path
+
+from ckpt.errors import CheckpointError, CorruptCheckpointError, logger_of, sentence
+from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.manifest import MANIFEST_NAME, MAX_COMMIT_NUMBER
+from ckpt.format.manifest_parsing import require_own_digest
+from ckpt.format.stored import identity_of, read_manifest, read_manifest_bytes
+
+COMMITTED = "checkpoint-"
+_TIMESTAMP = re.compile(rb'"timestamp"\s*:\s*"([^"]+)"')
+_COMMIT_NUMBER = re.compile(rb'"commit_number"\s*:\s*(-?\d[\d.]*)\s*[,}]')
+_ID = re.compile(rb'"checkpoint_id"\s*:\s*("(?:[^"\\]|\\.)*")')
+_RUN_ID = re.compile(rb'"run_id"\s*:\s*"([0-9A-Za-z_.-]{1,64})"')
+_HEAD_BYTES = 4096  # holds these keys as `CheckpointManifest` writes them; other writers may order them otherwise
+_MOST_BYTES = 1 << 16
+_AHEAD = timedelta(days=1)
+_UNKNOWN = -1
+
+_log = logger_of(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A checkpoint that was published: `path` holds a manifest.
+
+    Attributes:
+        timestamp: of the manifest, UTC.
+        number: its `commit_number`; 0: none, as in older versions.
+        run_id: of the run that saved it; None: the manifest has none.
+        is_ahead: its time is more than a day in the future, and is not used for the order of commits.
+        says_id: the manifest says this id; False: it says none or another one, because it is damaged, or the whole name, as saves by path
+            write it.
+    """
+
+    id: str
+    path: Path
+    timestamp: datetime
+    number: int = 0
+    run_id: str | None = None
+    is_ahead: bool = False
+    says_id: bool = True
+
+    @property
+    def order(self) -> tuple[int, bool, datetime, str]:
+        """Sort key for the order of commits: by number; checkpoints without one come first, by time."""
+        return self.number, not self.is_ahead, self.timestamp, self.id
+
+
+def look(path: Path) -> Committed | None:
+    """Return the checkpoint in this folder, under the id in its manifest; None: it has no manifest."""
+    manifest = path / MANIFEST_NAME
+    try:
+        if not manifest.is_file():
+            return None
+        head = _head_of(manifest)
+        timestamp, number, run_id = _timestamp(head), _COMMIT_NUMBER.search(head), _RUN_ID.search(head)
+        id = _id_said(head)
+        is_damaged = timestamp is None or (run_id is not None and number is None)
+        if timestamp is None or is_damaged:
+            timestamp = datetime.fromtimestamp(manifest.stat().st_mtime, UTC)
+    except FileNotFoundError:
+        return None
+    return Committed(
+        id or "",
+        path,
+        timestamp,
+        number=_UNKNOWN if is_damaged else _counted(number[1] if number is not None else b""),
+        run_id=run_id[1].decode() if run_id is not None else None,
+        is_ahead=timestamp - datetime.now(UTC) > _AHEAD,
+        says_id=id is not None,
+    )
+
+
+def look_for(checkpoint_id: str, path: Path) -> Committed | None:
+    """Return the checkpoint in this folder; None: it has no manifest, or a whole one that says another id."""
+    one = look(path)
+    if one is None or (one.says_id and one.id not in (checkpoint_id, path.name) and _is_whole(path)):
+        return None
+    return replace(one, id=checkpoint_id, says_id=one.id == checkpoint_id)
+
+
+def runs_of(one: Committed) -> set[str | None]:
+    """Return the ids of the run that saved a checkpoint, and of those that it went on from, as far as its manifest can be read."""
+    try:
+        return {one.run_id, *read_manifest(one.path).history}
+    except CheckpointError:
+        return {one.run_id}
+
+
+def continues(new: Path, old: Committed) -> bool:
+    """Whether a checkpoint is of the run that has saved an older one, or of a run that went on from it."""
+    if (one := look(new)) is not None and one.run_id == old.run_id:
+        return True
+    try:
+        return old.number <= read_manifest(new).history.get(old.run_id or "", -1)
+    except CheckpointError:
+        return False
+
+
+def placed(found: Sequence[Committed]) -> list[Committed]:
+    """Order checkpoints. One with a damaged manifest is not placed before its time, so that a load reports a damaged newest one.
+
+    The manifest is damaged if it says too little, or if its number contradicts its time and it does not match its digest.
+    """
+    in_order = sorted((one for one in found if one.number != _UNKNOWN), key=lambda one: one.order)
+    by_time = sorted(in_order, key=lambda one: one.timestamp)
+    known = {one.id: one for one, at in zip(in_order, by_time, strict=True) if one is at or _is_whole(one.path)}
+    return [*known.values()] + [
+        replace(one, number=max([0, one.number, *(k.number for k in known.values() if k.timestamp <= one.timestamp)]))
+        for one in found
+        if one.id not in known
+    ]
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether a manifest matches its own digest."""
+    with suppress(CheckpointError, OSError):
+        return _matches_own_digest(checkpoint, identity_of(checkpoint))
+    return False
+
+
+def id_in(name: str) -> str:
+    return name.removeprefix(COMMITTED)
+
+
+@lru_cache(maxsize=1024)
+def _matches_own_digest(checkpoint: Path, identity: tuple[int, ...] | None) -> bool:
+    try:
+        require_own_digest(read_manifest_bytes(checkpoint), str(checkpoint))
+    except CorruptCheckpointError:
+        return False
+    return True
+
+
+def _head_of(manifest: Path) -> bytes:
+    """Return the first bytes of a manifest, up to its tables; b"" if they cannot be read."""
+    try:
+        with CheckpointFolder(manifest.parent) as folder, folder.stream(manifest.name) as file:
+            head = file.read(_HEAD_BYTES)
+            if _TIMESTAMP.search(head) is None or _ID.search(head) is None:
+                head += file.read(_MOST_BYTES - _HEAD_BYTES)
+    except FileNotFoundError:
+        raise
+    except (OSError, CorruptCheckpointError) as error:
+        _log.debug("%s cannot be read: %s", manifest, sentence(error))
+        return b""
+    return head
+
+
+def _id_said(head: bytes) -> str | None:
+    """Return the id in a manifest; None: there is none, or it is damaged."""
+    match = _ID.search(head)
+    try:
+        return str(json.loads(match[1])) if match is not None else None
+    except ValueError:
+        return None
+
+
+def _timestamp(head: bytes) -> datetime | None:
+    """Return the commit time in a manifest; None: it is damaged."""
+    match = _TIMESTAMP.search(head)
+    if match is None:
+        return None
+    try:
+        said = datetime.fromisoformat(match[1].decode())
+        return said.astimezone(UTC) if said.tzinfo else said.replace(tzinfo=UTC)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _counted(number: bytes) -> int:
+    """Parse a commit number; 0 if no save can have counted up to it."""
+    found = int(number) if number.isdigit() and len(number) <= len(str(MAX_COMMIT_NUMBER)) else 0
+    return found if found <= MAX_COMMIT_NUMBER else 0
