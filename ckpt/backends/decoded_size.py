@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ckpt.errors import CorruptCheckpointError, sentence
-from ckpt.imports import importing
+from ckpt.errors.imports import importing
 
 _PIECE_BYTES = 1 << 20
 _ZSTD_MAGIC = 0xFD2FB528

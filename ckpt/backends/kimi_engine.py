@@ -30,12 +30,12 @@ from ckpt.backends.safetensors_format import (
     read_shard,
 )
 from ckpt.errors import CorruptCheckpointError, StorageError
+from ckpt.errors.imports import importing
 from ckpt.format.box import Box, chunk_box, overlap
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.names import encode_key
 from ckpt.format.records import ArraySpec, ChunkExtent, Expected, FileRecord
-from ckpt.imports import importing
 from ckpt.storage.direct_io import Buffers
 from ckpt.storage.file_sink import DIRECT_BYTES, FileSink, FileSinkWriter, Stream
 from ckpt.storage.files import make_durable

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from ckpt.backends.base import Backend
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
-from ckpt.imports import importing
+from ckpt.errors.imports import importing
 
 
 def _zarr() -> Backend:

@@ -30,12 +30,12 @@ from ckpt.backends.zarr_format import (
     spec_in,
 )
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, sentence
+from ckpt.errors.imports import importing
 from ckpt.format.box import Box, chunks_meeting
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.consistency import MAX_FILE_BYTES
 from ckpt.format.dtypes import bits_of, item_bytes
 from ckpt.format.records import ArraySpec
-from ckpt.imports import importing
 from ckpt.storage.direct_io import Buffers
 from ckpt.storage.file_sink import FileSink
 

@@ -9,9 +9,9 @@ from operator import attrgetter
 
 import torch
 
+from ckpt.errors.imports import private_name
 from ckpt.format.box import Box, whole
 from ckpt.format.dtypes import as_integers, raw_bytes
-from ckpt.imports import private_name
 
 SMALL_BYTES = 64 << 10
 """Up to this size a tensor is cheaper to copy than to read into."""

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from ckpt.imports import importing, private_name
+from ckpt.errors.imports import importing, private_name
 from ckpt.saving.save_settings import SaveSettings
 from recipes.benchmark.contenders import coordinator_of
 from recipes.benchmark.peers import Dcp

@@ -24,7 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from ckpt.imports import private_name
+from ckpt.errors.imports import private_name
 from recipes.support import CONF
 from recipes.support.completion import script
 from recipes.support.help import help_text

@@ -24,8 +24,8 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
+from ckpt.errors.imports import import_failure
 from ckpt.format.names import local_path
-from ckpt.imports import import_failure
 from ckpt.memory.device import Device
 from ckpt.saving.arguments import as_backend, as_strategy
 from ckpt.saving.host_cache import memories_of

@@ -30,13 +30,13 @@ from ckpt.dist_checkpointing.megatron.layout import (
 )
 from ckpt.dist_checkpointing.megatron.layout import is_megatron_zarr as is_megatron_zarr
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingStateError, StorageError, sentence
+from ckpt.errors.imports import importing
 from ckpt.format.box import Box, chunk_box, chunks_meeting
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import bits_of, torch_dtype
 from ckpt.format.held import NOTHING_HELD
 from ckpt.format.records import ArraySpec, ChunkExtent
 from ckpt.format.unpickling import Unknown, unpickle
-from ckpt.imports import importing
 from ckpt.loading.strategy import ReadRequest, StoredPart
 from ckpt.planning.plan import needed_chunks
 from ckpt.storage.checked_blocks import CheckedBlocks

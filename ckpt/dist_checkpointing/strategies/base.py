@@ -14,7 +14,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, overload
 
 from ckpt.errors import ConfigurationError
-from ckpt.imports import importing
+from ckpt.errors.imports import importing
 from ckpt.saving.background.async_utils import AsyncCallsQueue, AsyncRequest
 
 if TYPE_CHECKING:

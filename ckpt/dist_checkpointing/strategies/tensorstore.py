@@ -10,7 +10,7 @@ from ckpt.backends.base import Backend
 from ckpt.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
 from ckpt.dist_checkpointing.strategies.sharded import LoadTensors, SaveTensors
 from ckpt.errors import ShapeMismatchError, logger_of
-from ckpt.imports import importing
+from ckpt.errors.imports import importing
 
 if TYPE_CHECKING:
     import tensorstore as ts

@@ -22,13 +22,13 @@ import torch
 
 from ckpt.backends.ocdbt_format import Value
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
+from ckpt.errors.imports import importing
 from ckpt.format.box import Box, chunk_box, num_chunks, whole
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import item_bytes, torch_dtype
 from ckpt.format.gc_pause import gc_paused
 from ckpt.format.records import ArraySpec
 from ckpt.format.strict_json import MAX_INT, Shape, Side, fit, parse, read
-from ckpt.imports import importing
 from ckpt.loading.other_formats.other_checkpoint import Encoded, OtherCheckpoint, OtherTensor, Step
 
 METADATA = "_METADATA"

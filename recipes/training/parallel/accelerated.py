@@ -6,7 +6,7 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 
 from ckpt.errors import ConfigurationError
-from ckpt.imports import private_name
+from ckpt.errors.imports import private_name
 from ckpt.ranks.topology import Topology
 from recipes.support.ranks import environment_with
 from recipes.training.gpt import GPT, next_token_loss
