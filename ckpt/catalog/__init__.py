@@ -3,6 +3,7 @@
 Files:
 
     owner                   a locked owner file, so that only one run uses a folder
+    committed               what a manifest's head says of its checkpoint, and the order of commits
     ledger                  checkpoint folders: the rename to `checkpoint-<id>` is the commit; the newest is found here (no file `latest`)
     retention               which checkpoints of a run stay after a save
     incremental             files of an earlier checkpoint that a save may link

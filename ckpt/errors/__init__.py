@@ -6,6 +6,10 @@ plain JSON, `rebuild` makes the same class with the same sentence on every rank.
 
 Names in a checkpoint may hold any character, and reach terminals and logs by messages: every message of an error of this
 family, and every record of the package's loggers, is one line of printable characters (`printable`).
+
+Files:
+
+    imports                 imports that fail become one of these errors
 """
 
 from __future__ import annotations
