@@ -388,7 +388,8 @@ class CheckpointCoordinator:
                 ones are passed over, with a warning.
             strict: missing or unfitting state is an error. Otherwise it is left out and keeps its values: components on one side
                 alone or of other ranks, tensors and plain values on one side alone, tensors of another shape or type. Something
-                of each required component must match all the same.
+                of each required component must match all the same. An object that is no module or optimizer, and has no
+                `prepare_to_load`, gets what was saved in any case.
             leave_out: keys of components that this load does not restore, on purpose: this run's keep their state, and those
                 of the checkpoint need none here.
 

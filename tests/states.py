@@ -43,6 +43,13 @@ class Held:
         self.loaded = state_dict
 
 
+class Fitted(Held):
+    """One that says what a load gives it, as a module does."""
+
+    def prepare_to_load(self, saved: Any) -> None:
+        """Do nothing: the tensors exist already."""
+
+
 def backend_named(name: str) -> Backend:
     if name == "safetensors":
         return KimiEngineBackend(pool=False)  # so that a load in the same process goes by the files

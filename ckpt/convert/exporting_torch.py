@@ -120,7 +120,7 @@ def _with_fakes(node: Any, fakes: dict[int, torch.Tensor]) -> Any:
     """Copy a nested state, with tensors without memory."""
     if isinstance(node, OpenedTensor):
         if id(node) not in fakes:
-            fakes[id(node)] = torch.empty(node.entry.shape, dtype=torch_dtype(node.entry.dtype))
+            fakes[id(node)] = torch.empty(node.entry.shape, dtype=torch_dtype(node.entry.dtype), device="cpu")
         return fakes[id(node)]
     if type(node) is dict:
         return {key: _with_fakes(one, fakes) for key, one in node.items()}

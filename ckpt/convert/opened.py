@@ -95,7 +95,8 @@ class Opened:
         once: dict[str, OpenedTensor] = {}
         leaves: dict[str, Any] = plain | {name: once.setdefault(one.name, one) for name, one in tensors.items()}
         every: dict[str, Path] = {name: paths.get(name) or path_from_json([name]) for name in leaves}
-        return unflatten(leaves, every)
+        nested: dict[Any, Any] = unflatten(leaves, every)
+        return nested
 
     def _component(self, key: str) -> StateComponent:
         component = StateComponent(key, Given(), SharingPattern.REPLICATED)
@@ -119,7 +120,7 @@ class OpenedTensor(NamedTuple):
         Raises:
             CorruptCheckpointError: bytes are missing or changed.
         """
-        out = torch.empty(box.shape, dtype=torch_dtype(self.entry.dtype))
+        out = torch.empty(box.shape, dtype=torch_dtype(self.entry.dtype), device="cpu")
         read_into(self.source, [(self.name, box, out)])
         return out
 
@@ -215,7 +216,7 @@ class Piece(NamedTuple):
 
     def empty(self) -> torch.Tensor:
         """Return new memory for it."""
-        return torch.empty(self.box.shape, dtype=torch_dtype(self.dtype))
+        return torch.empty(self.box.shape, dtype=torch_dtype(self.dtype), device="cpu")
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

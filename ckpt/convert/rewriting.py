@@ -221,7 +221,7 @@ class _Rewriting:
         """Read one item after the other into one reused buffer."""
         for number, one in enumerate(items):
             if one.extent is None:
-                yield Staged(number, [torch.empty(0, dtype=torch_dtype(one.array.dtype))])
+                yield Staged(number, [torch.empty(0, dtype=torch_dtype(one.array.dtype), device="cpu")])
                 continue
             host = self._read(one, one.extent, reader, names)
             if one.pieces and not _lie_end_to_end(one.pieces, one.array.shape[0]):

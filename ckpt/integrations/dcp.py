@@ -55,7 +55,8 @@ from ckpt.ranks.topology import Topology
 from ckpt.saving.arguments import as_backend, as_folder, as_strategy, as_topology
 from ckpt.saving.new_folder import save_into_new_folder
 from ckpt.state.collect import RankState
-from ckpt.state.flatten import path_to_json, to_json
+from ckpt.state.flatten import path_to_json
+from ckpt.state.plain import to_json
 from ckpt.state.sharing import SharingPattern, StateComponent
 from ckpt.state.statefuls import Given
 
@@ -236,7 +237,7 @@ class CkptReader(StorageReader):
             for item, stored, box, tensor in targets:
                 out = tensor
                 if tensor.dtype != torch_dtype(stored.entry.dtype):
-                    out = torch.empty(box.shape, dtype=torch_dtype(stored.entry.dtype))
+                    out = torch.empty(box.shape, dtype=torch_dtype(stored.entry.dtype), device="cpu")
                     copies.append((tensor, out))
                 requests.append(ReadRequest(stored.name, item.storage_index.fqn, box, out))
             device = device_of(request.out for request in requests)

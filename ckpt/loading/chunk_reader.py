@@ -131,7 +131,7 @@ class ChunkReader:
         if is_box and part.out.device.type == "cpu":
             self._checkpoint.decode(one, one.source, part.out)
             return
-        host = torch.empty(one.source.shape, dtype=part.out.dtype)
+        host = torch.empty(one.source.shape, dtype=part.out.dtype, device="cpu")
         self._checkpoint.decode(one, one.source, host)
         self.filling.fill(part.out, host if is_box else host.view(part.region)[part.box.slices])
 
@@ -139,9 +139,9 @@ class ChunkReader:
         """All bytes of an encoded chunk, decoded, with the padding of a chunk at the array's edge."""
         self._check(one)
         array, box = one.array, _chunk_of(one)
-        decoded = torch.zeros(array.grid, dtype=torch_dtype(array.dtype))
+        decoded = torch.zeros(array.grid, dtype=torch_dtype(array.dtype), device="cpu")
         inside = decoded[tuple(slice(0, side) for side in box.shape)]
-        out = inside if inside.is_contiguous() else torch.empty(box.shape, dtype=inside.dtype)
+        out = inside if inside.is_contiguous() else torch.empty(box.shape, dtype=inside.dtype, device="cpu")
         self._checkpoint.decode(one, box, out)
         if out is not inside:
             inside.copy_(out)

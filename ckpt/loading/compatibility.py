@@ -13,7 +13,7 @@ from ckpt.format.gc_pause import gc_paused
 from ckpt.loading.report import ComponentReport, Status, some_of
 from ckpt.loading.sources import CheckpointSource, Rows
 from ckpt.loading.state_matching import MISMATCHES, Match, SavedCopy, match
-from ckpt.state.abilities import Elastic, Prepared, offers
+from ckpt.state.abilities import Elastic, takes_a_part
 from ckpt.state.sharing import DECIDED_BY_OBJECT, OWN_COPIES, Sharing, SharingPattern, StateComponent
 
 
@@ -48,8 +48,7 @@ def as_saved(component: StateComponent, source: CheckpointSource) -> StateCompon
     saved = source.saved_sharing(component) if source.holds(component.key) else None
     if saved is not None and saved.pattern in OWN_COPIES:
         return component.with_sharing(saved)
-    takes_a_part = offers(component.stateful, Prepared)
-    return component.with_sharing(Sharing(SharingPattern.SHARDED if takes_a_part else SharingPattern.REPLICATED))
+    return component.with_sharing(Sharing(SharingPattern.SHARDED if takes_a_part(component.stateful) else SharingPattern.REPLICATED))
 
 
 def asked_for(

@@ -77,7 +77,7 @@ class ExportedSource(ManifestSource):
         start = f"{component.key}/{prefix}"
         found: dict[str, Any] = {key: tuple(row) for key, row in self.rows(component, prefix).items()}
         for key, entry in self.entries(component, prefix).items():
-            out = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+            out = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
             name = entry.alias_of or start + key
             request = ReadRequest(name, f"{component.key}: {key}", whole(entry.shape), out)
             DirectLoad().prepare([request], self._checkpoint, self.topology, self._device, verify=False).run()

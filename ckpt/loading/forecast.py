@@ -22,7 +22,7 @@ from ckpt.loading.state_matching import Match, match_changed, report_of_trouble,
 from ckpt.loading.strategy import bytes_of
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
-from ckpt.state.abilities import Prepared, offers
+from ckpt.state.abilities import takes_a_part
 from ckpt.state.sharing import DECIDED_BY_OBJECT, StateComponent
 
 
@@ -211,7 +211,7 @@ def _misfits(sources: Sequence[CheckpointSource], ones: Sequence[StateComponent]
 def _applied(matches: Sequence[Match], report: ComponentReport) -> ComponentReport:
     """Apply the matches to objects that need no tensor, or hold their tensors themselves."""
     for rank, one in enumerate(matches):
-        if one.requests and (one.copies is not None or not offers(one.component.stateful, Prepared)):
+        if one.requests and (one.copies is not None or not takes_a_part(one.component.stateful)):
             continue
         try:
             one.apply()

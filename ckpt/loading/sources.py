@@ -287,7 +287,7 @@ class CommittedSource(ManifestSource):
             if entry.alias_of is not None:
                 found[key] = (*form, entry.alias_of.removeprefix(start))
             elif entry.grid is None:
-                small.append((key, form, torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))))
+                small.append((key, form, torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")))
             else:
                 found[key] = (*form, tuple(self._chunk_digests(entry)))
         requests = [

@@ -29,9 +29,10 @@ from ckpt.loading.report import ComponentReport, Misfits, Status
 from ckpt.loading.strategy import ReadRequest
 from ckpt.memory.device import empty_beside
 from ckpt.planning.plan import runs_of
-from ckpt.state.abilities import Elastic, Forgetful, Prepared, offers, tied_names
+from ckpt.state.abilities import Elastic, Forgetful, Prepared, PreparedFrom, offers, takes_a_part, tied_names
 from ckpt.state.address import local_tensor, place_of
-from ckpt.state.flatten import Leaves, Path, flatten, plain_and_paths, unflatten
+from ckpt.state.flatten import Leaves, Path, flatten, is_attribute, plain_and_paths, root_container, unflatten
+from ckpt.state.replication import is_piece
 from ckpt.state.sharing import SharingPattern, StateComponent, find_aliases
 
 MISMATCHES = (MissingStateError, WorldSizeError, ShapeMismatchError)
@@ -66,7 +67,8 @@ class SavedCopy:
     @property
     def nested_plain(self) -> dict[Any, Any]:
         """The plain values, nested as `state_dict` gave them."""
-        return unflatten(self.plain, self.paths)
+        nested: dict[Any, Any] = unflatten(self.plain, self.paths)
+        return nested
 
     def name_of(self, key: str) -> str:
         """The name of the array that holds a key's bytes; never an alias."""
@@ -145,7 +147,8 @@ class Loaded:
     paths: dict[str, Path]
 
     def nested(self) -> dict[Any, Any]:
-        return unflatten({**self.tensors, **self.plain}, self.paths)
+        nested: dict[Any, Any] = unflatten({**self.tensors, **self.plain}, self.paths)
+        return nested
 
 
 @gc_paused()
@@ -155,30 +158,32 @@ def match(component: StateComponent, saved: SavedCopy, *, strict: bool) -> Match
     Raises:
         ShapeMismatchError: a tensor does not fit what was saved, and the load is strict.
     """
-    is_prepared = offers(component.stateful, Prepared)
-    if offers(component.stateful, Prepared):
+    is_prepared = takes_a_part(component.stateful)
+    if offers(component.stateful, PreparedFrom):
+        component.stateful.prepare_from(saved.entries, saved.plain, saved.paths)
+    elif offers(component.stateful, Prepared):
         component.stateful.prepare_to_load(
             {key: entry for key, entry in saved.entries.items() if entry.alias_of is None}
         )
     leaves = flatten(component.stateful.state_dict(), component.key)
     one = Match(component, leaves=leaves, saved_keys=tuple(saved.entries))
-    one.leaves.paths |= saved.paths
+    own_paths = one.leaves.paths
     found = _Found()
+    takes_all = not is_prepared and component.pattern is not SharingPattern.SHARDED
+    if takes_all:
+        _leave_what_changed(one.leaves, saved, strict=strict)
     tied = find_aliases(one.leaves.tensors, {})
     _match_tensors(one, saved, tied, found, strict)
-    # A Prepared object knows which keys it can do without; others may rely on all keys of their own state_dict().
     _match_plain(one, saved, found, keep_own=not is_prepared and not strict)
     unclaimed = [k for k, entry in saved.entries.items() if k not in one.leaves.tensors and entry.alias_of is None]
     unclaimed += [k for k, first in tied.items() if k in saved.entries and saved.entries[k].alias_of is None]
-    takes_all = not is_prepared and component.pattern is not SharingPattern.SHARDED
-    if takes_all and one.leaves.tensors:
-        found.only_saved += [key for key in unclaimed if _inside_a_tensor(key, one.leaves)]
-        unclaimed = [key for key in unclaimed if not _inside_a_tensor(key, one.leaves)]
     if takes_all:
         one.new = _new_tensors(one.requests, component.key, unclaimed, saved)
-        one.leaves.paths = {key: (key,) for key in unclaimed} | one.leaves.paths
     else:
         found.only_saved += unclaimed
+    # In the order of the save.
+    one.leaves.paths = saved.paths | {key: (key,) for key in one.new if key not in saved.paths}
+    one.leaves.paths |= {key: path for key, path in own_paths.items() if key not in one.leaves.paths}
     if takes_all:
         _add_aliases(one, saved)
     one.misfits = Misfits(tuple(found.only_saved), tuple(found.only_wanted), found.unfit)
@@ -187,10 +192,33 @@ def match(component: StateComponent, saved: SavedCopy, *, strict: bool) -> Match
     return one
 
 
+def _leave_what_changed(leaves: Leaves, saved: SavedCopy, *, strict: bool) -> None:
+    """Remove the leaves of an object that takes whatever was saved, if they were not saved or do not fit: it gets new ones, or none.
+
+    Args:
+        strict: otherwise entries of the state dict itself stay that were not saved at all: the object may rely on them.
+    """
+    known = {key.partition(".")[0] for key in (*saved.plain, *saved.entries)}
+    root = root_container(next(iter(saved.paths.values()), ("",)))
+    strict = strict or not known or any(root_container(path) != root for path in leaves.paths.values())
+    for key, leaf in list(leaves.tensors.items()):
+        entry = saved.entries.get(key)
+        if entry is not None:
+            dtype, shape, _ = place_of(leaf, key)
+            if (entry.dtype, entry.shape) == (dtype, shape) or is_piece(leaf):
+                continue
+        elif not strict and key.partition(".")[0] not in known:
+            continue
+        del leaves.tensors[key]
+    for key in list(leaves.plain):
+        if key not in saved.plain and (strict or key.partition(".")[0] in known):
+            del leaves.plain[key]
+
+
 def _add_aliases(one: Match, saved: SavedCopy) -> None:
     """Give an object that takes whatever was saved its tied tensors under all of their names."""
     for key, entry in saved.entries.items():
-        if entry.alias_of is None or key in one.leaves.tensors or _inside_a_tensor(key, one.leaves):
+        if entry.alias_of is None or key in one.leaves.tensors:
             continue
         first = entry.alias_of.removeprefix(saved.start)
         tensor = one.new.get(first, one.leaves.tensors.get(first))
@@ -319,7 +347,7 @@ def _match_plain(one: Match, saved: SavedCopy, found: _Found, *, keep_own: bool)
     known = {way for key in (*saved.plain, *saved.entries) for way in _ways(key)} if missing else set()
     for key, value in missing.items():
         # A dictionary on one side may be a single value, such as None or {}, on the other: no key is missing then.
-        if key in known or any(way in saved.plain for way in _ways(key)):
+        if key in known or any(way in saved.plain for way in _ways(key)) or is_attribute(one.leaves.paths[key]):
             continue
         found.only_wanted.append(key)
         found.elements_not_restored += 1
@@ -337,7 +365,7 @@ def _new_tensors(
         entry = saved.entries[key]
         first = alike.get(id(entry))
         if first is None:
-            tensor = alike[id(entry)] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+            tensor = alike[id(entry)] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
         else:  # in half of the time
             tensor = torch.empty_like(first)
         made[key] = tensor

@@ -35,7 +35,8 @@ from ckpt.loading.sources import CheckpointSource, Rows, require_same_kind
 from ckpt.loading.strategy import ReadRequest, ReadStats, bytes_of
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import NamedFromPositions, offers
-from ckpt.state.flatten import Leaves, flatten, rows_of, to_json
+from ckpt.state.flatten import Leaves, flatten, rows_of
+from ckpt.state.plain import to_json
 from ckpt.state.sharing import OWN_COPIES, Sharing, SharingPattern, StateComponent, find_aliases, holders_of
 
 _FILE = re.compile(r"(?P<key>[A-Za-z0-9_-]+?)_state(?:_[A-Za-z0-9_.-]+)?\.pt")

@@ -22,7 +22,7 @@ class Arena:
 
     def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
         self._make = make
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._free: list[tuple[int, int]] = []
         self._changed = threading.Condition()
 
@@ -41,7 +41,7 @@ class Arena:
                 return
             while self._free != ([(0, len(self._memory))] if len(self._memory) else []):
                 self._wait(look)
-            self._free, self._memory = [], torch.empty(0, dtype=torch.uint8)  # before the new memory is there
+            self._free, self._memory = [], torch.empty(0, dtype=torch.uint8, device="cpu")  # before the new memory is there
             self._allocate(num_bytes)
 
     def prepare(self, num_bytes: int, is_over: Callable[[], bool]) -> None:
@@ -64,7 +64,7 @@ class Arena:
     def let_go(self) -> None:
         """Free the block, of which no range is taken. The next `grow` allocates a new one."""
         with self._changed:
-            self._free, self._memory = [], torch.empty(0, dtype=torch.uint8)
+            self._free, self._memory = [], torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, num_bytes: int, look: Callable[[], None]) -> torch.Tensor:
         """Return a range of this many bytes, flat uint8, waiting for one. More than the block's size is never available.

@@ -109,7 +109,7 @@ class Staging:
             if host is None:
                 on_device.setdefault(tensors[number].device, []).append(number)
         batches = []
-        room = self._room(_room_bytes(tensors, on_device)) if on_device else torch.empty(0)
+        room = self._room(_room_bytes(tensors, on_device)) if on_device else torch.empty(0, device="cpu")
         for device, numbers in on_device.items():
             batch = self._start_batch(self._streams.on(device), [tensors[number] for number in numbers], room)
             room = room[-(-batch.host.nbytes // _ALIGNED) * _ALIGNED :]
@@ -319,7 +319,7 @@ def _brought_through(joined: torch.Tensor, room: torch.Tensor, side: SideStream)
     step = len(room) // 2 // _ALIGNED * _ALIGNED
     if step == 0:
         return joined.cpu()
-    host = torch.empty(joined.numel(), dtype=joined.dtype)
+    host = torch.empty(joined.numel(), dtype=joined.dtype, device="cpu")
     there, here = raw_bytes(joined), raw_bytes(host)
     coming: deque[tuple[int, torch.Tensor, StreamEvent]] = deque()
     for number, at in enumerate(range(0, len(there), step)):
@@ -344,7 +344,7 @@ def _brought_in_parts(tensors: Sequence[torch.Tensor], device: torch.device) -> 
     Raises:
         DeviceMemoryError: the device lacks even that.
     """
-    host = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=tensors[0].dtype)
+    host = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=tensors[0].dtype, device="cpu")
     with telling_of_room(device, BUCKET_MIN_BYTES):
         for tensor, flat in zip(tensors, host.split_with_sizes([tensor.numel() for tensor in tensors]), strict=True):
             _copy_in_parts(flat.view(tensor.shape), tensor.detach())

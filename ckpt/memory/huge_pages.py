@@ -27,7 +27,7 @@ class HostMemory:
         count = math.prod(shape)
         num_bytes = count * dtype.itemsize
         if num_bytes == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         if num_bytes >= ARENA_BYTES // 2:
             return torch.frombuffer(private(whole_huge_pages(num_bytes)), dtype=dtype, count=count).view(shape)
         if self._arena is None or self._used + num_bytes > ARENA_BYTES:
@@ -46,7 +46,7 @@ class Scratch:
     """One growing buffer, reused for each allocation. One thread."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a contiguous uninitialized tensor. It replaces the one returned before."""

@@ -47,7 +47,7 @@ class Regions:
     def of(self, name: str, box: Box) -> torch.Tensor:
         """The part of an array in a box; on its own device, with its own strides."""
         if 0 in box.shape:
-            return torch.empty(box.shape, dtype=torch_dtype(self._plan.arrays[name].dtype))
+            return torch.empty(box.shape, dtype=torch_dtype(self._plan.arrays[name].dtype), device="cpu")
         held, local = self._held(name, box)
         return local if box == held else local[box.relative_to(held).slices]
 

@@ -299,7 +299,7 @@ class _Writing:
 
     def _assembled(self, task: ChunkTask, array: ArraySpec, staged: Staged) -> torch.Tensor:
         """Assemble a chunk of this rank's boxes and the partial chunks of other ranks, as a contiguous host tensor."""
-        whole = torch.empty(task.box.shape, dtype=torch_dtype(array.dtype))
+        whole = torch.empty(task.box.shape, dtype=torch_dtype(array.dtype), device="cpu")
         for at, (box, host) in enumerate(zip(task.own, staged.hosts, strict=True)):
             if staged.digests is not None and staged_digests(host, tuple(host.shape)) != staged.digests[at]:
                 raise changed_in_memory(array.path)
@@ -316,7 +316,7 @@ class _Writing:
         if pack.num_elements:
             host = contiguous(staged.hosts[0].reshape(-1))
             if len(staged.hosts) > 1:
-                host = laid_end_to_end(staged.hosts, torch.empty(pack.num_elements, dtype=torch_dtype(pack.dtype)))
+                host = laid_end_to_end(staged.hosts, torch.empty(pack.num_elements, dtype=torch_dtype(pack.dtype), device="cpu"))
             self._described.append(self._share.array_of(pack))
             self._writer.write(self._described[-1], 0, host, staged.whole_digests)
             self._count(pack.tasks[0].name, host)

@@ -5,7 +5,7 @@ Files:
     statefuls, wrappers     modules, optimizers and random generators as components; names without wrappers
     sharing, provider       sharing patterns, which say what ranks hold a component; trainers that declare their components
     abilities               optional methods and attributes of a component's object
-    flatten                 flattens nested state dicts and rebuilds them
+    flatten, plain          flattens nested state dicts and rebuilds them; plain values as JSON
     sharded_base, sharded_tensor   tensors with their position in a global tensor
     address                 position of a leaf in its global array
     collect                 the state of one rank for a save; exchange of plain values and address tables

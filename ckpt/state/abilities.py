@@ -27,6 +27,24 @@ class Prepared(Protocol):
         """Make the tensors for a load to fill. Called on every rank before `state_dict()`, with the saved keys."""
 
 
+class PreparedFrom(Protocol):
+    """Decides from all that was saved what a load fills, and how its tensors are named."""
+
+    def prepare_from(
+        self, saved: Mapping[str, ArrayEntry], plain: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]]
+    ) -> None:
+        """Make the tensors for a load to fill. Called on every rank before `state_dict()`.
+
+        Args:
+            saved: joined key -> saved tensor.
+            plain: joined key -> plain value.
+            paths: joined key -> path in the nested state dict; of a tensor only if `is_named` did not hold.
+        """
+
+    def is_named(self, key: str, path: tuple[Any, ...]) -> bool:
+        """Whether the object finds the path of a tensor from its joined key, so that it need not be saved."""
+
+
 class Forgetful(Protocol):
     """Discards what it prepared for a load that failed."""
 
@@ -103,6 +121,11 @@ class Declared(Protocol):
     """
 
     sharing_pattern: Any
+
+
+def takes_a_part(stateful: object) -> bool:
+    """Whether an object says what a load gives it. Others get whatever was saved."""
+    return offers(stateful, PreparedFrom) or offers(stateful, Prepared)
 
 
 def tied_names(stateful: object) -> Mapping[str, str]:

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ckpt.errors import ShardingError
+from ckpt.errors import ConfigurationError, ShardingError
 from ckpt.errors.imports import private_name
 from ckpt.format.box import Box, whole
 from ckpt.format.dtypes import is_dtensor, zarr_name
@@ -51,7 +51,37 @@ def place_of(leaf: torch.Tensor | ShardedTensor, name: str) -> tuple[str, tuple[
         return zarr_name(leaf.dtype), leaf.global_shape, _only_piece(leaf, name)[0]
     if is_dtensor(leaf):
         return zarr_name(leaf.dtype), tuple(leaf.shape), _box_of(leaf, name)
+    require_dense(leaf, name)
     return _all_of(leaf.dtype, leaf.shape)
+
+
+def require_dense(tensor: torch.Tensor, name: str) -> None:
+    """Refuse a tensor whose elements are not memory of its own.
+
+    Raises:
+        ConfigurationError: it is sparse, nested, quantized, of MKL-DNN, without data, or of a class that wraps other tensors.
+    """
+    kind = type(tensor)
+    if kind not in _ORDINARY:
+        if torch.nn.parameter.is_lazy(tensor):
+            raise _no_memory(name, "not initialized yet", "run the model once before the save")
+        if hasattr(kind, "__tensor_flatten__") or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise _no_memory(
+                name, f"a {kind.__module__}.{kind.__qualname__}, which wraps other tensors", "give those, or a tensor made of it"
+            )
+    if tensor.layout is not torch.strided:
+        raise _no_memory(name, f"of the layout {tensor.layout}", "give to_dense() of it, or its parts")
+    if tensor.is_quantized:
+        raise _no_memory(name, "quantized", "give int_repr() of it, and scale and zero point")
+    if tensor.is_meta:
+        raise _no_memory(name, "on the device meta, where it has no values", "materialize the model first")
+
+
+def _no_memory(name: str, what: str, advice: str) -> ConfigurationError:
+    return ConfigurationError(f"{name} is {what}, which is not kept: {advice}, or leave it out")
+
+
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
 @lru_cache(maxsize=4096)

@@ -21,7 +21,7 @@ from ckpt.format.manifest import digest_of
 from ckpt.memory.device import Device, device_of, wait_for_all
 from ckpt.planning.tables import Address, Table, TablePart, piece_from_json, table_of_pieces, table_to_json
 from ckpt.ranks.topology import Topology
-from ckpt.state.abilities import Prepared, offers, tied_names
+from ckpt.state.abilities import Prepared, PreparedFrom, offers, tied_names
 from ckpt.state.address import local_tensor
 from ckpt.state.flatten import Leaves, TensorLeaf, flatten, rows_of
 from ckpt.state.replication import (
@@ -121,8 +121,8 @@ class RankState:
         """Return digests of this rank's state, for the other ranks to compare with theirs."""
         return {
             "table": digest_of_json(table_to_json(self.table)),
-            "plain": {key: digest_of_json(_values(self.shared_plain(key))) for key in self.plain},
-            "paths": {key: digest_of_json(_tensor_paths(self.shared_plain(key))) for key in self.plain},
+            "plain": {key: digest_of_json(_in_order_of_keys(_values(self.shared_plain(key)))) for key in self.plain},
+            "paths": {key: digest_of_json(_in_order_of_keys(_tensor_paths(self.shared_plain(key)))) for key in self.plain},
             "copies": {key: digest_of_json(copies.fingerprints) for key, copies in self.copies.items()},
             "failed": self.failed,
         }
@@ -325,10 +325,14 @@ def _declared_ties(component: StateComponent, leaves: Leaves) -> Mapping[str, st
 
 
 def _plain_rows(component: StateComponent, leaves: Leaves, tied: Collection[str] = ()) -> dict[str, Any]:
-    """Return {joined key: [path, value]}, and {joined key: [path]} for tensors of an object that is not `Prepared`."""
-    tensors = () if offers(component.stateful, Prepared) else (*leaves.tensors, *tied)
-    rows = rows_of(leaves, component.key, paths_of=tensors)
-    return dict(sorted(rows.items()))
+    """Return {joined key: [path, value]}, and {joined key: [path]} for tensors of an object that is not `Prepared`, in its order."""
+    stateful = component.stateful
+    tensors: Collection[str] = dict.fromkeys((*leaves.tensors, *tied))
+    if offers(stateful, PreparedFrom):
+        tensors = {key for key in tensors if not stateful.is_named(key, leaves.paths[key])}
+    elif offers(stateful, Prepared):
+        tensors = ()
+    return rows_of(leaves, component.key, paths_of=tensors)
 
 
 def _values(rows: Mapping[str, Any]) -> dict[str, Any]:
@@ -339,6 +343,11 @@ def _values(rows: Mapping[str, Any]) -> dict[str, Any]:
 def _tensor_paths(rows: Mapping[str, Any]) -> dict[str, Any]:
     """Select the rows of tensors: paths. There may be very many, and they rarely change between saves."""
     return {key: row for key, row in rows.items() if len(row) == 1}
+
+
+def _in_order_of_keys(rows: dict[str, Any]) -> dict[str, Any]:
+    """For digests: ranks may have given equal entries in another order."""
+    return dict(sorted(rows.items()))
 
 
 _HALVES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {"plain": _values, "paths": _tensor_paths}
@@ -401,14 +410,14 @@ class _Merge:
             self._merged[half] = merged
 
     def rows(self) -> dict[str, Any]:
-        """Return all rows, sorted by key. Raises the same error on every rank."""
+        """Return all rows: this rank's in its order, then those of others. Raises the same error on every rank."""
         plain, paths = (self._merged[half] for half in _HALVES)
         for key in sorted(plain.rows.keys() & paths.rows.keys()):
             holders = paths.holder.get(key, 0), plain.holder.get(key, 0)
             raise self._conflict_error(key, paths.rows[key], holders[0], plain.rows[key], holders[1])
-        rows = dict(sorted((plain.rows | paths.rows).items()))
-        _require_one_nesting(self._component, rows, plain.holder | paths.holder)
-        return rows
+        rows = plain.rows | paths.rows
+        _require_one_nesting(self._component, _in_order_of_keys(rows), plain.holder | paths.holder)
+        return {key: rows[key] for key in dict.fromkeys((*self._own, *rows))}
 
     def remember(self, known: MergedRows) -> None:
         """Store the exchanged halves for later saves."""

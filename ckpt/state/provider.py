@@ -105,12 +105,11 @@ def _pattern_of(key: str, stateful: Any, legacy_pattern: str) -> str:
 
 
 def _with_names(components: Sequence[StateComponent]) -> list[StateComponent]:
-    """Wrap each bare optimizer with the module that holds all of its parameters."""
-    modules = [module_of(component.stateful) for component in components]
+    """Wrap each bare optimizer with the modules that hold its parameters."""
+    modules = {one.key: module for one in components if (module := module_of(one.stateful)) is not None}
     return [
-        dataclasses.replace(component, stateful=OptimizerState(component.stateful, owner))
+        dataclasses.replace(component, stateful=OptimizerState(component.stateful, modules))
         if isinstance(component.stateful, torch.optim.Optimizer)
-        and (owner := _owner(component.stateful, [module for module in modules if module is not None])) is not None
         else component
         for component in components
     ]
@@ -121,8 +120,3 @@ def module_of(stateful: Any) -> torch.nn.Module | None:
     if isinstance(stateful, ModelState):
         return stateful.module
     return stateful if isinstance(stateful, torch.nn.Module) else None
-
-
-def _owner(optimizer: torch.optim.Optimizer, modules: Sequence[torch.nn.Module]) -> torch.nn.Module | None:
-    wanted = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    return next((module for module in modules if wanted <= set(module.parameters())), None)

@@ -6,6 +6,7 @@ Their `state_dict` returns the tensors in use, so a load fills these in place, a
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from glob import escape
@@ -15,17 +16,28 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, ShapeMismatchError, sentence
+from ckpt.errors import (
+    CheckpointError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    MissingStateError,
+    ShapeMismatchError,
+    sentence,
+)
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.manifest import ArrayEntry
 from ckpt.memory.device import Device, telling_of_room
 from ckpt.state.abilities import tied_names
-from ckpt.state.address import local_tensor
+from ckpt.state.address import local_tensor, place_of
+from ckpt.state.flatten import Path, flatten, unflatten
 from ckpt.state.sharing import Stateful
 from ckpt.state.wrappers import Unwrapping, saved_under
 
 _MACHINE_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """Options of a parameter group that depend on this run's machine. Not saved."""
+_STATE, _GROUPS, _OTHERS = "state", "param_groups", "other_state"
+_NAMED = frozenset((_STATE, _GROUPS))
+_LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 _DEFAULT_MACHINE_OPTIONS = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
 
 
@@ -53,6 +65,7 @@ class ModelState:
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
         self._saved_as: dict[str, str] = {}  # name -> saved name, during a load
+        self._prepared: dict[str, Any] | None = None  # what a load fills, if the module itself makes its entries of those
 
     @property
     def tied_names(self) -> dict[str, str]:
@@ -68,22 +81,57 @@ class ModelState:
             return []
         return [escape(names.name(given)) for given, _ in self.module.named_buffers()]
 
-    def prepare_to_load(self, saved: Mapping[str, ArrayEntry]) -> None:
-        """Match names that an earlier version saved. The module's tensors exist already."""
-        self._saved_as = {}
+    def prepare_from(
+        self, saved: Mapping[str, ArrayEntry], plain: Mapping[str, Any], paths: Mapping[str, Path]
+    ) -> None:
+        """Match names that an earlier version saved. The module's tensors exist already.
+
+        A module whose own code takes part in a load, such as a hook that renames old entries, is given the entries that were saved if
+        these are others than its own.
+        """
+        self.forget_prepared()
         self._saved_as = saved_under(lambda: self.state_dict().keys(), saved.keys())
+        if not loads_by_own_code(self.module):
+            return
+        own = {key: value for key, value in self.state_dict().items() if isinstance(value, torch.Tensor)}
+        if own.keys() != saved.keys():
+            self._prepared = {}
+            for key, entry in saved.items():
+                fits = key in own and place_of(own[key], key)[:2] == (entry.dtype, entry.shape)
+                self._prepared[key] = own[key] if fits else _new_tensor(entry)
 
     def forget_prepared(self) -> None:
-        """Return to the module's own names."""
+        """Return to the module's own names and entries."""
         self._saved_as = {}
+        self._prepared = None
+
+    def is_named(self, key: str, path: Path) -> bool:
+        """Whether a tensor is an entry of the state dict itself."""
+        return path == (key,)
 
     def state_dict(self) -> dict[str, Any]:
+        if self._prepared is not None:
+            return self._prepared
         state = self.module.state_dict()
         names = self._names(state)
         return dict(state) if names is None else {names[key]: value for key, value in state.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the values that were not loaded in place: buffers kept elsewhere, `get_extra_state` values."""
+        """Set the values that were not loaded in place: buffers kept elsewhere, `get_extra_state` values.
+
+        A module whose own code takes part in a load is given all of them.
+        """
+        if self._prepared is not None or loads_by_own_code(self.module, beside_torch=True):
+            given = {name: key for key, name in (self._names(self.module.state_dict()) or {}).items()}
+            is_other = self._prepared is not None
+            try:
+                self.module.load_state_dict({given.get(name, name): value for name, value in state_dict.items()}, strict=is_other)
+            except RuntimeError as error:
+                if not is_other:
+                    raise
+                raise MissingStateError(f"the module does not take what was saved: {sentence(error)}") from error
+            self.forget_prepared()
+            return
         current = self.module.state_dict()
         given = {name: key for key, name in (self._names(current) or {}).items()}
         named = {given.get(name, name): value for name, value in state_dict.items()}
@@ -106,19 +154,167 @@ class OptimizerState:
     Names stay valid when the order of parameters, the groups or the pipeline stages change; positions do not. State of a weight
     that is tied across ranks is saved under the weight's first name on every rank. Names are free of wrappers.
 
+    The optimizer's own `state_dict` and `load_state_dict` decide what there is. State under keys that are no parameters is kept as
+    `other_state`, and all that a class or a hook adds under its own key. A state dict that is not of torch.optim's form is kept as it is.
+
     Args:
-        module: source of the names and of `tied_names`, {alias: first name}; None if the optimizer was made from
-            `module.named_parameters()`.
+        module: source of the names and of `tied_names`, {alias: first name}; or several by key: one that holds all parameters gives the
+            names, or else each those of its own, behind its key. None if the optimizer was made from `module.named_parameters()`.
 
     Raises:
         ConfigurationError: a parameter has no name.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, module: torch.nn.Module | None = None) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, module: torch.nn.Module | Mapping[str, torch.nn.Module] | None = None
+    ) -> None:
         self.optimizer = optimizer
-        names = _names_of_parameters(module) if module is not None else {}
+        self._modules = module if isinstance(module, Mapping) else {} if module is None else {"": module}
         self._names: dict[torch.Tensor, str] = {}
-        for group in optimizer.param_groups:
+        self._saved_as: dict[str, str] = {}  # name -> saved name, during a load
+        self._prepared: dict[str, Any] | None = None  # what a load fills, in the form of `state_dict`
+        self._find_names()
+
+    def prepare_from(
+        self, saved: Mapping[str, ArrayEntry], plain: Mapping[str, Any], paths: Mapping[str, Path]
+    ) -> None:
+        """Make the state for a load to fill: that of the checkpoint. Tensors of the optimizer are used where they fit; it is not changed.
+
+        Raises:
+            ConfigurationError: parameters that share a group in this run had different options when they were saved.
+        """
+        self.forget_prepared()
+        options = _below(unflatten({key: value for key, value in plain.items() if paths[key][:1] == (_GROUPS,)}, paths), _GROUPS)
+        bare = {key.removeprefix("state.").rpartition(".")[0] for key in saved if key.startswith("state.")}
+        self._find_names()
+        self._saved_as = saved_under(lambda: set(self._names.values()), {*bare, *options})
+        self._require_equal(options)
+        own = flatten(self.state_dict(), "the optimizer")
+        here = {name: (parameter, group) for parameter, name, group in self._parameters()}
+        places = {key: paths.get(key) or _place_of(key, here) for key in saved}
+        known = {*options, *(place[1] for place in places.values() if place[0] in _NAMED and len(place) > 2)}
+        wanted: dict[str, Any] = {}
+        for key, entry in saved.items():
+            place = places[key]
+            if place[0] in _NAMED and len(place) > 2 and place[1] not in here:
+                continue  # of another rank, or of no parameter here
+            wanted[key] = own.tensors.get(key)
+            dtype, shape = ("", entry.shape) if wanted[key] is None else place_of(wanted[key], key)[:2]
+            if dtype != entry.dtype and shape == entry.shape:  # another shape is one that does not fit
+                beside = here.get(str(place[1])) if place[0] == _STATE else None
+                wanted[key] = _new_tensor(entry) if beside is None else _state_tensor(*beside, place[-1], entry)
+        for key, path in own.paths.items():
+            if len(path) > 1 and path[0] in _NAMED and path[1] not in known:
+                places[key] = path
+                wanted[key] = own.tensors.get(key, own.plain.get(key))
+        self._prepared = unflatten(wanted, places)
+
+    def forget_prepared(self) -> None:
+        """Drop what `prepare_from` made."""
+        self._prepared = None
+        self._saved_as = {}
+
+    def is_named(self, key: str, path: Path) -> bool:
+        """Whether the place of a tensor follows from its joined key and the names of parameters."""
+        return path == _place_of(key, self._known)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._prepared is not None:
+            return self._prepared
+        given = self.optimizer.state_dict()
+        positions = self._positions_in(given)
+        if positions is None:
+            self._known: Collection[str] = ()
+            return given
+        state: dict[str, Any] = {}
+        others: dict[Any, Any] = {}
+        groups: dict[str, Any] = {}
+        for group in given[_GROUPS]:
+            options = {option: value for option, value in group.items() if option not in _MACHINE_OPTIONS}
+            groups |= {positions[position]: dict(options) for position in group["params"]}
+        for key, fields in given[_STATE].items():
+            if key not in positions:
+                others[key] = fields
+            elif fields:
+                state[positions[key]] = dict(fields) if isinstance(fields, dict) else fields
+        self._known = groups
+        added = {key: value for key, value in given.items() if key not in _NAMED}
+        if _OTHERS in added:
+            raise ConfigurationError(f"the optimizer's state dict has an entry {_OTHERS}, which is taken: give it another name")
+        return {_STATE: state, _GROUPS: groups, **added, **({_OTHERS: others} if others else {})}
+
+    @_refusing_state("the optimizer")
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give the optimizer a state that was saved: what that lacks of a parameter that it knows is removed.
+
+        Raises:
+            CorruptCheckpointError: invalid states or options.
+        """
+        optimizer = self.optimizer
+        given = optimizer.state_dict()
+        positions = self._positions_in(given)
+        if positions is None or not (state_dict.keys() >= _NAMED):
+            optimizer.load_state_dict(state_dict)
+            self.forget_prepared()
+            return
+        self._require_equal(state_dict[_GROUPS])
+        saved_groups, saved_state = state_dict[_GROUPS], state_dict.get(_STATE, {})
+        known = {*saved_groups, *saved_state}
+        state = {
+            position: saved_state.get(name, {}) if name in known else given[_STATE].get(position, {})
+            for position, name in positions.items()
+        }
+        groups = []
+        for group, old in zip(optimizer.param_groups, given[_GROUPS], strict=True):
+            members = [saved_groups[name] for name in map(self._name_of, group["params"]) if name in saved_groups]
+            options = members[0] if members else old
+            kept = {option: value for option, value in old.items() if option in _MACHINE_OPTIONS}
+            groups.append({option: value for option, value in options.items() if option not in _MACHINE_OPTIONS} | kept)
+        added = {key: value for key, value in state_dict.items() if key not in (*_NAMED, _OTHERS)}
+        state = {position: fields for position, fields in state.items() if fields} | state_dict.get(_OTHERS, {})
+        if _loads_as_torch(optimizer) and not added:
+            self._set(state, groups)
+        else:
+            optimizer.load_state_dict({_STATE: state, _GROUPS: groups, **added})
+        self.forget_prepared()
+
+    def _set(self, state: Mapping[Any, Any], groups: Sequence[dict[str, Any]]) -> None:
+        """Do what torch's `load_state_dict` does, but for its conversions to the parameter's data type, which lose bits."""
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        found: defaultdict[Any, Any] = defaultdict(dict)
+        for key, fields in state.items():
+            found[parameters[key] if type(key) is int else key] = fields
+        for group, options in zip(self.optimizer.param_groups, groups, strict=True):
+            members = group["params"]
+            group.clear()
+            group.update(options | {"params": members})
+        self.optimizer.__setstate__({"state": found, "param_groups": self.optimizer.param_groups})
+
+    def _positions_in(self, given: Any) -> dict[int, str] | None:
+        """Return position -> name of the parameters in an optimizer's own state dict; None: it is not of torch.optim's form."""
+        self._find_names()
+        groups = given.get(_GROUPS) if isinstance(given, Mapping) and isinstance(given.get(_STATE), Mapping) else None
+        own = self.optimizer.param_groups
+        if not isinstance(groups, list) or len(groups) != len(own):
+            return None
+        found: dict[int, str] = {}
+        for group, here in zip(groups, own, strict=True):
+            if len(group.get("params", ())) != len(here["params"]):
+                return None
+            found.update(zip(group["params"], map(self._name_of, here["params"]), strict=True))
+        return found if all(type(position) is int for position in found) else None
+
+    def _find_names(self) -> None:
+        """Name parameters that have no name yet: of groups that were added since.
+
+        Raises:
+            ConfigurationError: one has none.
+        """
+        groups = self.optimizer.param_groups
+        if all(parameter in self._names for group in groups for parameter in group["params"]):
+            return
+        names = _names_in(self._modules, [parameter for group in groups for parameter in group["params"]])
+        for group in groups:
             own_names = group.get("param_names") or [None] * len(group["params"])
             for parameter, own_name in zip(group["params"], own_names, strict=True):
                 name = names.get(parameter, own_name)
@@ -129,68 +325,17 @@ class OptimizerState:
                         "from module.named_parameters()"
                     )
                 self._names[parameter] = name
-        self._prepared: list[tuple[torch.Tensor, str]] = []
-        self._saved_as: dict[str, str] = {}  # name -> saved name, during a load
 
-    def prepare_to_load(self, saved: Mapping[str, ArrayEntry]) -> None:
-        """Make the state tensors of parameters without state. Where shapes agree, they are laid out like the parameter."""
-        stepped = {key.removeprefix("state.").rpartition(".")[0] for key in saved if key.startswith("state.")}
-        self._saved_as = saved_under(lambda: set(self._names.values()), stepped)
-        parameters = {name: (parameter, group) for parameter, name, group in self._parameters()}
-        for key, entry in saved.items():
-            name, _, state_field = key.removeprefix("state.").rpartition(".")
-            if not key.startswith("state.") or name not in parameters:
-                continue
-            parameter, group = parameters[name]
-            if state_field not in self.optimizer.state[parameter]:
-                self.optimizer.state[parameter][state_field] = _state_tensor(parameter, group, entry)
-                self._prepared.append((parameter, state_field))
-
-    def forget_prepared(self) -> None:
-        """Remove the state tensors made by `prepare_to_load`, which hold no values."""
-        for parameter, state_field in self._prepared:
-            self.optimizer.state[parameter].pop(state_field, None)
-            if not self.optimizer.state[parameter]:
-                del self.optimizer.state[parameter]
-        self._prepared.clear()
-        self._saved_as = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {}
-        groups: dict[str, Any] = {}
-        for parameter, name, group in self._parameters():
-            if self.optimizer.state.get(parameter):
-                state[name] = dict(self.optimizer.state[parameter])
-            groups[name] = {option: value for option, value in group.items() if option not in _MACHINE_OPTIONS}
-        return {"state": state, "param_groups": groups}
-
-    @_refusing_state("the optimizer")
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set plain state and group options; tensors are loaded in place already.
-
-        Raises:
-            ConfigurationError: parameters that share a group in this run had different options when they were saved.
-            CorruptCheckpointError: invalid states or options.
-        """
-        saved = state_dict.get("param_groups", {})
+    def _require_equal(self, saved: Mapping[str, Any]) -> None:
+        """Require that the parameters of each group were saved with equal options."""
         for group in self.optimizer.param_groups:
-            members = [self._name_of(parameter) for parameter in group["params"]]
-            options: dict[str, Any] = saved.get(members[0], {}) if members else {}
+            members = [name for name in map(self._name_of, group["params"]) if name in saved]
             for name in members[1:]:
-                other = saved.get(name, options)
-                if not _equal_options(options, other):
+                if not _equal_options(saved[members[0]], saved[name]):
                     raise ConfigurationError(
                         f"optimizer: {members[0]} and {name} share a parameter group in this run, but were saved with different "
-                        f"options, {options} and {other}; make the same groups as the run that saved them"
+                        f"options, {saved[members[0]]} and {saved[name]}; make the same groups as the run that saved them"
                     )
-            group.update({option: value for option, value in options.items() if option not in _MACHINE_OPTIONS})
-        for parameter, name, _ in self._parameters():
-            for state_field, value in state_dict.get("state", {}).get(name, {}).items():
-                current = self.optimizer.state[parameter].get(state_field)
-                if not _same_memory(current, value):
-                    self.optimizer.state[parameter][state_field] = value
-        self._prepared.clear()
-        self._saved_as = {}
 
     def named_from_positions(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Convert a state dict of `torch.optim`, by position, to one by name, for `load_state_dict`. Changes nothing.
@@ -294,7 +439,7 @@ class RNGState:
         self._adopt_seed(state_dict)
         random.setstate(state_dict["python"])
         np.random.set_state(state_dict["numpy"])
-        states = {name: torch.tensor(list(state), dtype=torch.uint8) for name, state in state_dict["torch"].items()}
+        states = {name: torch.tensor(list(state), dtype=torch.uint8, device="cpu") for name, state in state_dict["torch"].items()}
         self._device.set_rng_state(states)
 
     @_refusing_state("the random generators")
@@ -355,6 +500,37 @@ class Filled(Given):
         """Do nothing: the tensors exist already."""
 
 
+def loads_by_own_code(module: torch.nn.Module, *, beside_torch: bool = False) -> bool:
+    """Whether code of a module's classes, or hooks, take part in its `load_state_dict`.
+
+    Args:
+        beside_torch: other code than torch's own, whose hooks prepare modules of FSDP and whose classes fill in what old files lack.
+    """
+    for one in module.modules():
+        hooks = (*one._load_state_dict_pre_hooks.values(), *one._load_state_dict_post_hooks.values())
+        found = [getattr(hook, "hook", hook) for hook in hooks]
+        kind = type(one)
+        for name in ("load_state_dict", "_load_from_state_dict"):
+            if (own := getattr(kind, name)) is not getattr(torch.nn.Module, name):
+                found.append(own)
+        if any(not (beside_torch and str(getattr(code, "__module__", "")).startswith("torch.")) for code in found):
+            return True
+    return False
+
+
+def _names_in(modules: Mapping[str, torch.nn.Module], parameters: Sequence[torch.Tensor]) -> dict[torch.Tensor, str]:
+    """Return the names of parameters, of the module that holds them all, or behind the keys of several modules."""
+    named = {key: _names_of_parameters(module) for key, module in modules.items()}
+    for names in named.values():
+        if all(parameter in names for parameter in parameters):
+            return names
+    joined: dict[torch.Tensor, str] = {}
+    for key, names in named.items():
+        for parameter, name in names.items():
+            joined.setdefault(parameter, f"{key}.{name}" if key else name)
+    return joined
+
+
 def _names_of_parameters(module: torch.nn.Module) -> dict[torch.Tensor, str]:
     """Return the name of every parameter; for a weight that is tied across ranks, its first name."""
     tied, names = _tied_names(module), Unwrapping(module)
@@ -376,8 +552,35 @@ def as_stateful(stateful: Any) -> Stateful:
     return wrapped
 
 
-def _state_tensor(parameter: torch.Tensor, group: Mapping[str, Any], entry: ArrayEntry) -> torch.Tensor:
-    """Allocate a tensor of an optimizer's state, on the device that the optimizer would use.
+def _below(nested: Mapping[str, Any], key: str) -> dict[str, Any]:
+    found = nested.get(key, {})
+    return found if isinstance(found, dict) else {}
+
+
+def _place_of(key: str, names: Collection[str]) -> Path:
+    """Return the path of a tensor from its joined key: the parameter is the longest known name, and what follows is a path in its state."""
+    kind, _, rest = key.partition(".")
+    if kind not in _NAMED or not rest:
+        return (key,)
+    name, _, fields = rest.rpartition(".")
+    longest = name
+    while longest and longest not in names:
+        longest = longest.rpartition(".")[0]
+    return (kind, longest, *rest[len(longest) + 1 :].split(".")) if longest else (kind, name, fields)
+
+
+def _loads_as_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether nothing but torch's own code runs in an optimizer's `load_state_dict`."""
+    is_own = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
+    return is_own and "load_state_dict" not in vars(optimizer) and not any(vars(optimizer).get(one) for one in _LOAD_HOOKS)
+
+
+def _new_tensor(entry: ArrayEntry) -> torch.Tensor:
+    return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
+
+
+def _state_tensor(parameter: torch.Tensor, group: Mapping[str, Any], field: Any, entry: ArrayEntry) -> torch.Tensor:
+    """Allocate a tensor of an optimizer's state, where torch's `load_state_dict` would put it; laid out like the parameter if shapes agree.
 
     Raises:
         DeviceMemoryError: the parameter's device is out of memory.
@@ -386,8 +589,8 @@ def _state_tensor(parameter: torch.Tensor, group: Mapping[str, Any], entry: Arra
     with telling_of_room(parameter.device, local_tensor(parameter).numel() * dtype.itemsize):
         if entry.shape == tuple(parameter.shape) and parameter.dim() > 0:
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        on_device = group.get("capturable") or group.get("fused")
-        return torch.empty(entry.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+        is_on_host = field == "step" and not (group.get("capturable") or group.get("fused"))
+        return torch.empty(entry.shape, dtype=dtype, device="cpu" if is_on_host else parameter.device)
 
 
 def optimizer_by_name(saved: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -441,7 +644,7 @@ def optimizer_in_groups(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 def _as_step(value: Any) -> Any:
     """Convert a step count of old torch versions, a plain number, to a 0-dim tensor."""
-    return torch.tensor(float(value)) if isinstance(value, int | float) else value
+    return torch.tensor(float(value), dtype=torch.float32, device="cpu") if isinstance(value, int | float) else value
 
 
 def _same_memory(current: Any, loaded: Any) -> bool:

@@ -292,7 +292,7 @@ class ExtentReader:
     def _scratch_of(self, num_bytes: int) -> _Array:
         if len(self._scratch) < num_bytes:
             # torch aligns memory to 64 bytes. NumPy's begins 16 bytes past a page, where Linux copies half as fast.
-            self._scratch = torch.empty(max(num_bytes, self._slab_bytes), dtype=torch.uint8).numpy()
+            self._scratch = torch.empty(max(num_bytes, self._slab_bytes), dtype=torch.uint8, device="cpu").numpy()
         return self._scratch[:num_bytes]
 
     def _fill_checked(

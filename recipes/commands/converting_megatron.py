@@ -32,7 +32,7 @@ from ckpt.loading.other_formats.megatron_folders import common_state, is_megatro
 from ckpt.loading.report import some_of
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
-from ckpt.state.flatten import to_json
+from ckpt.state.plain import to_json
 from ckpt.state.sharded_tensor import ShardedTensor
 
 

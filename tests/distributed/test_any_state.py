@@ -32,7 +32,8 @@ from ckpt.format.manifest import ArrayEntry, CheckpointManifest, Index, digest_o
 from ckpt.format.stored import read_index, read_listed_file, read_manifest
 from ckpt.planning.plan import plan_save
 from ckpt.ranks.topology import Topology
-from ckpt.state.flatten import flatten, to_json
+from ckpt.state.flatten import flatten
+from ckpt.state.plain import to_json
 from recipes.benchmark.plan_costs import SyntheticGPT
 from tests import plain_safetensors
 from tests.ranks import run_threads

@@ -38,7 +38,7 @@ from ckpt.saving.save_settings import SaveSettings
 from ckpt.state.state_digest import state_digest
 from ckpt.state.statefuls import ModelState, OptimizerState, RNGState
 from tests.ranks import run_threads
-from tests.states import BACKENDS, Held, coordinator, cpu, global_index, random_bits, same_bits
+from tests.states import BACKENDS, Fitted, Held, coordinator, cpu, global_index, random_bits, same_bits
 
 ALONE = Topology.alone()
 
@@ -48,8 +48,8 @@ def save(root: Path, state: dict, checkpoint_id: str = "1", **options: object) -
         return made.save_checkpoint(checkpoint_id=checkpoint_id)
 
 
-def load(root: Path, state: dict, *, strict: bool = True, path: Path | None = None) -> Held:
-    held = Held(state)
+def load(root: Path, state: dict, *, strict: bool = True, path: Path | None = None, kind: type[Held] = Held) -> Held:
+    held = kind(state)
     coordinator(ALONE, root, [StateComponent("model", held, "global")]).load_checkpoint(path, strict=strict)
     return held
 
@@ -265,9 +265,9 @@ def test_another_shape_or_type_is_refused_before_anything_is_read(tmp_path: Path
     with pytest.raises(
         ShapeMismatchError, match=r"model: w: the checkpoint holds global shape \[6, 5\], this run asks for \[5, 6\]"
     ):
-        load(tmp_path, target)
+        load(tmp_path, target, kind=Fitted)
     with pytest.raises(ShapeMismatchError, match="holds float32, this run asks for float64"):
-        load(tmp_path, {"a": target["a"], "w": torch.zeros(6, 5, dtype=torch.float64)})
+        load(tmp_path, {"a": target["a"], "w": torch.zeros(6, 5, dtype=torch.float64)}, kind=Fitted)
     assert torch.all(target["a"] == -1)
 
 

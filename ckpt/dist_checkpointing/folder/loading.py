@@ -81,7 +81,7 @@ class _ByLibrary:
     def run(self) -> ReadStats:
         num_bytes = 0
         for key, box, out in self.wanted:
-            host = out if out.device.type == "cpu" and out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
+            host = out if out.device.type == "cpu" and out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device="cpu")
             self.checkpoint.read(key, box, host)
             if host is not out:
                 out.copy_(host)
@@ -214,7 +214,8 @@ def _read_part(
     assert match.copies is not None
     copy = match.copies[0]
     leaves = copy.tensors | copy.plain
-    return unflatten({name: leaves[name] for name in rows}, copy.paths)
+    nested: dict[Any, Any] = unflatten({name: leaves[name] for name in rows}, copy.paths)
+    return nested
 
 
 def state_keys(folder: Path, key: str) -> list[str]:

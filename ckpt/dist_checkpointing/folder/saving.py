@@ -148,4 +148,4 @@ def contribution_of(tensors: Iterable[ShardedTensor], *, spread_replicas: bool) 
 def _all_of_nothing(tensor: ShardedTensor) -> list[tuple[Box, torch.Tensor]]:
     """The box of a tensor without elements, so that the checkpoint lists it; otherwise an empty flattened range is no box."""
     shape = tuple(tensor.global_shape)
-    return [(whole(shape), torch.empty(shape, dtype=tensor.dtype))] if 0 in shape else []
+    return [(whole(shape), torch.empty(shape, dtype=tensor.dtype, device="cpu"))] if 0 in shape else []

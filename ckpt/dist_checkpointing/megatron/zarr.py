@@ -214,7 +214,7 @@ class MegatronZarr:
     def _is_readable(self, array: MegatronArray, number: int) -> bool:
         box = chunk_box(array.shape, array.grid, number)
         try:
-            self._reader(array.key)(box, torch.empty(box.shape, dtype=torch_dtype(array.dtype)))
+            self._reader(array.key)(box, torch.empty(box.shape, dtype=torch_dtype(array.dtype), device="cpu"))
         except Exception:
             return False
         return True

@@ -112,7 +112,7 @@ class ReceivedStream:
         self.holds: str | None = None
         self.place: MemoryFile | None = None
         self._lock = threading.Lock()
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._layout: WeightLayout | None = None
         self._readers: list[None] = []  # one item for each iterator over this memory; new memory has a new list
 
@@ -194,7 +194,7 @@ class ReceivedStream:
             readers.pop()
 
     def _forget(self) -> None:
-        self._memory, self._layout, self._readers = torch.empty(0, dtype=torch.uint8), None, []
+        self._memory, self._layout, self._readers = torch.empty(0, dtype=torch.uint8, device="cpu"), None, []
         self.holds = self.place = None
 
     def _has_room(self, layout: WeightLayout) -> bool:

@@ -197,7 +197,7 @@ def _steps(read: Callable[[], Any], where: str) -> torch.Tensor:
     steps = read()
     if type(steps) is not int or not 0 <= steps < 1 << 63:
         raise CorruptCheckpointError(f"{where}: the number of steps is {steps!r:.80}")
-    return torch.tensor(float(steps))
+    return torch.tensor(float(steps), dtype=torch.float32, device="cpu")
 
 
 def _value(held: Content, key: str) -> Any:

@@ -302,7 +302,7 @@ def _string_at(strings: Any, name: str, where: str) -> str:
 
 
 def _number(array: ArraySpec, encoded: Encoded) -> Any:
-    out = torch.empty((), dtype=torch_dtype(array.dtype))
+    out = torch.empty((), dtype=torch_dtype(array.dtype), device="cpu")
     encoded.read(whole(()), out)
     return out.item()
 

@@ -190,7 +190,7 @@ class OtherCheckpoint:
         tensor, pieces = self.tensors[name], self._pieces_of(name)
         dtype = torch_dtype(tensor.dtype)
         if isinstance(pieces, Encoded) or 0 in tensor.shape:
-            values = torch.empty(tensor.shape, dtype=dtype)
+            values = torch.empty(tensor.shape, dtype=dtype, device="cpu")
             if isinstance(pieces, Encoded):
                 pieces.read(whole(tensor.shape), values)
             return [(whole(tensor.shape), values)]

@@ -148,7 +148,7 @@ def make_slots(
     if on_device is not None:
         host = pinned((count - receiving) * slot_bytes)
     else:
-        host = torch.empty(count * slot_bytes, dtype=torch.uint8) if shared is None else shared
+        host = torch.empty(count * slot_bytes, dtype=torch.uint8, device="cpu") if shared is None else shared
     return Slots(host, slot_bytes, count - receiving, receiving, on_device)
 
 

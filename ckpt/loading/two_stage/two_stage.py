@@ -206,7 +206,7 @@ class TwoStageLoad:
         alone: bool,
     ) -> Slots:
         if alone:
-            return Slots(torch.empty(0, dtype=torch.uint8), PIECE_ALIGNMENT, 0, 0)
+            return Slots(torch.empty(0, dtype=torch.uint8, device="cpu"), PIECE_ALIGNMENT, 0, 0)
         in_host_memory = self._cpu_transfer or device.type == "cpu"
         return make_slots(
             self._in_flight_bytes,

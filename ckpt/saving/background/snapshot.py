@@ -382,7 +382,7 @@ def _joined(hosts: Sequence[torch.Tensor], room: torch.Tensor) -> torch.Tensor:
     total = sum(host.nbytes for host in hosts)
     if all(not host.numel() or _lies_in(host, room) for host in hosts):
         return room[:total].view(hosts[0].dtype)
-    return laid_end_to_end(hosts, torch.empty(total // hosts[0].element_size(), dtype=hosts[0].dtype))
+    return laid_end_to_end(hosts, torch.empty(total // hosts[0].element_size(), dtype=hosts[0].dtype, device="cpu"))
 
 
 def _lies_in(host: torch.Tensor, room: torch.Tensor) -> bool:

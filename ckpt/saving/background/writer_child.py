@@ -211,7 +211,7 @@ class _Server:
             return (
                 torch.frombuffer(bytearray(where), dtype=dtype).view(shape)
                 if where
-                else torch.empty(shape, dtype=dtype)
+                else torch.empty(shape, dtype=dtype, device="cpu")
             )
         number, fd, first = where
         if number not in self._segments:

@@ -16,7 +16,7 @@ from ckpt.loading.report import ComponentReport, LoadReport, Misfits, Status
 from ckpt.ranks.topology import Topology
 from ckpt.state.statefuls import OptimizerState
 from tests.ranks import run_threads
-from tests.states import BACKENDS, Held, coordinator, global_index, same_bits
+from tests.states import BACKENDS, Fitted, Held, coordinator, global_index, same_bits
 
 ALONE = Topology.alone()
 LARGE = (200, 100)  # 80 kB: an array of its own
@@ -45,7 +45,7 @@ def load(coordinator: CheckpointCoordinator, *, strict: bool = True) -> dict[str
 
 def test_a_tensor_that_does_not_fit_keeps_its_value_where_the_load_is_not_strict(tmp_path: Path) -> None:
     save(tmp_path, model={"a": global_index((6, 5)), "b": global_index((4,)), "c": global_index((3,))})
-    held = Held({"a": torch.full((5, 6), -1.0), "b": torch.full((4,), -1.0, dtype=torch.float64), "c": torch.zeros(3)})
+    held = Fitted({"a": torch.full((5, 6), -1.0), "b": torch.full((4,), -1.0, dtype=torch.float64), "c": torch.zeros(3)})
     with pytest.raises(ShapeMismatchError, match=r"model: a: the checkpoint holds global shape \[6, 5\]"):
         load(made(tmp_path, model=held))
     assert held.loaded is None
@@ -62,11 +62,12 @@ def test_a_tensor_that_does_not_fit_keeps_its_value_where_the_load_is_not_strict
     assert (report.restored, report.wanted) == (3, 37)
 
 
-def test_a_plain_value_that_was_not_saved_is_missing_like_a_tensor(tmp_path: Path) -> None:
+def test_a_plain_value_that_was_not_saved_stays_where_the_load_is_not_strict(tmp_path: Path) -> None:
+    """Else an object that is no module gets what was saved."""
     save(tmp_path, scheduler={"step": 7, "best": {"loss": 1.5}})
     held = Held({"step": 0, "best": None, "warmup": {"steps": 100}})
-    with pytest.raises(MissingStateError, match=r"component scheduler: only wanted: warmup\.steps\. .*strict=False"):
-        load(made(tmp_path, scheduler=held))
+    assert load(made(tmp_path, scheduler=held))["scheduler"].misfits == Misfits()
+    assert held.loaded == {"step": 7, "best": {"loss": 1.5}}
     report = load(made(tmp_path, scheduler=held), strict=False)["scheduler"]
     assert held.loaded == {"step": 7, "best": {"loss": 1.5}, "warmup": {"steps": 100}}
     assert (report.restored, report.wanted, report.misfits.only_wanted) == (2, 3, ("warmup.steps",))
@@ -74,7 +75,7 @@ def test_a_plain_value_that_was_not_saved_is_missing_like_a_tensor(tmp_path: Pat
 
 def test_a_value_where_a_tensor_is_wanted_does_not_fit(tmp_path: Path) -> None:
     save(tmp_path, x={"step": 3, "in": {"a": 1, "t": global_index((4,))}, "w": global_index((2,))})
-    held = Held({"step": torch.tensor(0.0), "in": torch.tensor(0.0), "w": torch.zeros(2)})
+    held = Fitted({"step": torch.tensor(0.0), "in": torch.tensor(0.0), "w": torch.zeros(2)})
     report = load(made(tmp_path, x=held), strict=False)["x"]
     assert report.misfits.unfit == {"step": "found a plain value, expected a tensor"}
     assert (report.misfits.only_saved, report.misfits.only_wanted) == (("in.t",), ("in",))
@@ -192,7 +193,7 @@ def test_an_optimizer_that_prepared_for_a_load_that_failed_has_no_state(tmp_path
     save(tmp_path, optimizer=trained(linear), model={"w": global_index((3,))})
     optimizer = fresh(linear)
     with pytest.raises(ShapeMismatchError, match="model: w"):
-        load(made(tmp_path, optimizer=optimizer, model={"w": torch.zeros(4)}))
+        load(made(tmp_path, optimizer=optimizer, model=Fitted({"w": torch.zeros(4)})))
     assert not optimizer.optimizer.state
     assert load(made(tmp_path, optimizer=optimizer, model={"w": torch.zeros(3)}))["optimizer"].status is Status.RESTORED
 

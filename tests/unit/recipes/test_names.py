@@ -34,7 +34,7 @@ from recipes.support.live_line import LiveLine
 from recipes.support.sweep import sweep_table
 from recipes.support.tables import DataConsole, print_json
 from tests.pace import patience
-from tests.states import Held, coordinator
+from tests.states import Fitted, Held, coordinator
 
 CKPT = Path(errors.__file__).parent
 HOSTILE = (
@@ -125,7 +125,7 @@ def test_no_name_of_a_tensor_reaches_a_terminal_or_a_log_as_it_is(name: str) -> 
             with pytest.raises(CheckpointError) as caught:
                 made.load_checkpoint(two)
             texts += [str(caught.value), *"".join(traceback.format_exception(caught.value)).split("\n")]
-        other = [StateComponent("model", Held({f"{name}.other": torch.zeros(3)}), "replicated")]
+        other = [StateComponent("model", Fitted({f"{name}.other": torch.zeros(3)}), "replicated")]
         with coordinator(Topology.alone(), root, other) as made:
             with pytest.raises(CheckpointError) as caught:
                 made.load_checkpoint(one)

@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, ShardingError
 from ckpt.format.unpickling import UnknownObject, unknown_in
-from ckpt.state.flatten import flatten, from_json, path_from_json, path_to_json, to_json, unflatten
+from ckpt.state.flatten import flatten, path_from_json, path_to_json, unflatten
+from ckpt.state.plain import from_json, to_json
 
 scalars = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()

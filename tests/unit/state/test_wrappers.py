@@ -146,7 +146,9 @@ def test_a_load_that_does_not_come_leaves_names_as_they_are(tmp_path: Path) -> N
     old.model_state = _AsBefore(old.module)
     manifest = old.save(tmp_path / "root")
     now = Run()
-    now.model_state.prepare_to_load({name: manifest.arrays[f"model/{name}"] for name in _tensors(manifest, "model")})
+    now.model_state.prepare_from(
+        {name: manifest.arrays[f"model/{name}"] for name in _tensors(manifest, "model")}, {}, {}
+    )
     assert "_orig_mod.wte.weight" in now.model_state.state_dict()
     now.model_state.forget_prepared()
     assert list(now.model_state.state_dict()) == NAMES
