@@ -14,7 +14,7 @@ from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointEr
 from ckpt.loading.report import Status
 from ckpt.ranks.topology import Topology
 from tests.ranks import run_ranks, run_threads
-from tests.states import Held, coordinator, global_index, same_bits
+from tests.states import Fitted, Held, coordinator, global_index, same_bits
 
 
 class Queue(Held):
@@ -210,7 +210,7 @@ def test_an_object_that_cannot_follow_refuses_the_load_on_all_ranks_or_if_option
 
 def _fail_elsewhere(topology: Topology, root: Path) -> tuple[str, bool]:
     queue = Queue(topology, [-1])
-    model = StateComponent("model", Held({"w": torch.zeros(4, 4)}), "replicated")
+    model = StateComponent("model", Fitted({"w": torch.zeros(4, 4)}), "replicated")
     with pytest.raises(CheckpointError) as caught:
         coordinator(topology, root, [component(queue), model]).load_checkpoint()
     return str(caught.value), queue.changed is None
