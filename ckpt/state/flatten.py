@@ -10,7 +10,7 @@ import functools
 import json
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ _SEQUENCES = (list, tuple, deque)
 _DICTIONARIES = (dict, OrderedDict, Counter, defaultdict)
 _CONTAINER = re.compile(
     r"(?P<list>list|tuple|deque\((?P<most>[0-9]{0,18})\))|(?P<attribute>Namespace|SimpleNamespace|OrderedDict/attribute)|"
-    r"(?P<dict>key|(?:OrderedDict|Counter|defaultdict\((?P<factory>\w*)\))(?P<odd>/key)?)"
+    r"(?:OrderedDict|Counter|defaultdict\((?P<factory>\w*)\))(?:/key)?"
 )
 
 
@@ -80,7 +80,7 @@ def flatten(state_dict: Mapping[Any, Any], label: str) -> Leaves:
     given: Any = state_dict  # an object may return something else, such as None
     if isinstance(given, Mapping) and not isinstance(given, dict):
         given = dict(given)
-    if given == {} and type(given) is dict:
+    if type(given) is dict and not given:
         return leaves
     try:
         if _is_entered(given):
@@ -100,7 +100,7 @@ def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
     """
     if paths.get("", True) == () and "" in leaves:
         return leaves[""]
-    root = _Parts("")
+    root = _Parts()
     with refusing_values("a path in plain.json"):
         for key, path in paths.items():
             if key not in leaves:
@@ -354,9 +354,9 @@ class _Parts(dict[Any, Any]):
         attributes: of a dictionary.
     """
 
-    def __init__(self, container: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.container = container
+        self.container = ""
         self.attributes: dict[str, Any] = {}
 
 
@@ -369,14 +369,14 @@ def _put(root: _Parts, path: Path, value: Any) -> None:
         here.container = step.container
         entries = here.attributes if step.is_attribute else here
         if at == len(path):
-            if type(value) in _DICTIONARIES and not value:  # empty on one rank; others may have entries there
+            if _is_empty(value):  # on one rank; others may have entries there
                 entries.setdefault(step.key, value)
             else:
                 _require_new(entries, step.key, path)
                 entries[step.key] = value
             return
-        if step.key not in entries or (type(entries[step.key]) in _DICTIONARIES and not entries[step.key]):
-            entries[step.key] = _Parts("")
+        if step.key not in entries or _is_empty(entries[step.key]):
+            entries[step.key] = _Parts()
         here = entries[step.key]
         if type(here) is not _Parts:
             raise TypeError(f"{list(path)!r:.80} leads through a value")
@@ -384,12 +384,16 @@ def _put(root: _Parts, path: Path, value: Any) -> None:
 
 def _require_new(here: Mapping[Any, Any], key: Any, path: Path) -> None:
     """Refuse a second value at a place; an empty dictionary there is none."""
-    if key in here and not (type(here[key]) in _DICTIONARIES and not here[key]):
+    if key in here and not _is_empty(here[key]):
         raise TypeError(f"{list(path)!r:.80} is the place of two values")
 
 
+def _is_empty(value: Any) -> bool:
+    """Whether a value is a dictionary without entries."""
+    return type(value) in _DICTIONARIES and not value
+
+
 _NAMESPACE_OF: dict[str, type[Any]] = {kind.__name__: kind for kind in NAMESPACES}
-_MADE: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple}
 
 
 def _close(value: Any) -> Any:
@@ -402,7 +406,9 @@ def _close(value: Any) -> Any:
     match = _CONTAINER.fullmatch(value.container)
     if match is not None and match["list"]:
         items = [entries[position] for position in sorted(entries)]
-        return deque(items, int(match["most"]) if match["most"] else None) if match["most"] is not None else _MADE[value.container](items)
+        if match["most"] is not None:
+            return deque(items, int(match["most"]) if match["most"] else None)
+        return tuple(items) if value.container == "tuple" else items
     if value.container in _NAMESPACE_OF:
         return filled(_NAMESPACE_OF[value.container](), entries)
     if match is not None and match["factory"] is not None:

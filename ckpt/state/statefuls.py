@@ -121,22 +121,17 @@ class ModelState:
 
         A module whose own code takes part in a load is given all of them.
         """
-        if self._prepared is not None or loads_by_own_code(self.module, beside_torch=True):
-            given = {name: key for key, name in (self._names(self.module.state_dict()) or {}).items()}
-            is_other = self._prepared is not None
-            try:
-                self.module.load_state_dict({given.get(name, name): value for name, value in state_dict.items()}, strict=is_other)
-            except RuntimeError as error:
-                if not is_other:
-                    raise
-                raise MissingStateError(f"the module does not take what was saved: {sentence(error)}") from error
-            self.forget_prepared()
-            return
         current = self.module.state_dict()
         given = {name: key for key, name in (self._names(current) or {}).items()}
         named = {given.get(name, name): value for name, value in state_dict.items()}
-        elsewhere = {name: value for name, value in named.items() if not _same_memory(current.get(name), value)}
-        if elsewhere:
+        if self._prepared is not None:
+            try:
+                self.module.load_state_dict(named)
+            except RuntimeError as error:
+                raise MissingStateError(f"the module does not take what was saved: {sentence(error)}") from error
+        elif loads_by_own_code(self.module, beside_torch=True):
+            self.module.load_state_dict(named, strict=False)
+        elif elsewhere := {name: value for name, value in named.items() if not _same_memory(current.get(name), value)}:
             self.module.load_state_dict(elsewhere, strict=False)
         self.forget_prepared()
 
@@ -173,6 +168,7 @@ class OptimizerState:
         self._names: dict[torch.Tensor, str] = {}
         self._saved_as: dict[str, str] = {}  # name -> saved name, during a load
         self._prepared: dict[str, Any] | None = None  # what a load fills, in the form of `state_dict`
+        self._known: Collection[str] = ()  # names in the newest `state_dict`
         self._find_names()
 
     def prepare_from(
@@ -224,7 +220,7 @@ class OptimizerState:
         given = self.optimizer.state_dict()
         positions = self._positions_in(given)
         if positions is None:
-            self._known: Collection[str] = ()
+            self._known = ()
             return given
         state: dict[str, Any] = {}
         others: dict[Any, Any] = {}
@@ -253,12 +249,12 @@ class OptimizerState:
         optimizer = self.optimizer
         given = optimizer.state_dict()
         positions = self._positions_in(given)
-        if positions is None or not (state_dict.keys() >= _NAMED):
+        if positions is None or _NAMED.isdisjoint(state_dict):
             optimizer.load_state_dict(state_dict)
             self.forget_prepared()
             return
-        self._require_equal(state_dict[_GROUPS])
-        saved_groups, saved_state = state_dict[_GROUPS], state_dict.get(_STATE, {})
+        saved_groups, saved_state = state_dict.get(_GROUPS, {}), state_dict.get(_STATE, {})
+        self._require_equal(saved_groups)
         known = {*saved_groups, *saved_state}
         state = {
             position: saved_state.get(name, {}) if name in known else given[_STATE].get(position, {})

@@ -179,6 +179,7 @@ def test_what_cannot_be_kept_is_refused_by_its_name(value: Any, named: str, mode
         ({"a": 2}, {}),
         (None, {"a": (torch.ones(1),)}),
         ({"a": 1}, None),
+        (None, np.arange(3)),
         ({"a": 1}, [1, torch.ones(2)]),
         ({"t": torch.arange(6.0).reshape(2, 3)}, {"t": torch.arange(6.0)}),
     ],

@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 import ckpt
 from ckpt import Checkpointer
 from ckpt.errors import ConfigurationError
+from ckpt.state.statefuls import OptimizerState
 from tests.fidelity.same import same
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -308,3 +309,17 @@ def test_a_load_that_is_refused_leaves_everything_as_it_was(tmp_path: Path) -> N
         loading.restore()
     assert same([p.detach() for p in other.parameters()], before[0])
     assert same([one["exp_avg"] for one in its_optimizer.state.values()], moments)
+
+
+def test_a_saved_state_without_entries_or_without_options_is_taken() -> None:
+    """As other programs save one: an optimizer that keeps nothing has no `state`."""
+    net = Net("", seed=1)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    train(net, optimizer, 0, 2)
+    stateful = OptimizerState(optimizer, net)
+    saved = stateful.state_dict()
+    stateful.load_state_dict({"state": saved["state"]})
+    assert len(optimizer.state) == len(list(net.parameters()))
+    options = {name: {**one, "lr": 0.25} for name, one in saved["param_groups"].items()}
+    stateful.load_state_dict({"param_groups": options})
+    assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.25
