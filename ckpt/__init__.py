@@ -5,6 +5,7 @@
     CheckpointCoordinator       does so with components, backend, loading strategy, device and ranks of your choice
     StateComponent              one part of a run's state: a key, an object and a sharing pattern
     SharingPattern              how the ranks hold a component: replicated, sharded, per rank, ...
+    keep_tensor_class           lets checkpoints keep a class of tensors that wraps other tensors
     CheckpointManifest          the record of a checkpoint
     ComponentManifest           the record of one component in it
     __version__                 of this package
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ckpt.coordinator import CheckpointCoordinator
     from ckpt.format.manifest import CheckpointManifest, ComponentManifest
     from ckpt.state.sharing import SharingPattern, StateComponent
+    from ckpt.state.tensor_classes import keep_tensor_class
     from ckpt.version import __version__
 
 _HOME = {
@@ -34,6 +36,7 @@ _HOME = {
     "ComponentManifest": "ckpt.format.manifest",
     "SharingPattern": "ckpt.state.sharing",
     "StateComponent": "ckpt.state.sharing",
+    "keep_tensor_class": "ckpt.state.tensor_classes",
     "load": "ckpt.api.state_dicts",
     "save": "ckpt.api.state_dicts",
 }
@@ -46,6 +49,7 @@ __all__ = [
     "SharingPattern",
     "StateComponent",
     "__version__",
+    "keep_tensor_class",
     "load",
     "save",
 ]

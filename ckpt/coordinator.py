@@ -9,13 +9,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 from ckpt.backends.base import Backend
 from ckpt.catalog.retention import Retention, as_retention
 from ckpt.errors import ConfigurationError, MissingStateError
 from ckpt.format.names import step_of
+from ckpt.format.places import Place
+from ckpt.loading.casting import check_cast
 from ckpt.loading.loader import Loader
 from ckpt.loading.report import LoadReport
 from ckpt.loading.strategy import LoadingStrategy
@@ -24,7 +25,7 @@ from ckpt.ranks.sigterm import sigterm_noted
 from ckpt.ranks.topology import Topology
 from ckpt.saving.arguments import (
     as_checkpoint_id,
-    as_folder,
+    as_location,
     as_run,
     as_saves,
     as_strategy,
@@ -64,7 +65,7 @@ class CheckpointCoordinator:
         process_groups: name -> torch process group, or the global ranks of this rank's instance of it; None: no groups.
         topology: ranks, nodes and the agreement between them. None: the ranks of torch's default process group, or this process alone
             where torch.distributed is not initialized.
-        output_dir: the checkpoint root; made by the first save.
+        output_dir: the checkpoint root, a folder, which the first save makes, or an address in an object store, such as s3://bucket/run.
         backend: writes the storage format; or "zarr", "tensorstore" or "kimi-engine" for one with its defaults.
         strategy: spreads a load over ranks; or "direct" or "two-stage".
         device: where the tensors live; or its type, such as "cpu".
@@ -112,7 +113,7 @@ class CheckpointCoordinator:
         state_components: Iterable[StateComponent],
         process_groups: Mapping[str, Any] | None,
         topology: Topology | None,
-        output_dir: str | Path,
+        output_dir: str | Place,
         *,
         backend: Backend | str,
         strategy: LoadingStrategy | str,
@@ -128,7 +129,7 @@ class CheckpointCoordinator:
         packed_mib: int = PACKED_BYTES >> 20,
         saves: SaveSettings = IN_THE_FOREGROUND,
     ) -> None:
-        self.output_dir = as_folder("output_dir", output_dir)
+        self.output_dir = as_location("output_dir", output_dir)
         strategy, saves = as_strategy(strategy), as_saves(saves)
         retention = as_retention(keep_last)
         check_count("packed_mib", packed_mib, " MiB")
@@ -187,7 +188,7 @@ class CheckpointCoordinator:
         cls,
         provider: Provider,
         topology: Topology,
-        output_dir: str | Path,
+        output_dir: str | Place,
         *,
         legacy_pattern: str = "replicated",
         **options: Any,
@@ -203,7 +204,7 @@ class CheckpointCoordinator:
 
     def save_checkpoint(
         self,
-        checkpoint_path: str | Path | None = None,
+        checkpoint_path: str | Place | None = None,
         checkpoint_id: str | int | None = None,
         validate: bool = False,
         *,
@@ -379,7 +380,12 @@ class CheckpointCoordinator:
         return self._saver.diagnose()
 
     def load_checkpoint(
-        self, checkpoint_path: str | Path | None = None, strict: bool = True, *, leave_out: Collection[str] = ()
+        self,
+        checkpoint_path: str | Place | None = None,
+        strict: bool = True,
+        *,
+        leave_out: Collection[str] = (),
+        cast: bool | Collection[str] = False,
     ) -> None:
         """Load all components in place; random generators last. Collective.
 
@@ -392,6 +398,9 @@ class CheckpointCoordinator:
                 `prepare_to_load`, gets what was saved in any case.
             leave_out: keys of components that this load does not restore, on purpose: this run's keep their state, and those
                 of the checkpoint need none here.
+            cast: True: tensors that were saved in another floating-point type are converted while they are read; optimizers keep the types
+                of their state. Or keys of components alone, whose optimizers take the types of their parameters, as torch's
+                `load_state_dict` does. An object that gets what was saved in any case gets it in the type that was saved.
 
         An error of an optional component (`required=False`), be it a mismatch, damage, or one raised by its object, leaves that
         component out on all ranks, and the load goes on. `last_load` reports on every component.
@@ -402,8 +411,9 @@ class CheckpointCoordinator:
             CheckpointError: anything else, the same on every rank.
         """
         check_flags(strict=strict)
-        load = partial(self._loader.load, strict=strict, leave_out=frozenset(leave_out))
-        path = None if checkpoint_path is None else as_folder("checkpoint_path", checkpoint_path)
+        check_cast(cast, [one.key for one in self._loader.components])
+        load = partial(self._loader.load, strict=strict, leave_out=frozenset(leave_out), cast=cast)
+        path = None if checkpoint_path is None else as_location("checkpoint_path", checkpoint_path)
         self.maybe_finalize(blocking=True)
         self._history.newer = []
         if path is not None:
@@ -421,11 +431,11 @@ class CheckpointCoordinator:
         """
         self._history.require_no_newer(self.output_dir)
 
-    def _named(self, checkpoint_path: str | Path | None, checkpoint_id: str | int | None) -> tuple[Path, str]:
+    def _named(self, checkpoint_path: str | Place | None, checkpoint_id: str | int | None) -> tuple[Place, str]:
         named = None if checkpoint_id is None else as_checkpoint_id(checkpoint_id)
         if checkpoint_path is None:
             return self.output_dir, named or self._id_of_now()
-        path = as_folder("checkpoint_path", checkpoint_path)
+        path = as_location("checkpoint_path", checkpoint_path)
         start, _, rest = path.name.partition("checkpoint-")
         if start or not rest or named not in (None, rest):
             step = f", or for step {path} only checkpoint_id={path}" if step_of(str(path)) is not None else ""

@@ -16,6 +16,7 @@ from ckpt.format.dtypes import zarr_name
 from ckpt.format.records import ArraySpec, ChunkExtent, Content, Expected, FileRecord, stored_shape
 from ckpt.storage.extents import ExtentReader
 from ckpt.storage.runs import WantedBox
+from tests.states import zero_bits
 
 
 @dataclass
@@ -97,7 +98,7 @@ def key_of(path: str) -> str:
 
 def read_by_extents(saved: Saved, spec: ArraySpec, box: Box) -> torch.Tensor:
     """Return `box` of an array, put together from raw chunks."""
-    out = torch.zeros(box.shape, dtype=saved.arrays[spec].dtype)
+    out = zero_bits(box.shape, saved.arrays[spec].dtype)
     with ExtentReader(saved.root) as reader:
         for number in chunks_meeting(spec.shape, spec.grid, box):
             chunk = chunk_box(spec.shape, spec.grid, number)

@@ -21,7 +21,7 @@ from ckpt.format.dtypes import zarr_name
 from ckpt.format.names import encode_key
 from ckpt.format.records import ArraySpec, stored_shape
 from tests.arrays import Saved, array, expected, read_by_extents, save
-from tests.states import ALL_DTYPES, random_bits, same_bits
+from tests.states import ALL_DTYPES, random_bits, same_bits, zero_bits
 
 
 def samples(dtype: torch.dtype) -> dict[ArraySpec, torch.Tensor]:
@@ -85,7 +85,7 @@ class BackendContract:
             arrays |= dict(of_type[(number * shapes + at) % len(of_type)] for at in range(shapes))
         saved = save(self.make(), tmp_path, arrays)
         for spec, value in saved.arrays.items():
-            out = torch.zeros(spec.shape, dtype=value.dtype)
+            out = zero_bits(spec.shape, value.dtype)
             self.make().read(tmp_path, spec, whole(spec.shape), out)
             assert same_bits(out, value), spec
             self.require_equal_elsewhere(tmp_path, spec, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,10 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1")
 if (loopback := interface_of(LOOPBACK)) is not None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # on which engines listen, too
 os.environ.pop("COLUMNS", None)  # which pytest-xdist sets: tables are as wide as where no terminal bounds them
+# A test that names an object store and gives no server must reach none, and no machine that hands out credentials.
+for name in ("AWS_ENDPOINT_URL", "AWS_METADATA_ENDPOINT", "AWS_CONTAINER_CREDENTIALS_FULL_URI"):
+    os.environ[name] = "http://127.0.0.1:9"
+os.environ |= {"AWS_ACCESS_KEY_ID": "nobody", "AWS_SECRET_ACCESS_KEY": "nothing", "AWS_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true"}
 torch.set_num_threads(1)  # several wait for each other in loops: beside one more process that takes ten times as long
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it puts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what we start shall hear Ctrl-C
@@ -60,6 +65,16 @@ def _parsed_once() -> Iterator[None]:
     """Hydra reads each file of conf/ once, for all commands that run in this process."""
     with parsed_once():
         yield
+
+
+_LEVELS = {name: logging.getLogger(name).level for name in (None, "ckpt")}
+
+
+@pytest.fixture(autouse=True)
+def _levels_as_at_the_start() -> None:
+    """What a test hears in `caplog` does not follow from the tests before it: a command in this process sets Hydra's levels, for good."""
+    for name, level in _LEVELS.items():
+        logging.getLogger(name).setLevel(level)
 
 
 def _places(folder_of: Mapping[Path, str]) -> dict[Path, tuple[int, bool]]:

@@ -52,7 +52,7 @@ KINDS: dict[str, Kind] = {
     "layers.0.bias": Kind(torch.bfloat16, 77, lambda flat: flat),
     "layers.0.scale": Kind(torch.float32, 1, lambda flat: flat[0]),
     "layers.0.experts": Kind(torch.float8_e4m3fn, 3 * 40 * 31, lambda flat: flat.view(3, 40, 31)),
-    "layers.0.experts_t": Kind(torch.float8_e5m2, 40 * 31, lambda flat: flat.view(40, 31).t()),
+    "layers.0.experts_t": Kind(torch.float8_e8m0fnu, 40 * 31, lambda flat: flat.view(40, 31).t()),
     "layers.1.weight": Kind(torch.float16, 2 * 64 * 33, lambda flat: flat.view(64, 66)[:, ::2]),
     "layers.1.inside": Kind(torch.float32, 90 * 120, lambda flat: flat.view(90, 120)[7:-5, 3:-9]),
     "layers.1.rotation": Kind(torch.complex64, 65 * 7, lambda flat: flat.view(65, 7)),
@@ -61,7 +61,7 @@ KINDS: dict[str, Kind] = {
     "num_batches": Kind(torch.int64, 1, lambda flat: flat[0], is_buffer=True),
     "table": Kind(torch.int64, 700, lambda flat: flat.view(70, 10), is_buffer=True),
     "mask": Kind(torch.bool, 3001, lambda flat: flat[::3], is_buffer=True),
-    "bytes": Kind(torch.uint8, 4099, lambda flat: flat, is_buffer=True),
+    "bytes": Kind(torch.float4_e2m1fn_x2, 4099, lambda flat: flat, is_buffer=True),
     "norm": Kind(torch.float32, 301, lambda flat: flat),
 }
 TIED = {"head.weight": "embed.weight"}

@@ -30,7 +30,7 @@ from ckpt.format.manifest import (
     index_name,
 )
 from ckpt.format.records import ArraySpec, stored_shape
-from ckpt.format.stored import read_index, read_manifest
+from ckpt.storage.stored import read_index, read_manifest
 from tests import plain_safetensors
 from tests.arrays import Saved, dealt, expected, key_of
 

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,16 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from omegaconf import OmegaConf
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import ckpt
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.integrations.lightning import CkptCheckpointIO, CkptModelParallelStrategy, RandomStates
+from ckpt.ranks.topology import Topology
 from ckpt.saving.background import background
 from ckpt.saving.manifest_writer import ManifestWriter
 from ckpt.saving.save_settings import SaveSettings
@@ -208,11 +210,11 @@ def train_until_disk_is_full(kind: str, folder: Path, options: dict[str, Any], n
     """Train with a disk that has room for some saves; the sentence of the error that `fit` raises."""
     write, written = ManifestWriter.write, []
 
-    def failing(self: ManifestWriter, checkpoint_id: str) -> int:
+    def failing(self: ManifestWriter, checkpoint_id: str, record: Any) -> int:
         if len(written) == num_saves:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         written.append(checkpoint_id)
-        return write(self, checkpoint_id)
+        return write(self, checkpoint_id, record)
 
     ManifestWriter.write = failing  # type: ignore[method-assign]
     try:
@@ -270,7 +272,7 @@ def refusals(folder: Path) -> list[str]:
     calls: list[Callable[[], object]] = [
         lambda: io.save_checkpoint({"state_dict": {}, "hyper_parameters": {"cfg": {"x": [Odd()]}}}, folder / "odd"),
         lambda: io.save_checkpoint({"state_dict": {}}, folder / "x", storage_options={"a": 1}),
-        lambda: io.save_checkpoint({"state_dict": {}}, "s3://bucket/x"),
+        lambda: io.save_checkpoint({"state_dict": {}}, "hdfs://bucket/x"),
         lambda: io.load_checkpoint(folder / "nothing"),
         lambda: io.load_checkpoint(folder / "of another"),
         lambda: io.load_checkpoint(folder / "of another", map_location=lambda storage, _: storage),
@@ -452,13 +454,13 @@ def save_by_signal(folder: Path) -> list[str]:
     def handler(number: int, _: Any) -> None:
         io.save_checkpoint(inside_fit(9), folder / f"hpc_ckpt_{len(signalled)}.ckpt")
 
-    def signalling(self: ManifestWriter, checkpoint_id: str) -> int:
+    def signalling(self: ManifestWriter, checkpoint_id: str, record: Any) -> int:
         if not checkpoint_id.startswith("hpc"):
             signalled.append(checkpoint_id)
             time.sleep(0.1)
             os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(0.1)
-        return write(self, checkpoint_id)
+        return write(self, checkpoint_id, record)
 
     ManifestWriter.write = signalling  # type: ignore[method-assign]
     signal.signal(signal.SIGUSR1, handler)
@@ -467,6 +469,35 @@ def save_by_signal(folder: Path) -> list[str]:
         io.teardown()
     assert signal.getsignal(signal.SIGUSR1) is handler
     return sorted(one.name for one in folder.iterdir())
+
+
+class WithHyperparameters(Module):
+    def __init__(self, folder: Path, device: Any, act: Any = None, cfg: Any = None, ignore: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=["ignore", *ignore])
+
+
+def hyperparameters_kept(kind: str, folder: Path, ignore: Sequence[str]) -> Any:
+    """Train with hyperparameters of many types; what a checkpoint has of them, or the error, and how many steps there were."""
+    module = WithHyperparameters(folder, torch.device("cpu"), nn.GELU, OmegaConf.create({"a": 1}), ignore)
+    callbacks = [ModelCheckpoint(folder, every_n_train_steps=2), *([RandomStates()] if kind == "ddp" else [])]
+    trainer = trainer_of("fsdp" if kind == "fsdp" else "ddp", 2, callbacks)
+    try:
+        trainer.fit(module, Batches())
+    except ConfigurationError as error:
+        return str(error), len(module.losses)
+    loaded = ckpt.load(trainer.checkpoint_callback.best_model_path, topology=Topology.alone())
+    return loaded["trainer"]["hyper_parameters"]
+
+
+def hyperparameters_in_a_container(folder: Path) -> str:
+    module = Module()
+    module.save_hyperparameters(OmegaConf.create({"a": 1}))
+    try:
+        trainer_of("ddp", 2, [RandomStates()]).fit(module, Batches())
+    except ConfigurationError as error:
+        return str(error)
+    return "kept"
 
 
 class PartlyUsed(Module):

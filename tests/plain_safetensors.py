@@ -11,8 +11,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 INDEX = "model.safetensors.index.json"
-COMPLEX = "complex128"
-"""The one type that the format does not have: pairs of float64 then, in a dimension more."""
+COMPLEX = ("complex128", "complex32")
+"""Types that the format does not have: pairs of float64 or float16 then, in a dimension more."""
+SCALARS = "float4_e2m1fn_x2"
+"""Of this, which the format counts by halves, tensors without dimensions have one."""
 
 
 def index_of(folder: Path) -> dict[str, Any]:
@@ -38,7 +40,7 @@ def read(folder: Path, key: str) -> torch.Tensor:
     for part in form["parts"]:
         values = tensor(folder / part["file"], part["name"])
         assert list(values.shape) == part["shape"]
-        out = torch.full(form["shape"], 0, dtype=values.dtype) if out is None else out
+        out = torch.zeros(form["shape"], dtype=values.dtype) if out is None else out
         out[tuple(slice(o, o + n) for o, n in zip(part["offset"], part["shape"], strict=True))] = values
         filled += values.numel()
     assert out is not None and filled == out.numel()
@@ -48,8 +50,10 @@ def read(folder: Path, key: str) -> torch.Tensor:
 def tensor(file: Path, name: str) -> torch.Tensor:
     with safe_open(file, "pt") as opened:
         found: torch.Tensor = opened.get_tensor(name)
-        pairs = (opened.metadata() or {}).get(COMPLEX, "[]")
-    return torch.view_as_complex(found) if name in json.loads(pairs) else found
+        notes = opened.metadata() or {}
+    if name in json.loads(notes.get(SCALARS, "[]")):
+        return found.view(())
+    return torch.view_as_complex(found) if any(name in json.loads(notes.get(one, "[]")) for one in COMPLEX) else found
 
 
 def names_in(folder: Path) -> dict[str, str]:

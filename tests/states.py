@@ -24,13 +24,13 @@ from ckpt.ranks.topology import Topology
 BACKENDS = ("zarr", "ocdbt", "file", "safetensors")
 ALL_DTYPES = (
     torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
-    torch.float16, torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64,
-    torch.complex128,
+    torch.float16, torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2, torch.complex32, torch.complex64, torch.complex128,
 )  # fmt: skip
 
 
 class Held:
-    """A stateful that holds a nested dict, and remembers what it was given."""
+    """A stateful that holds a nested dict, copies what it is given into its tensors, and remembers it."""
 
     def __init__(self, state: dict[Any, Any]) -> None:
         self.state = state
@@ -41,6 +41,7 @@ class Held:
 
     def load_state_dict(self, state_dict: dict[Any, Any]) -> None:
         self.loaded = state_dict
+        _copy_into(self.state, state_dict)
 
 
 class Fitted(Held):
@@ -48,6 +49,15 @@ class Fitted(Held):
 
     def prepare_to_load(self, saved: Any) -> None:
         """Do nothing: the tensors exist already."""
+
+
+def _copy_into(own: dict[Any, Any], given: dict[Any, Any]) -> None:
+    for key, value in given.items():
+        mine = own.get(key)
+        if isinstance(mine, dict) and isinstance(value, dict):
+            _copy_into(mine, value)
+        elif isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor) and mine is not value and mine.shape == value.shape:
+            mine.detach().copy_(value)
 
 
 def backend_named(name: str) -> Backend:
@@ -94,6 +104,11 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     words = torch.empty(-(-num_bytes // 8), dtype=torch.int64).random_(-(2**63), None, generator=generator)
     return words.view(torch.uint8)[:num_bytes].view(dtype).view(shape)
+
+
+def zero_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros of a type for which torch may have no `zeros`."""
+    return torch.zeros(torch.Size(shape).numel() * dtype.itemsize, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -7,22 +7,21 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from ckpt.backends.registry import BACKENDS
-from ckpt.catalog.ledger import Ledger
+from ckpt.catalog.catalog import catalog_at
 from ckpt.catalog.retention import Retention
 from ckpt.coordinator import CheckpointCoordinator
 from ckpt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ConfigurationError
 from ckpt.format.names import step_of
-from ckpt.format.stored import read_manifest
+from ckpt.format.places import Place, place_of
 from ckpt.loading.report import ComponentReport, LoadReport
 from ckpt.memory.device import Device, device_of
 from ckpt.ranks.sigterm import TOLD_TO_END
@@ -30,7 +29,7 @@ from ckpt.saving.arguments import (
     STRATEGIES,
     as_checkpoint_id,
     as_device,
-    as_folder,
+    as_location,
     as_topology,
     check_choice,
     check_count,
@@ -41,6 +40,8 @@ from ckpt.saving.save_settings import MODES, SaveSettings
 from ckpt.state.provider import components_of, module_of
 from ckpt.state.sharing import AUTO, StateComponent
 from ckpt.state.statefuls import RNGState
+from ckpt.storage.files_of import same_place
+from ckpt.storage.stored import read_manifest
 
 _LOOK_S = 1.0
 """Seconds between two checks, over all ranks, for SIGTERM."""
@@ -77,8 +78,8 @@ class Restored(int):
         return self
 
     @property
-    def path(self) -> Path | None:
-        return Path(self.report.path) if self.report is not None else None
+    def path(self) -> Place | None:
+        return place_of(self.report.path) if self.report is not None else None
 
     @property
     def components(self) -> tuple[ComponentReport, ...]:
@@ -108,7 +109,7 @@ class SavedStep:
     """
 
     step: int | None
-    path: Path
+    path: Place
     time: datetime
     bytes: int
     metrics: Mapping[str, float | None]
@@ -127,7 +128,8 @@ class Checkpointer:
     the program with exit code 143.
 
     Args:
-        folder: the checkpoint root; made by the first save. A checkpoint is `<folder>/checkpoint-<step>`.
+        folder: the checkpoint root, a folder, which the first save makes, or an address in an object store, such as s3://bucket/run. A
+            checkpoint is `<folder>/checkpoint-<step>`.
         objects: under names that are no arguments: modules, optimizers, and whatever has `state_dict` and `load_state_dict`. One that
             is None is not saved, and `restore` leaves out what a checkpoint holds under its name. `overwrite`, `verify` and other options
             of `CheckpointCoordinator` are passed on to it.
@@ -165,7 +167,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: str | Place,
         /,
         *,
         every: int = 100,
@@ -189,14 +191,14 @@ class Checkpointer:
         check_flags(
             greater_is_better=greater_is_better, save_rng=save_rng, save_at_end=save_at_end, on_sigterm=on_sigterm
         )
-        for name in _CALLED.keys() & objects.keys():
+        for name in filter(_CALLED.__contains__, objects):
             raise ConfigurationError(f"{name} of CheckpointCoordinator is {_CALLED[name]} of Checkpointer")
         options = {name: objects.pop(name) for name in [*objects] if name in _OPTIONS}
         _require_objects(objects)
         for name, value, choices in (("format", format, BACKENDS), ("load", load, STRATEGIES), ("mode", mode, MODES)):
             check_choice(name, value, choices)
-        self._folder = as_folder("folder", folder)
-        self._ledger = Ledger(self._folder, run_id="reader")
+        self._folder = as_location("folder", folder)
+        self._ledger = catalog_at(self._folder)
         self._retention = Retention(keep_last, keep_every, keep_best, metric, greater_is_better)
         self._every = every
         self._save_at_end = save_at_end
@@ -228,14 +230,16 @@ class Checkpointer:
             **options,
         )
 
-    def restore(self, which: str | int | Path = "latest", *, strict: bool = True) -> Restored:
+    def restore(
+        self, which: str | int | Place = "latest", *, strict: bool = True, cast: bool | Collection[str] = False
+    ) -> Restored:
         """Restore all objects in place, and return the step. Collective.
 
         Args:
             which: "latest": the newest sound checkpoint, or none if there is none; "best": that with the best `metric`; a step; or the path
                 of a checkpoint. To train on from one that is not the newest, give the Checkpointer `overwrite=True`: newer ones are set
                 aside. Otherwise later saves are refused.
-            strict: see `CheckpointCoordinator.load_checkpoint`.
+            strict, cast: see `CheckpointCoordinator.load_checkpoint`.
 
         Raises:
             CheckpointNotFoundError: the best one, the step or the path is not there.
@@ -253,7 +257,7 @@ class Checkpointer:
             self._tell("nothing is restored: there is no checkpoint in %s yet", self._folder)
             return Restored(0)
         try:
-            self.coordinator.load_checkpoint(path, strict=strict, leave_out=self._left_out)
+            self.coordinator.load_checkpoint(path, strict=strict, leave_out=self._left_out, cast=cast)
         except CheckpointNotFoundError as error:
             if near := difflib.get_close_matches(str(which), ("latest", "best"), n=1, cutoff=0.7):
                 error.args = (f'{error} Did you mean restore("{near[0]}")?',)
@@ -265,7 +269,7 @@ class Checkpointer:
             raise ConfigurationError(
                 f"{report.path} was restored, but its id is no step; load it with Checkpointer.coordinator"
             )
-        self._is_known = self._is_known or Path(report.path).parent.resolve() == self._folder.resolve()
+        self._is_known = self._is_known or same_place(place_of(report.path).parent, self._folder)
         self._step = self._saved_step = step
         self._unsaved = None
         self._next_look, self._last_look = 0, (self._step, time.monotonic())
@@ -301,7 +305,7 @@ class Checkpointer:
 
     def save(
         self, step: int, *, metrics: Mapping[str, float] | None = None, metadata: Mapping[str, Any] | None = None
-    ) -> Path | None:
+    ) -> Place | None:
         """Save this step now. Collective.
 
         Args:
@@ -326,7 +330,7 @@ class Checkpointer:
         if path is None:
             return None
         self._saved_step, self._unsaved = step, None
-        return Path(path)
+        return place_of(path)
 
     def check_folder(self) -> None:
         """Refuse at once what the first `save` would refuse. Collective.
@@ -374,7 +378,7 @@ class Checkpointer:
             )
         return found
 
-    def find_latest(self) -> Path | None:
+    def find_latest(self) -> Place | None:
         """Return the newest committed checkpoint in the folder. Not collective."""
         newest = self._ledger.newest()
         return newest.path if newest is not None else None
@@ -439,14 +443,14 @@ class Checkpointer:
         if self._topology.is_lead:
             _log.info(text, *values)
 
-    def _path_of(self, which: str | int | Path) -> Path | None:
+    def _path_of(self, which: str | int | Place) -> Place | None:
         if which == "latest":
             return None
         if which == "best":
             return self._best()
         if isinstance(which, int):
             return self._folder / f"checkpoint-{as_checkpoint_id(which)}"
-        return Path(which)
+        return as_location("which", which)
 
     def _is_empty(self) -> bool:
         """Whether the folder holds no checkpoint, as the lead sees it. Collective."""
@@ -454,7 +458,7 @@ class Checkpointer:
             phase.payload = self._topology.is_lead and self.find_latest() is None
         return bool(phase.payloads[0])
 
-    def _best(self) -> Path:
+    def _best(self) -> Place:
         """The checkpoint with the best metric, as the lead sees it. Collective."""
         if self._retention.metric is None:
             raise ConfigurationError('restore("best") goes by a metric: give its name as metric')
@@ -466,7 +470,7 @@ class Checkpointer:
                         f"no checkpoint in {self._folder} was saved with the metric {self._retention.metric!r}"
                     )
                 phase.payload = str(best.path)
-        return Path(phase.payloads[0])
+        return place_of(phase.payloads[0])
 
     def _require_own_folder(self) -> None:
         """Before the first save without `restore`: require that the folder holds no other run's checkpoints. Collective."""
@@ -497,7 +501,7 @@ def names_of_objects(given: Iterable[str]) -> list[str]:
 
 def _require_objects(objects: Mapping[str, Any]) -> None:
     """Refuse a misspelt argument, which Python takes for the name of an object."""
-    known = [*(inspect.signature(Checkpointer).parameters.keys() | _OPTIONS - _CALLED.keys())]
+    known = sorted(inspect.signature(Checkpointer).parameters.keys() | _OPTIONS - _CALLED.keys())
     for name, one in objects.items():
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
         if near and isinstance(one, bool | int | float | str):

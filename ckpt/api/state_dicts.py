@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,12 +12,13 @@ import torch
 from ckpt.backends.base import Backend
 from ckpt.errors import ConfigurationError
 from ckpt.format.manifest import STATE
+from ckpt.format.places import Place
 from ckpt.loading.compatibility import goes_on
 from ckpt.loading.loader import Loader, components_of
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.memory.device import device_of
 from ckpt.ranks.topology import Topology
-from ckpt.saving.arguments import as_folder, as_run, as_strategy, check_flags
+from ckpt.saving.arguments import as_location, as_run, as_strategy, check_flags
 from ckpt.saving.new_folder import save_into_new_folder
 from ckpt.saving.prepared_save import SaveReport
 from ckpt.state.address import local_tensor
@@ -33,7 +33,7 @@ _log = logging.getLogger("ckpt")
 
 def save(
     state: Mapping[str, Any],
-    path: str | Path,
+    path: str | Place,
     *,
     format: Backend | str = "zarr",
     process_groups: Mapping[str, Any] | None = None,
@@ -64,12 +64,13 @@ def save(
         >>> print(report)  # doctest: +ELLIPSIS
         checkpoint: ... GB/s
     """
-    folder = as_folder("path", path)
+    folder = as_location("path", path)
     run = as_run((), process_groups, topology, format, device_of(()))
 
     def collected() -> RankState:
         with run.topology.phase("state"):
-            component = StateComponent(STATE, Given(_mapping("state", state)), AUTO)
+            _mapping("state", state)
+            component = StateComponent(STATE, Given(state), AUTO)
         components = AutoSharing([component], run.topology).settle()
         with run.topology.phase("leaves"):
             return collect(components, run.topology)
@@ -78,11 +79,12 @@ def save(
 
 
 def load(
-    path: str | Path,
+    path: str | Place,
     into: MutableMapping[str, Any] | None = None,
     *,
     load: LoadingStrategy | str = "direct",
     strict: bool = True,
+    cast: bool = False,
     allow_pickle: bool = False,
     process_groups: Mapping[str, Any] | None = None,
     topology: Topology | None = None,
@@ -98,6 +100,7 @@ def load(
             checkpoint with components, some of them. None: whole tensors are made, on the host.
         load: "direct", "two-stage", or a loading strategy.
         strict: keys on one side alone, and shapes that differ, are an error; otherwise they are left out.
+        cast: tensors of `into` that were saved in another floating-point type are converted while they are read.
         allow_pickle: read the pickles that describe checkpoints of other programs; no code in them is run.
         process_groups, topology: as of `save`.
 
@@ -115,8 +118,10 @@ def load(
         >>> ckpt.load("checkpoint")
         {'weight': tensor([0., 1., 2., 3., 4., 5.]), 'step': 7}
     """
-    check_flags(strict=strict, allow_pickle=allow_pickle)
-    folder = as_folder("path", path)
+    check_flags(strict=strict, cast=cast, allow_pickle=allow_pickle)
+    if cast and into is None:
+        raise ConfigurationError("cast=True without into: new tensors have the types that were saved; give into, whose types are taken")
+    folder = as_location("path", path)
     strategy = as_strategy(load)
     run = as_run((), process_groups, topology, "zarr", device_of(()))
     with run.topology.operation(f"load of {folder}"):
@@ -140,7 +145,9 @@ def load(
                 objects = {key: Filled(_mapping(f"into[{key!r}]", one)) for key, one in parts.items()}
                 components = [StateComponent(key, one, AUTO) for key, one in objects.items()]
     loader = Loader(components, run.topology, strategy, device, verify=True, allow_pickle=allow_pickle)
-    report = loader.load(folder, strict=strict, leave_out=sharing.keys() - objects.keys(), may_be_old=True)
+    report = loader.load(
+        folder, strict=strict, cast=cast, leave_out=sharing.keys() - objects.keys(), may_be_old=True
+    )
     _log.info("%s: %.4g GB in %.3g s", folder, report.bytes_needed / 1e9, report.load_s)
     for one in report.components:
         _log.info("%s", one)

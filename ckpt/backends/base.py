@@ -16,6 +16,7 @@ import torch
 
 from ckpt.format.box import Box
 from ckpt.format.digests import BlockDigests
+from ckpt.format.places import Place
 from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, Expected, FileRecord
 from ckpt.storage.pieces import padded_pieces
 from ckpt.storage.pool import Memories
@@ -49,6 +50,15 @@ class Written:
     linked_bytes: int = 0
 
 
+Contents = Callable[[], Iterable[tuple[ArraySpec, Mapping[int, ChunkExtent]]]]
+"""Returns every array of a save, with the extents of its chunks by number."""
+
+
+def no_contents() -> Iterable[tuple[ArraySpec, Mapping[int, ChunkExtent]]]:
+    """The contents of a save that nobody asks for."""
+    return ()
+
+
 @dataclass(frozen=True, slots=True)
 class Previous:
     """One rank's chunks and files in an earlier committed checkpoint, which stays until the save is committed. Can be pickled.
@@ -57,13 +67,13 @@ class Previous:
     shape of the array.
 
     Attributes:
-        folder: of that checkpoint.
+        folder: where the files of that checkpoint are.
         chunks, files, dead: as in the rank's index.
         min_live: smallest fraction of a file in use for linking it; else its used chunks are written again. Files without dead
             chunks are linked from one half on.
     """
 
-    folder: Path
+    folder: Place
     chunks: Mapping[str, Mapping[int, ChunkExtent]]
     files: Mapping[str, FileRecord]
     dead: Mapping[str, Sequence[ChunkExtent]] = field(default_factory=dict)
@@ -138,7 +148,7 @@ class Backend(Protocol):
     """Name of the format in manifests, such as "zarr", "ocdbt" or "safetensors". A load finds the backend by it."""
 
     def writer(
-        self, root: Path, rank: int, progress: Callable[[int], None], previous: Previous | None = None
+        self, root: Place, rank: int, progress: Callable[[int], None], previous: Previous | None = None
     ) -> Writer:
         """Return this rank's writer for a save into the unpublished folder `root`. It calls `progress(num_bytes)` as bytes move.
 
@@ -146,15 +156,20 @@ class Backend(Protocol):
             previous: an earlier checkpoint on the same file system, whose files may be linked.
         """
 
-    def join(self, root: Path, writers: Sequence[int], progress: Callable[[int], None]) -> list[str]:
+    def join(
+        self, root: Place, writers: Sequence[int], progress: Callable[[int], None], contents: Contents = no_contents
+    ) -> list[str] | Mapping[str, bytes]:
         """Combine the files of the ranks in `writers`, if the format needs that. Called on the lead rank, after all of them
         are durable. Calls `progress(num_bytes)` as bytes move.
 
+        Args:
+            contents: what the ranks have written, for a format that joins no files of theirs in an object store. Given there alone.
+
         Returns:
-            paths of new files, relative to `root`; they are durable.
+            paths of new files, relative to `root`; they are durable. In an object store these with their content, which is not read back.
         """
 
-    def read(self, root: Path, array: ArraySpec, box: Box, out: torch.Tensor) -> None:
+    def read(self, root: Place, array: ArraySpec, box: Box, out: torch.Tensor) -> None:
         """Fill `out` (host tensor of shape box.shape) with the format's own library. Any rank; loads call it for encoded chunks.
 
         Raises:

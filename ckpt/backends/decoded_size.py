@@ -15,11 +15,12 @@ import os
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from ckpt.errors import CorruptCheckpointError, sentence
 from ckpt.errors.imports import importing
+from ckpt.storage.checkpoint_files import CheckpointFolder
+from ckpt.storage.files_of import Files
 
 _PIECE_BYTES = 1 << 20
 _ZSTD_MAGIC = 0xFD2FB528
@@ -31,20 +32,24 @@ _EITHER_HEADER = 32 + zlib.MAX_WBITS
 """For zlib: take streams of zlib and of gzip."""
 
 
-def require_decodes_within(file: Path, codecs: Sequence[str], chunk_bytes: int) -> None:
+def require_decodes_within(files: Files, path: str, codecs: Sequence[str], chunk_bytes: int) -> None:
     """Refuse a file that does not decode to one chunk.
 
     Args:
+        path: of the file.
         codecs: names, in Zarr v2 or v3, of what was done to the bytes of the elements, in that order; the last one is decoded first.
         chunk_bytes: of the elements.
 
     Raises:
         CorruptCheckpointError
     """
-    with file.open("rb") as stream:
-        length = min(os.fstat(stream.fileno()).st_size, _most(chunk_bytes) + 1)
-        data = memoryview(mmap.mmap(stream.fileno(), length, access=mmap.ACCESS_READ)) if length else b""
-    require_bytes_decode_within(data, codecs, chunk_bytes, str(file))
+    if isinstance(files, CheckpointFolder):
+        with files.stream(path) as stream:
+            length = min(os.fstat(stream.fileno()).st_size, _most(chunk_bytes) + 1)
+            data: Any = memoryview(mmap.mmap(stream.fileno(), length, access=mmap.ACCESS_READ)) if length else b""
+    else:
+        data = files.first_bytes(path, _most(chunk_bytes) + 1)
+    require_bytes_decode_within(data, codecs, chunk_bytes, str(files.root / path))
 
 
 def require_bytes_decode_within(data: Any, codecs: Sequence[str], chunk_bytes: int, where: str) -> None:

@@ -17,8 +17,8 @@ from ckpt.backends.zarr_format import DOCUMENT, below, chunk_key, with_groups_ab
 from ckpt.format.box import Box, chunk_box
 from ckpt.format.digests import EMPTY_DIGEST
 from ckpt.format.records import ArraySpec, ChunkExtent, FileRecord, changed_in_memory
-from ckpt.storage.file_sink import FileSink, FileSinkWriter
 from ckpt.storage.pieces import Pieces, padded_pieces
+from ckpt.storage.sink import Sink, SinkWriter
 
 Describe = Callable[[ArraySpec | None], bytes]
 """Returns the `zarr.json` of an array; None: of a group."""
@@ -27,7 +27,7 @@ Encode = Callable[[ArraySpec, Box, torch.Tensor], bytes]
 """Returns the encoded bytes of a chunk."""
 
 
-class DirectoryWriter(FileSinkWriter):
+class DirectoryWriter(SinkWriter):
     """Writes one rank's chunks and `zarr.json` files, one file each. See `ckpt.backends.base.Writer`.
 
     Args:
@@ -37,7 +37,7 @@ class DirectoryWriter(FileSinkWriter):
     """
 
     def __init__(
-        self, sink: FileSink, describe: Describe, encode: Encode | None = None, previous: Previous | None = None
+        self, sink: Sink, describe: Describe, encode: Encode | None = None, previous: Previous | None = None
     ) -> None:
         super().__init__(sink)
         self._describe = describe

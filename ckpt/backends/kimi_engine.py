@@ -6,7 +6,6 @@ loaded, or sent to rollouts, without reading files.
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +15,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from ckpt.backends.base import Previous, Written
+from ckpt.backends.base import Contents, Previous, Written, no_contents
 from ckpt.backends.linked_values import LinkedValues
 from ckpt.backends.safetensors_format import (
     INDEX_NAME,
@@ -32,16 +31,18 @@ from ckpt.backends.safetensors_format import (
 from ckpt.errors import CorruptCheckpointError, StorageError
 from ckpt.errors.imports import importing
 from ckpt.format.box import Box, chunk_box, overlap
-from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.names import encode_key
+from ckpt.format.places import Place
 from ckpt.format.records import ArraySpec, ChunkExtent, Expected, FileRecord
 from ckpt.storage.direct_io import Buffers
-from ckpt.storage.file_sink import DIRECT_BYTES, FileSink, FileSinkWriter, Stream
+from ckpt.storage.file_sink import DIRECT_BYTES, FileSink
 from ckpt.storage.files import make_durable
+from ckpt.storage.files_of import Files, files_below
 from ckpt.storage.host_memory import can_be_shared
 from ckpt.storage.pieces import Pieces, padded_pieces
 from ckpt.storage.pool import Memories
+from ckpt.storage.sink import Sink, SinkWriter, Stream, sink_below
 
 _FULL_HEADER_BYTES = MOST_HEADER_BYTES // 2
 """Above this header size the entries of one folder and type are split over several files."""
@@ -57,7 +58,7 @@ class KimiEngineBackend:
     """Reads and writes safetensors.
 
     Args:
-        direct_io, buffer_mib: see `ckpt.backends.zarr.ZarrBackend`.
+        direct_io, buffer_mib, segment_mib: see `ckpt.backends.zarr.ZarrBackend`.
         pool: each rank keeps its files in host memory until the next save (ckpt/storage/pool.py).
 
     Attributes:
@@ -67,16 +68,16 @@ class KimiEngineBackend:
     store = "safetensors"
     transport = "engine"
 
-    def __init__(self, *, direct_io: bool = True, buffer_mib: int = 32, pool: bool = True) -> None:
-        self._buffers = Buffers(buffer_mib=buffer_mib, direct_io=direct_io)
+    def __init__(self, *, direct_io: bool = True, buffer_mib: int = 32, segment_mib: int = 64, pool: bool = True) -> None:
+        self._buffers = Buffers(buffer_mib=buffer_mib, direct_io=direct_io, segment_mib=segment_mib)
         self.memories = Memories() if pool and can_be_shared() else None
 
     def writer(
-        self, root: Path, rank: int, progress: Callable[[int], None], previous: Previous | None = None
+        self, root: Place, rank: int, progress: Callable[[int], None], previous: Previous | None = None
     ) -> SafetensorsWriter:
         """Return this rank's writer below the unpublished folder `root`."""
-        memory = self.memories.take(root, rank) if self.memories is not None else None
-        return SafetensorsWriter(root, rank, FileSink(root, rank, progress, self._buffers, memory), previous)
+        memory = self.memories.take(root, rank) if self.memories and isinstance(root, Path) else None
+        return SafetensorsWriter(root, rank, sink_below(root, rank, progress, self._buffers, memory), previous)
 
     def places(self, rank: int, chunks: Iterable[Expected]) -> Mapping[_Place, tuple[str, int]]:
         """Return where this rank's writer will put chunks in this order, if it links none: place -> file, and offset in it."""
@@ -84,20 +85,29 @@ class KimiEngineBackend:
         writer.expect(chunks)
         return writer.places()
 
-    def join(self, root: Path, writers: Sequence[int], progress: Callable[[int], None] = lambda _: None) -> list[str]:
+    def join(
+        self,
+        root: Place,
+        writers: Sequence[int],
+        progress: Callable[[int], None] = lambda _: None,
+        contents: Contents = no_contents,
+    ) -> list[str] | Mapping[str, bytes]:
         """Write an index of tensors into every folder. Reads the headers of all files of these ranks."""
         made = {}
-        for folder, files in _files_below(root, writers).items():
-            name = f"{folder}/{INDEX_NAME}"
-            data = index_bytes(root / folder, files, progress)
-            with CheckpointFolder(root) as opened:
+        with files_below(root) as opened:
+            for folder, files in _files_below(opened, writers).items():
+                name = f"{folder}/{INDEX_NAME}"
+                data = index_bytes(root / folder, files, progress)
                 opened.write(name, data)
-            made[name] = len(data)
-            progress(len(data))
-        make_durable(root, made, {(root / name).parent for name in made}, progress)
+                made[name] = data
+                progress(len(data))
+        if not isinstance(root, Path):
+            return made
+        sizes = {name: len(data) for name, data in made.items()}
+        make_durable(root, sizes, {(root / name).parent for name in made}, progress)
         return list(made)
 
-    def read(self, root: Path, array: ArraySpec, box: Box, out: torch.Tensor) -> None:
+    def read(self, root: Place, array: ArraySpec, box: Box, out: torch.Tensor) -> None:
         """Fill `out` (host, shape box.shape) through the safetensors library.
 
         Raises:
@@ -105,6 +115,7 @@ class KimiEngineBackend:
         """
         folder, _, name = array.path.rpartition("/")
         is_known, found = False, 0
+        assert isinstance(root, Path), "safetensors are raw: they are read by their extents"
         for file in sorted((root / folder).glob(f"*{SUFFIX}")):
             for entry in read_shard(file).entries:
                 if encode_key(entry.content.key) != name:
@@ -144,7 +155,7 @@ class _ShardFile:
         data_start: offset of the first byte after the header.
     """
 
-    def __init__(self, sink: FileSink, path: str, header: Header, num_bytes: int | None) -> None:
+    def __init__(self, sink: Sink, path: str, header: Header, num_bytes: int | None) -> None:
         self.path = path
         self.data_start = header.num_bytes
         self._sink = sink
@@ -152,6 +163,7 @@ class _ShardFile:
         self._num_bytes = num_bytes
         self._placed: list[tuple[int, Sequence[Entry]]] = []
         self._stream: Stream | None = None
+        self._record: FileRecord | None = None
 
     @property
     def size(self) -> int:
@@ -168,29 +180,28 @@ class _ShardFile:
         self._placed.append((at - self.data_start, entries))
         return at
 
-    def close(self) -> None:
-        assert self._stream is not None
-        self._stream.close()
-
     def finish(self) -> FileRecord:
-        """Write the header, after all other bytes were flushed; return the file's record."""
-        header = self._header.to_bytes(self._placed)
-        self._sink.overwrite(self.path, header)
-        return FileRecord(self.size, xxhash.xxh3_128_hexdigest(header))
+        """End the file with its header, once; return its record."""
+        if self._record is None:
+            assert self._stream is not None
+            header = self._header.to_bytes(self._placed)
+            self._stream.close(header)
+            self._record = FileRecord(self.size, xxhash.xxh3_128_hexdigest(header))
+        return self._record
 
 
 _Files = tuple[_ShardFile, _ShardFile]
 """The main file, and the file for unchanged chunks that are written again."""
 
 
-class SafetensorsWriter(FileSinkWriter):
+class SafetensorsWriter(SinkWriter):
     """Appends one rank's chunks to the file of their folder and data type. See `ckpt.backends.base.Writer`.
 
     Unchanged chunks that must be written again go to a separate file, which the next save can probably link. A file is linked only
     if all its tensors are in this checkpoint, because other tools open it by its header.
     """
 
-    def __init__(self, root: Path, rank: int, sink: FileSink, previous: Previous | None = None) -> None:
+    def __init__(self, root: Place, rank: int, sink: Sink, previous: Previous | None = None) -> None:
         super().__init__(sink)
         self._rank = rank
         self._before = _Before(previous) if previous is not None else None
@@ -198,6 +209,8 @@ class SafetensorsWriter(FileSinkWriter):
         self._entries: dict[_Place, Sequence[Entry]] = {}
         self._files: dict[_Place, _Files] = {}
         self._empty: dict[_Kind, tuple[Collection[Entry], _Files]] = {}
+        self._left: dict[_ShardFile, int] = {}  # chunks that are still to come
+        self._with_empty: set[_ShardFile] = set()  # that get the tensors without elements, at the end
         self._written = Written()
 
     def expect(self, chunks: Iterable[Expected]) -> None:
@@ -215,15 +228,22 @@ class SafetensorsWriter(FileSinkWriter):
                 expected[array.path, chunk] = [entry for entry in entries if entry.num_bytes]
         for kind, expected in by_kind.items():
             names = self._new_names(*kind)
-            for header, some in _filling_headers(list(expected.items())):
+            for header, some in self._files_for(list(expected.items())):
                 most = sum(entry.num_bytes for _, entries in some for entry in entries)
-                known = most if self._before is None or most < DIRECT_BYTES else None
+                known = most if self._before is None or most < DIRECT_BYTES or self._sink.segment_bytes else None
                 main, unchanged = (_ShardFile(self._sink, name, header, known) for name in islice(names, 2))
+                self._left[main] = sum(place is not None for place, _ in some)
                 for place, entries in some:
                     if place is None:
                         self._empty[kind] = dict.fromkeys(entries), (main, unchanged)
+                        self._with_empty |= {main} if entries else set()
                     else:
                         self._entries[place], self._files[place] = entries, (main, unchanged)
+
+    def _files_for(self, expected: _Expected) -> Iterator[tuple[Header, _Expected]]:
+        """Divide the expected entries among files: as few as readable headers allow, and in an object store of a segment at most."""
+        for some in _cut(expected, self._sink.segment_bytes):
+            yield from _filling_headers(some)
 
     def places(self) -> dict[_Place, tuple[str, int]]:
         """Return place -> file and offset of every expected chunk, if all are written in the order of `expect`."""
@@ -242,6 +262,10 @@ class SafetensorsWriter(FileSinkWriter):
         source = Pieces(padded_pieces(host, box.shape), digests)
         if not self._take(array, chunk, source, host.nbytes):
             self._put(array.path, chunk, source, 0)
+        main, _ = self._files[array.path, chunk]
+        self._left[main] -= 1
+        if self._sink.segment_bytes and not self._left[main] and main.size and main not in self._with_empty:
+            main.finish()  # its memory is free for the next one
 
     def describe(self, arrays: Sequence[ArraySpec], groups: Collection[str] | None = None) -> None:
         """Do nothing: the headers describe the tensors."""
@@ -249,16 +273,13 @@ class SafetensorsWriter(FileSinkWriter):
     def finish(self) -> Written:
         """Write all bytes, headers last; return the chunks and files."""
         if self._linked is not None:
-            for path, chunk, _, source in self._linked.settle():
+            for path, chunk, _, _, source in self._linked.settle():
                 self._put(path, chunk, source, 1)
             self._linked.add_to(self._written)
         self._put_empty()
         files = [file for both in self._all_files() for file in both if file.size]
-        for file in files:
-            file.close()
+        self._written.files |= {file.path: file.finish() for file in files}
         self._sink.flush()
-        for file in files:
-            self._written.files[file.path] = file.finish()
         return self._written
 
     def _take(self, array: ArraySpec, chunk: int, source: Pieces, size: int) -> bool:
@@ -323,9 +344,7 @@ class _Before:
             self._shards[file] = None
             if file.endswith(SUFFIX):
                 with suppress(CorruptCheckpointError, OSError):
-                    with CheckpointFolder(self._previous.folder) as folder:
-                        folder.require_regular(file)
-                    self._shards[file] = _OldShard(read_shard(self._previous.folder / file))
+                    self._shards[file] = _OldShard(read_shard(self._previous.folder / file, self._previous.folder))
         return self._shards[file]
 
 
@@ -338,9 +357,29 @@ class _OldShard:
         self.empty = [entry._replace(start=0) for entry in shard.entries if entry.num_bytes == 0]
 
 
-def _filling_headers(
-    expected: Sequence[tuple[_Place | None, list[Entry]]],
-) -> Iterator[tuple[Header, Sequence[tuple[_Place | None, list[Entry]]]]]:
+_Expected = Sequence[tuple[_Place | None, list[Entry]]]
+"""The entries of each chunk, and of the tensors without elements."""
+
+
+def _cut(expected: _Expected, most_bytes: int | None) -> Iterator[_Expected]:
+    """Cut expected entries into runs of at most so many bytes with their header, or of one chunk; None: any number."""
+    if most_bytes is None:
+        yield expected
+        return
+    some: list[tuple[_Place | None, list[Entry]]] = []
+    size = 0
+    for one in expected:
+        added = Header(one[1]).num_bytes + sum(entry.num_bytes for entry in one[1])
+        if some and size + added > most_bytes:
+            yield some
+            some, size = [], 0
+        some.append(one)
+        size += added
+    if some:
+        yield some
+
+
+def _filling_headers(expected: _Expected) -> Iterator[tuple[Header, _Expected]]:
     """Split the expected entries over as many files as needed for readable headers: one, unless there are very many."""
     header = Header(entry for _, entries in expected for entry in entries)
     if len(expected) > 1 and header.num_bytes > _FULL_HEADER_BYTES:
@@ -356,15 +395,15 @@ def _filling_headers(
         yield header, expected
 
 
-def _files_below(root: Path, writers: Collection[int]) -> dict[str, list[str]]:
+def _files_below(files: Files, writers: Collection[int]) -> dict[str, list[str]]:
     """Folder -> the names of the safetensors files in it that these ranks wrote or linked, in order.
 
     Each folder is listed once, by a rank that has not listed it before, so that no cached listing is outdated.
     """
     wanted = tuple(f"rank-{rank:05d}-" for rank in writers)
-    found = {}
-    for inside, folders, names in os.walk(root):
-        folders.sort()
-        if shards := [name for name in sorted(names) if name.startswith(wanted) and name.endswith(SUFFIX)]:
-            found[Path(inside).relative_to(root).as_posix()] = shards
-    return found
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in files.below():
+        folder, _, name = path.rpartition("/")
+        if folder and name.startswith(wanted) and name.endswith(SUFFIX):
+            found[folder].append(name)
+    return {folder: sorted(names) for folder, names in found.items()}

@@ -7,18 +7,17 @@ link, and the link is removed: dead bytes must not take disk space forever.
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 
 from ckpt.backends.base import Previous, Written
 from ckpt.errors import CorruptCheckpointError
-from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.places import Place
 from ckpt.format.records import ChunkExtent, FileRecord
-from ckpt.storage.file_sink import FileSink
 from ckpt.storage.files import PIECE_BYTES, naming
+from ckpt.storage.files_of import files_below
 from ckpt.storage.pieces import Pieces
+from ckpt.storage.sink import Sink
 
 MOST_FILES = 32
 """Most linked files of one rank and kind. Beyond it, the files with the least used bytes are rewritten, down to half as many."""
@@ -39,7 +38,7 @@ class LinkedValues:
         dead: file -> extents in them that are in use no more.
     """
 
-    def __init__(self, previous: Previous, sink: FileSink, root: Path, below: str, *, whole: bool = False) -> None:
+    def __init__(self, previous: Previous, sink: Sink, root: Place, below: str, *, whole: bool = False) -> None:
         self._previous = previous
         self._sink = sink
         self._root = root
@@ -66,8 +65,8 @@ class LinkedValues:
             self.kept[path, chunk] = key, old
         return self._is_linked[old.file]
 
-    def settle(self) -> Iterator[tuple[str, int, str, Pieces]]:
-        """Yield the chunks of files that are not worth linking, with the arguments of `take`, for the caller to write.
+    def settle(self) -> Iterator[tuple[str, int, str, int, Pieces]]:
+        """Yield the chunks of files that are not worth linking, for the caller to write: array path, number, key, bytes, source.
 
         Raises:
             CorruptCheckpointError: a chunk does not match its digests in the previous checkpoint.
@@ -79,10 +78,10 @@ class LinkedValues:
         worth = self._worth_linking(
             {file: sum(self.kept[name][1].length for name in used[file]) for file in used}, dead
         )
-        for file in used.keys() - worth:
+        for file in sorted(used.keys() - worth):
             for name in sorted(used[file], key=lambda name: self.kept[name][1].offset):
                 key, extent = self.kept.pop(name)
-                yield *name, key, Pieces(self._read(name[0], extent))
+                yield *name, key, extent.length, Pieces(self._read(name[0], extent))
             self._sink.unlink(file)
         self.files = {file: self._previous.files[file] for file in sorted(worth)}
         self.dead = {file: dead[file] for file in sorted(worth) if dead[file]}
@@ -135,9 +134,9 @@ class LinkedValues:
             )
 
 
-def _file_pieces(root: Path, extent: ChunkExtent, buffer: memoryview) -> Iterator[memoryview]:
+def _file_pieces(root: Place, extent: ChunkExtent, buffer: memoryview) -> Iterator[memoryview]:
     left, at = extent.length, extent.offset
-    with naming(root / extent.file), CheckpointFolder(root) as folder, folder.stream(extent.file) as stream:
-        while left and (count := os.preadv(stream.fileno(), [buffer[:left]], at)):
+    with naming(root / extent.file), files_below(root) as files, files.opened(extent.file) as file:
+        while left and (count := file.read_at([buffer[:left]], at)):
             left, at = left - count, at + count
             yield buffer[:count]

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii as _quoted
 from pathlib import Path
@@ -23,17 +22,23 @@ import numpy as np
 
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.box import Box, whole
-from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.consistency import checked_place, require_apart
 from ckpt.format.dtypes import item_bytes
+from ckpt.format.file_kinds import kind_of
 from ckpt.format.gc_pause import gc_paused
 from ckpt.format.names import encode_key
+from ckpt.format.places import Place
 from ckpt.format.records import Content
 from ckpt.format.strict_json import MAX_INT, Count, Shape, decode, fit, num_keys, parse, read
+from ckpt.storage.checkpoint_files import CheckpointFolder
+from ckpt.storage.files_of import files_below, read_fully
 
 SUFFIX = ".safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 """Name of a folder's index, as Hugging Face's loaders expect it."""
+
+_BEGIN_BYTES = 64 << 10
+"""What is read of a file at first, most headers whole."""
 
 MOST_HEADER_BYTES = 100_000_000
 """The longest header that the safetensors library reads."""
@@ -41,15 +46,21 @@ MOST_HEADER_BYTES = 100_000_000
 _ALIGNED = 64
 _METADATA = "__metadata__"
 _PARTS = "ckpt.parts"
-_COMPLEX128 = "complex128"
+_FLOAT4 = "float4_e2m1fn_x2"
+_PAIRS = {"complex128": ("float64", 2), "complex32": ("float16", 2), _FLOAT4: (_FLOAT4, 1)}
+"""Types that the format lacks -> type of their numbers, of which one more dimension holds this many. Of float4, scalars alone."""
 _NAMES = {
-    "bool": "BOOL", "complex64": "C64", _COMPLEX128: "F64",  # the last is not in the format: pairs of F64, in one more dimension
+    "bool": "BOOL", "complex64": "C64", "complex128": "F64", "complex32": "F16",
     "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
     "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64",
     "float16": "F16", "float32": "F32", "float64": "F64",
     "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0",
+    _FLOAT4: "F4",  # whose numbers the format counts; torch has pairs of them
 }  # fmt: skip
-_TYPES = {name: ours for ours, name in _NAMES.items() if ours != _COMPLEX128}
+_TYPES = {name: ours for ours, name in _NAMES.items() if not ours.startswith("complex")} | {"C64": "complex64"}
+_ANY_TYPE = re.compile(r"[A-Z]+([0-9]{1,3})(_[A-Z0-9]+)?")
+"""The name of any data type, with the bits of an element."""
 _LIKE_A_PART = re.compile(r"\[([0-9]+:[0-9]+(, [0-9]+:[0-9]+)*)?\]\??\Z")
 
 
@@ -81,10 +92,13 @@ class SafetensorsFile:
         data_start: offset of the first tensor in the file, after the header.
         rows: name in the file, data type, key, shape of the whole tensor, box, and offset after the header, of each entry. Plain
             tuples, for there may be very many.
+        raw: name in the file -> type and shape of each tensor of a type that torch lacks, such as "F6_E2M3 [4, 8]". Its row is that of
+            its bytes.
     """
 
     data_start: int
     rows: Sequence[tuple[str, str, str, tuple[int, ...], Box, int]]
+    raw: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def entries(self) -> list[Entry]:
@@ -160,20 +174,19 @@ def _document(rows: Iterable[tuple[Entry, int, int]]) -> bytes:
     """Return the JSON of a header. Rows: entry, first byte, end."""
     texts = []
     parts: list[str] = []
-    pairs: list[str] = []
+    pairs: dict[str, list[str]] = {}
     for (name, dtype, content, _), begin, end in rows:
         key, shape, box = content
         quoted = _quoted(name)
         if name != key:
             parts.append(f"{quoted}:[{_quoted(key)},{_numbers(shape)},{_numbers(box.offsets)}]")
-        if dtype == _COMPLEX128:
-            pairs.append(quoted)
+        if dtype in _PAIRS and (dtype != _FLOAT4 or not shape):
+            pairs.setdefault(dtype, []).append(quoted)
         texts.append(f'{quoted}:{{{_kind(dtype, box.shape)},"data_offsets":[{begin},{end}]}}')
     metadata = {"format": "pt"}
     if parts:
         metadata[_PARTS] = f"{{{','.join(parts)}}}"
-    if pairs:
-        metadata[_COMPLEX128] = f"[{','.join(pairs)}]"
+    metadata |= {dtype: f"[{','.join(names)}]" for dtype, names in pairs.items()}
     document = ",".join([f"{_quoted(_METADATA)}:{json.dumps(metadata)}", *texts])
     return f"{{{document}}}".encode()
 
@@ -181,7 +194,7 @@ def _document(rows: Iterable[tuple[Entry, int, int]]) -> bytes:
 @lru_cache(maxsize=4096)
 def _kind(dtype: str, shape: tuple[int, ...]) -> str:
     """Return data type and shape as stored. Cached: the tensors of a model have few."""
-    stored = (*shape, 2) if dtype == _COMPLEX128 else shape
+    stored = (*shape[:-1], 2 * (shape or (1,))[-1]) if dtype == _FLOAT4 else (*shape, 2) if dtype in _PAIRS else shape
     return f'"dtype":"{_NAMES[dtype]}","shape":{_numbers(stored)}'
 
 
@@ -191,7 +204,7 @@ def _numbers(numbers: tuple[int, ...]) -> str:
 
 
 @gc_paused()
-def read_shard(path: Path, root: Path | None = None) -> SafetensorsFile:
+def read_shard(path: Place, root: Place | None = None) -> SafetensorsFile:
     """Read the header of a safetensors file, ours or another's.
 
     Args:
@@ -202,20 +215,37 @@ def read_shard(path: Path, root: Path | None = None) -> SafetensorsFile:
     """
     with _refusing(path):
         data_start, rows, notes, size = _read_rows(path, root or path.parent)
-        return SafetensorsFile(data_start, _checked(rows, notes, size - data_start))
+        raw = {name: f"{one.dtype} {list(one.shape)}" for name, one in rows.items() if not _is_known(one)}
+        return SafetensorsFile(data_start, _checked(rows, notes, size - data_start), raw)
 
 
-def _read_rows(path: Path, root: Path) -> tuple[int, dict[str, HeaderRow], _Notes, int]:
+def _read_rows(path: Place, root: Place) -> tuple[int, dict[str, HeaderRow], _Notes, int]:
     """Return offset of the first tensor, rows of the header, our notes in it, length of the file."""
-    with CheckpointFolder(root) as folder, folder.stream(path.relative_to(root).as_posix()) as stream:
-        size = os.fstat(stream.fileno()).st_size
-        length = int.from_bytes(stream.read(8), "little")
+    name = path.relative_to(root).as_posix()  # type: ignore[arg-type]  # both are of one kind
+    with files_below(root) as files, files.opened(name) as file:
+        size = file.size
+        begin = memoryview(bytearray(min(size, _BEGIN_BYTES)))
+        read_fully(file, begin, 0)
+        length = int.from_bytes(begin[:8], "little")
         if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
-            raise ValueError(f"it has {size} bytes, and its header should have {length}")
-        rows, metadata = parse_header(stream.read(length), f"{path} is no safetensors file")
+            kind = _kind_at(root, name)
+            raise ValueError(f"it is {kind}" if kind else f"it has {size} bytes, and its header should have {length}")
+        header = memoryview(bytearray(length))
+        there = min(length, len(begin) - 8)
+        header[:there] = begin[8 : 8 + there]
+        read_fully(file, header[there:], 8 + there)
+        rows, metadata = parse_header(bytes(header), f"{path} is no safetensors file")
         parts = read(metadata.get(_PARTS, "{}"), dict[str, tuple[str, Shape, Shape]], _PARTS)
-        notes = _Notes(parts, set(read(metadata.get(_COMPLEX128, "[]"), list[str], _COMPLEX128)))
+        pairs = {name: dtype for dtype in _PAIRS for name in read(metadata.get(dtype, "[]"), list[str], dtype)}
+        notes = _Notes(parts, pairs)
         return 8 + length, rows, notes, size
+
+
+def _kind_at(root: Place, name: str) -> str | None:
+    if not isinstance(root, Path):
+        return None
+    with CheckpointFolder(root) as folder, folder.stream(name) as stream:
+        return kind_of(stream)
 
 
 class HeaderRow(msgspec.Struct):
@@ -259,14 +289,14 @@ def parse_any_header(data: bytes, where: str) -> tuple[dict[str, HeaderRow], dic
 
 
 class _Notes(NamedTuple):
-    """Our notes in a header: name -> key, shape and offsets of each part; and the names of complex128 tensors."""
+    """Our notes in a header: name -> key, shape and offsets of each part; and name -> data type of tensors that are stored as pairs."""
 
     parts: dict[str, tuple[str, Shape, Shape]]
-    pairs: set[str]
+    pairs: dict[str, str]
 
 
 @contextmanager
-def _refusing(path: Path) -> Iterator[None]:
+def _refusing(path: Place) -> Iterator[None]:
     """Turn errors of reading a header into a `CorruptCheckpointError` that names the file."""
     try:
         yield
@@ -287,9 +317,25 @@ class _Form(NamedTuple):
     num_bytes: int
 
 
+def _is_known(row: HeaderRow) -> bool:
+    """Whether torch has the data type. It has float4 in pairs alone."""
+    has_pairs = row.shape != () and row.shape[-1] % 2 == 0
+    return row.dtype in _TYPES and (has_pairs or row.dtype != _NAMES[_FLOAT4])
+
+
 def _form(dtype: str, shape: Shape) -> _Form:
     ours = _TYPES[dtype]
+    if ours == _FLOAT4:
+        shape = (*shape[:-1], shape[-1] // 2)
     return _Form(ours, whole(shape), min(math.prod(shape) * item_bytes(ours), MAX_INT))
+
+
+def _raw_form(row: HeaderRow) -> _Form:
+    """The bytes of a tensor whose type torch lacks."""
+    named, size = _ANY_TYPE.fullmatch(row.dtype), row.data_offsets[1] - row.data_offsets[0]
+    if named is None or math.prod(row.shape) * int(named[1]) != 8 * size:
+        raise KeyError(row.dtype)
+    return _Form("uint8", whole((size,)), size)
 
 
 def _checked(
@@ -300,7 +346,9 @@ def _checked(
     checked, sizes = [], []
     for name, row in rows.items():
         stored = row.dtype, row.shape
-        form = forms.get(stored) or forms.setdefault(stored, _form(*stored))
+        form = forms.get(stored)
+        if form is None:
+            form = forms.setdefault(stored, _form(*stored)) if _is_known(row) else _raw_form(row)
         dtype, box, size = form
         key, shape = name, box.shape
         if name in notes.pairs or name in notes.parts:
@@ -317,9 +365,10 @@ def _noted(name: str, stored: _Form, notes: _Notes) -> tuple[str, Content]:
     """Return data type and content of a tensor that our notes tell of."""
     dtype, sides = stored.dtype, stored.box.shape
     if name in notes.pairs:
-        if (dtype, sides[-1:]) != ("float64", (2,)):
-            raise ValueError(f"{name!r:.80} cannot be pairs of float64")
-        dtype, sides = _COMPLEX128, sides[:-1]
+        of, count = _PAIRS[notes.pairs[name]]
+        if (dtype, sides[-1:]) != (of, (count,)):
+            raise ValueError(f"{name!r:.80} cannot be pairs of {of}")
+        dtype, sides = notes.pairs[name], sides[:-1]
     if name not in notes.parts:
         return dtype, Content(name, sides, whole(sides))
     key, shape, offsets = notes.parts[name]
@@ -352,7 +401,7 @@ def _refuse_places(rows: Mapping[str, HeaderRow], sizes: Sequence[int], num_byte
 
 
 @gc_paused()
-def index_bytes(folder: Path, files: Iterable[str], progress: Callable[[int], None]) -> bytes:
+def index_bytes(folder: Place, files: Iterable[str], progress: Callable[[int], None]) -> bytes:
     """Return the index of a folder: the file of each whole tensor, as Hugging Face defines it, and the parts of the other tensors.
 
     Args:
@@ -371,9 +420,12 @@ def index_bytes(folder: Path, files: Iterable[str], progress: Callable[[int], No
             total += sum(end - begin for begin, end in (row.data_offsets for row in rows.values()))
             whole_rows += [f"{_quoted(name)}: {_quoted(file)}" for name in rows if name not in notes.parts]
             for name, (key, shape, offsets) in notes.parts.items():
-                dtype = _COMPLEX128 if name in notes.pairs else _TYPES[rows[name].dtype]
+                dtype = notes.pairs.get(name) or _TYPES[rows[name].dtype]
                 form = f'{_quoted(key)}: {{"dtype": "{dtype}", "shape": {list(shape)}'
-                place = f'"offset": {list(offsets)}, "shape": {list(rows[name].shape[: len(shape)])}'
+                sides = list(rows[name].shape[: len(shape)])
+                if dtype == _FLOAT4 and sides:
+                    sides[-1] //= 2
+                place = f'"offset": {list(offsets)}, "shape": {sides}'
                 part = f'{{"file": {_quoted(file)}, "name": {_quoted(name)}, {place}}}'
                 parted.setdefault(key, (form, []))[1].append(part)
         progress(data_start)

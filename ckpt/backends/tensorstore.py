@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ import tensorstore as ts
 import torch
 import xxhash
 
-from ckpt.backends.base import DATABASE, Previous, Writer, Written, database_files
+from ckpt.backends.base import DATABASE, Contents, Previous, Writer, Written, database_files, no_contents
 from ckpt.backends.directory import DirectoryWriter
 from ckpt.backends.linked_values import LinkedValues
 from ckpt.backends.ocdbt_format import Value, manifest_of, tree_of
@@ -41,12 +41,14 @@ from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
 from ckpt.format.box import Box, chunk_box
 from ckpt.format.digests import EMPTY_DIGEST
 from ckpt.format.dtypes import bits_of
+from ckpt.format.places import ObjectPath, Place
 from ckpt.format.records import ArraySpec, ChunkExtent, FileRecord
 from ckpt.format.strict_json import read
 from ckpt.storage.direct_io import Buffers
-from ckpt.storage.file_sink import FileSink, FileSinkWriter, Stream
 from ckpt.storage.files import make_durable
+from ckpt.storage.files_of import files_below
 from ckpt.storage.pieces import Pieces, padded_pieces
+from ckpt.storage.sink import Sink, SinkWriter, Stream, sink_below
 
 POLL_S = 0.05
 """Seconds between two polls of a running commit. Nothing here blocks longer, so that signals and other threads get their turn."""
@@ -67,33 +69,39 @@ class TensorStoreBackend:
     Args:
         kvstore: "ocdbt" stores all arrays in one database below the checkpoint; "file" writes the same directories as the
             zarr backend.
-        direct_io, buffer_mib: see `ckpt.backends.zarr.ZarrBackend`.
+        direct_io, buffer_mib, segment_mib: see `ckpt.backends.zarr.ZarrBackend`.
 
     Raises:
         ConfigurationError: `kvstore` has another value.
     """
 
-    def __init__(self, *, kvstore: str = "ocdbt", direct_io: bool = True, buffer_mib: int = 32) -> None:
+    def __init__(self, *, kvstore: str = "ocdbt", direct_io: bool = True, buffer_mib: int = 32, segment_mib: int = 64) -> None:
         if kvstore not in ("ocdbt", "file"):
             raise ConfigurationError(f"kvstore={kvstore!r} is not known; choose ocdbt or file")
         self._in_database = kvstore == "ocdbt"
         self.store = "ocdbt" if self._in_database else "zarr"
-        self._buffers = Buffers(buffer_mib=buffer_mib, direct_io=direct_io)
+        self._buffers = Buffers(buffer_mib=buffer_mib, direct_io=direct_io, segment_mib=segment_mib)
 
     def writer(
-        self, root: Path, rank: int, progress: Callable[[int], None], previous: Previous | None = None
+        self, root: Place, rank: int, progress: Callable[[int], None], previous: Previous | None = None
     ) -> Writer:
         """Return this rank's writer below the unpublished folder `root`."""
-        sink = FileSink(root, rank, progress, self._buffers)
+        sink = sink_below(root, rank, progress, self._buffers)
         if self._in_database:
             return OcdbtWriter(root, rank, sink, previous)
         return DirectoryWriter(sink, _description, previous=previous)
 
-    def join(self, root: Path, writers: Sequence[int], progress: Callable[[int], None]) -> list[str]:
+    def join(
+        self, root: Place, writers: Sequence[int], progress: Callable[[int], None], contents: Contents = no_contents
+    ) -> list[str] | Mapping[str, bytes]:
         """Join the databases of `writers` by reference. With files there is nothing to join."""
-        return _join_databases(root, writers, progress) if self._in_database else []
+        if not self._in_database:
+            return []
+        if isinstance(root, Path):
+            return _join_databases(root, writers, progress)
+        return _write_database(root, contents())
 
-    def read(self, root: Path, array: ArraySpec, box: Box, out: torch.Tensor) -> None:
+    def read(self, root: Place, array: ArraySpec, box: Box, out: torch.Tensor) -> None:
         """Fill `out` (host, shape box.shape) through TensorStore, in place.
 
         Raises:
@@ -101,6 +109,10 @@ class TensorStoreBackend:
         """
         if out.numel() == 0:
             return
+        if not isinstance(root, Path):
+            raise CorruptCheckpointError(
+                f"{array.path}: {root} holds an encoded chunk in a database, which no save of this package has made"
+            )
         context = mapping_files()
         with refusing(f"{array.path}: tensorstore cannot read {box} of {root}"):
             in_database = {**_database(root / DATABASE), "path": f"{array.path}/"}
@@ -146,21 +158,28 @@ class TensorStoreBackend:
 class _DataFile:
     """One data file of a rank's database, created with its first bytes."""
 
-    def __init__(self, sink: FileSink, folder: str) -> None:
+    def __init__(self, sink: Sink, folder: str) -> None:
         self.name = f"d/{secrets.token_hex(16)}"
         self.path = f"{folder}/{self.name}"
         self.size = 0
         self._sink = sink
         self._stream: Stream | None = None
 
-    def append(self, key: str, pieces: Iterable[memoryview]) -> Value:
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so many bytes may follow: in an object store a file has a segment at most, or one value."""
+        most = self._sink.segment_bytes
+        return most is None or self.size == 0 or self.size + num_bytes <= most
+
+    def append(self, key: str, pieces: Iterable[memoryview], num_bytes: int = 0) -> Value:
         """Append a value."""
         at = self.size
-        self.append_nodes(pieces)
+        self.append_nodes(pieces, num_bytes)
         return Value(key.encode(), self.name, at, self.size - at)
 
-    def append_nodes(self, pieces: Iterable[memoryview]) -> None:
-        self._stream = self._stream or self._sink.open(self.path)
+    def append_nodes(self, pieces: Iterable[memoryview], num_bytes: int = 0) -> None:
+        if self._stream is None:
+            most = self._sink.segment_bytes
+            self._stream = self._sink.open(self.path, None if most is None else max(most, num_bytes))
         self._stream.append(pieces)
         self.size = self._stream.size
 
@@ -169,15 +188,16 @@ class _DataFile:
             self._stream.close()
 
 
-class OcdbtWriter(FileSinkWriter):
+class OcdbtWriter(SinkWriter):
     """Appends one rank's values to one data file; `finish` appends the tree. See `ckpt.backends.base.Writer`.
 
     Unchanged values that must be written again go to a separate file: they will probably stay unchanged, and the next save can link it.
     """
 
-    def __init__(self, root: Path, rank: int, sink: FileSink, previous: Previous | None = None) -> None:
+    def __init__(self, root: Place, rank: int, sink: Sink, previous: Previous | None = None) -> None:
         super().__init__(sink)
-        self._folder = _database_of(root, rank).relative_to(root).as_posix()
+        self._folder = f"{DATABASE}/rank-{rank:05d}"
+        self._is_joined_by_records = sink.segment_bytes is not None
         self._main = _DataFile(sink, self._folder)
         self._unchanged = _DataFile(sink, self._folder)
         self._values: list[Value] = []
@@ -193,10 +213,12 @@ class OcdbtWriter(FileSinkWriter):
         size = math.prod(array.grid) * host.element_size()
         key = below(array.path, chunk_key(array, chunk))
         if self._linked is None or not self._linked.take(array.path, chunk, key, source, size):
-            self._put(self._main, array.path, chunk, key, source)
+            self._main = self._put(self._main, array.path, chunk, key, source, size)
 
     def describe(self, arrays: Sequence[ArraySpec], groups: Collection[str] | None = None) -> None:
         """Write the `zarr.json` of these arrays, and of the groups at and above these paths."""
+        if self._is_joined_by_records:
+            return  # the lead describes all of them in the joined database
         documents = {below(array.path, DOCUMENT): _description(array) for array in arrays}
         if groups is not None:
             documents |= {below(path, DOCUMENT): _description(None) for path in with_groups_above(groups)}
@@ -207,12 +229,17 @@ class OcdbtWriter(FileSinkWriter):
     def finish(self) -> Written:
         """Write the tree and the manifest, wait for all writes, and return the chunks and files."""
         if self._linked is not None:
-            for path, chunk, key, source in self._linked.settle():
-                self._put(self._unchanged, path, chunk, key, source)
+            for path, chunk, key, size, source in self._linked.settle():
+                self._unchanged = self._put(self._unchanged, path, chunk, key, source, size)
             for key, extent in self._linked.kept.values():
                 file = extent.file.removeprefix(f"{self._folder}/")
                 self._values.append(Value(key.encode(), file, extent.offset, extent.length))
             self._linked.add_to(self._written)
+        if self._is_joined_by_records:
+            self._end(self._main)
+            self._end(self._unchanged)
+            self._sink.flush()
+            return self._written
         if self._values:
             nodes, root = tree_of(self._values, self._main.name, self._main.size)
             self._main.append_nodes(map(memoryview, nodes))
@@ -231,11 +258,21 @@ class OcdbtWriter(FileSinkWriter):
         self._sink.flush()
         return self._written
 
-    def _put(self, file: _DataFile, path: str, chunk: int, key: str, source: Pieces) -> None:
-        """Append a chunk to a data file."""
-        value = file.append(key, source.digested())
+    def _put(self, file: _DataFile, path: str, chunk: int, key: str, source: Pieces, size: int) -> _DataFile:
+        """Append a chunk to a data file, or to a new one where that is full; return the file."""
+        if not file.has_room(size):
+            self._end(file)
+            file = _DataFile(self._sink, self._folder)
+        value = file.append(key, source.digested(), size)
         self._values.append(value)
         self._written.chunks[path, chunk] = ChunkExtent(file.path, value.offset, value.length, source.written(path))
+        return file
+
+    def _end(self, file: _DataFile) -> None:
+        """End a data file that holds chunks alone."""
+        file.close()
+        if file.size:
+            self._written.files[file.path] = FileRecord(file.size, EMPTY_DIGEST)
 
 
 def values_in(
@@ -329,6 +366,36 @@ def _join_databases(root: Path, writers: Sequence[int], progress: Callable[[int]
     sizes = {file: (root / file).stat().st_size for file in database_files(root)}
     make_durable(root, sizes, {root / folder for file in sizes for folder in Path(file).parents}, progress)
     return list(sizes)
+
+
+def _write_database(
+    root: ObjectPath, contents: Iterable[tuple[ArraySpec, Mapping[int, ChunkExtent]]]
+) -> Mapping[str, bytes]:
+    """Write a database over the data files of all ranks, by the places in their records. Returns its files, and what is in them.
+
+    TensorStore copies no range of a database in an object store by reference.
+    """
+    values, documents, groups = [], {}, set()
+    for array, chunks in contents:
+        documents[below(array.path, DOCUMENT)] = _description(array)
+        groups.add(array.path.rpartition("/")[0])
+        for number, extent in chunks.items():
+            key, file = below(array.path, chunk_key(array, number)), extent.file.removeprefix(f"{DATABASE}/")
+            values.append(Value(key.encode(), file, extent.offset, extent.length))
+    documents |= {below(path, DOCUMENT): _description(None) for path in with_groups_above(groups)}
+    name, data = f"d/{secrets.token_hex(16)}", bytearray()
+    for key, document in documents.items():
+        values.append(Value(key.encode(), name, len(data), len(document)))
+        data += document
+    nodes, node = tree_of(values, name, len(data))
+    for one in nodes:
+        data += one
+    manifest = manifest_of(node, name, os.urandom(16), time.time_ns())
+    made = {f"{DATABASE}/{name}": bytes(data), f"{DATABASE}/{_MANIFEST}": manifest}
+    with files_below(root) as files:
+        for path, content in made.items():
+            files.write(path, content)
+    return made
 
 
 def _check_joined(database: Path, folders: Sequence[Path]) -> None:

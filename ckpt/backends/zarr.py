@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt.backends.base import Previous
+from ckpt.backends.base import Contents, Previous, no_contents
 from ckpt.backends.decoded_size import require_decodes_within
 from ckpt.backends.directory import Describe, DirectoryWriter
 from ckpt.backends.zarr_format import (
@@ -32,12 +32,13 @@ from ckpt.backends.zarr_format import (
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, sentence
 from ckpt.errors.imports import importing
 from ckpt.format.box import Box, chunks_meeting
-from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.consistency import MAX_FILE_BYTES
 from ckpt.format.dtypes import bits_of, item_bytes
+from ckpt.format.places import Place
 from ckpt.format.records import ArraySpec
 from ckpt.storage.direct_io import Buffers
-from ckpt.storage.file_sink import FileSink
+from ckpt.storage.files_of import files_below
+from ckpt.storage.sink import sink_below
 
 
 class ZarrBackend:
@@ -50,6 +51,7 @@ class ZarrBackend:
         direct_io: write large chunks past the page cache, where the file system allows it: less processor time, and other files
             stay cached.
         buffer_mib: memory of each rank for direct writes, in MiB, on top of the state.
+        segment_mib: in an object store, the longest object that holds several values, in MiB. A rank takes five times as much memory.
 
     Raises:
         ConfigurationError: zarr-python does not know a compressor, or cannot be imported and there are compressors.
@@ -58,26 +60,33 @@ class ZarrBackend:
     store = "zarr"
 
     def __init__(
-        self, *, compressors: list[dict[str, Any]] | None = None, direct_io: bool = True, buffer_mib: int = 32
+        self,
+        *,
+        compressors: list[dict[str, Any]] | None = None,
+        direct_io: bool = True,
+        buffer_mib: int = 32,
+        segment_mib: int = 64,
     ) -> None:
         self._compressors = list(compressors or ())
         if self._compressors:
             _check_compressors(self._compressors)
-        self._buffers = Buffers(buffer_mib=buffer_mib, direct_io=direct_io)
+        self._buffers = Buffers(buffer_mib=buffer_mib, direct_io=direct_io, segment_mib=segment_mib)
 
     def writer(
-        self, root: Path, rank: int, progress: Callable[[int], None], previous: Previous | None = None
+        self, root: Place, rank: int, progress: Callable[[int], None], previous: Previous | None = None
     ) -> DirectoryWriter:
         """Return this rank's writer below the unpublished folder `root`."""
-        sink = FileSink(root, rank, progress, self._buffers)
+        sink = sink_below(root, rank, progress, self._buffers)
         encode = partial(_compressed, self._compressors) if self._compressors else None
         return DirectoryWriter(sink, self._description(), encode, previous)
 
-    def join(self, root: Path, writers: Sequence[int], progress: Callable[[int], None]) -> list[str]:
+    def join(
+        self, root: Place, writers: Sequence[int], progress: Callable[[int], None], contents: Contents = no_contents
+    ) -> list[str]:
         """Do nothing: all ranks write into one directory."""
         return []
 
-    def read(self, root: Path, array: ArraySpec, box: Box, out: torch.Tensor) -> None:
+    def read(self, root: Place, array: ArraySpec, box: Box, out: torch.Tensor) -> None:
         """Fill `out` (host, shape box.shape) through zarr-python.
 
         Raises:
@@ -86,23 +95,26 @@ class ZarrBackend:
         """
         zarr = _zarr_python()
         path = below(array.path, DOCUMENT)
+        file, copies = path, {}
+        with files_below(root) as files:
+            try:
+                document = files.read(path, MAX_FILE_BYTES)
+                described, codecs = spec_in(document, array.path)
+                require_spec(described, array)
+                compressors = compressors_in(codecs, array.path)
+                chunk_bytes = math.prod(array.grid) * item_bytes(array.dtype)
+                copies[path] = document
+                for number in chunks_meeting(array.shape, array.grid, box):
+                    file = below(array.path, chunk_key(array, number))
+                    require_decodes_within(files, file, compressors, chunk_bytes)
+                    if not isinstance(root, Path):
+                        copies[file] = files.read(file, MAX_FILE_BYTES)
+            except FileNotFoundError as error:  # zarr-python would hand out zeros in its place
+                raise CorruptCheckpointError(
+                    f"{array.path}: {root / file} is missing. Load an earlier checkpoint."
+                ) from error
         try:
-            with CheckpointFolder(root) as opened:
-                described, codecs = spec_in(opened.read(path, MAX_FILE_BYTES), array.path)
-        except FileNotFoundError as error:
-            raise CorruptCheckpointError(
-                f"{array.path}: {root / path} is missing. Load an earlier checkpoint."
-            ) from error
-        require_spec(described, array)
-        compressors = compressors_in(codecs, array.path)
-        chunk_bytes = math.prod(array.grid) * item_bytes(array.dtype)
-        for number in chunks_meeting(array.shape, array.grid, box):
-            file = root / array.path / chunk_key(array, number)
-            if not file.is_file():  # zarr-python would hand out zeros in its place
-                raise CorruptCheckpointError(f"{array.path}: {file} is missing. Load an earlier checkpoint.")
-            require_decodes_within(file, compressors, chunk_bytes)
-        try:
-            stored = zarr.open_array(store=zarr.storage.LocalStore(root, read_only=True), path=array.path, mode="r")
+            stored = zarr.open_array(store=_zarr_store(root, copies), path=array.path, mode="r")
             values = np.asarray(stored[box.slices])
         except Exception as error:
             # Codecs raise nearly anything, also an OSError of no number, which is not the system's.
@@ -148,6 +160,14 @@ def _zarr_python() -> Any:
 
         zarr_dtypes.register()
     return zarr
+
+
+def _zarr_store(root: Place, copies: Mapping[str, bytes]) -> Any:
+    """Return zarr-python's store of a checkpoint's folder; of an object store, of what was read from it."""
+    zarr = _zarr_python()
+    if isinstance(root, Path):
+        return zarr.storage.LocalStore(root, read_only=True)
+    return zarr.storage.MemoryStore({path: zarr.buffer.cpu.Buffer.from_bytes(data) for path, data in copies.items()})
 
 
 def _compressed(compressors: Sequence[dict[str, Any]], array: ArraySpec, box: Box, host: torch.Tensor) -> bytes:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
 
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.box import chunk_box
-from ckpt.format.dtypes import item_bytes
+from ckpt.format.dtypes import AS_INTEGERS, item_bytes
 from ckpt.format.records import ArraySpec
 from ckpt.format.strict_json import Shape, read
 
@@ -23,7 +24,7 @@ def array_document(array: ArraySpec, compressors: Sequence[dict[str, Any]] = ())
         "zarr_format": 3,
         "node_type": "array",
         "shape": list(array.shape),
-        "data_type": array.dtype,
+        "data_type": described_as(array.dtype),
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(array.grid)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": _zero(array.dtype),
@@ -86,7 +87,7 @@ def require_spec(described: ArraySpec, array: ArraySpec) -> None:
     Raises:
         CorruptCheckpointError
     """
-    if described != array:
+    if described != replace(array, dtype=described_as(array.dtype)):
         raise CorruptCheckpointError(
             f"{array.path}: its {DOCUMENT} describes {described.dtype} of shape {list(described.shape)} in chunks of "
             f"{list(described.grid)}, the manifest {array.dtype} of {list(array.shape)} in {list(array.grid)}. Load an earlier checkpoint."
@@ -118,12 +119,20 @@ def chunk_key(array: ArraySpec, number: int) -> str:
     return "/".join(["c", *(str(offset // side) for offset, side in zip(offsets, array.grid, strict=True))])
 
 
+def described_as(dtype: str) -> str:
+    """Return the data type that an array's `zarr.json` names: its own, or that of integers of its size."""
+    return AS_INTEGERS.get(dtype, dtype)
+
+
 def _zero(dtype: str) -> object:
+    """The fill value, whose bits are zero."""
     if dtype == "bool":
         return False
-    if dtype.startswith("complex"):
+    if dtype == "float8_e8m0fnu":  # has no zero
+        return "0x00"
+    if dtype in ("complex64", "complex128"):
         return [0.0, 0.0]
-    return 0.0 if "float" in dtype else 0
+    return 0.0 if "float" in described_as(dtype) else 0
 
 
 def _bytes_codec(dtype: str) -> dict[str, Any]:

@@ -5,6 +5,8 @@ Files:
     owner                   a locked owner file, so that only one run uses a folder
     committed               what a manifest's head says of its checkpoint, and the order of commits
     ledger                  checkpoint folders: the rename to `checkpoint-<id>` is the commit; the newest is found here (no file `latest`)
+    object_ledger, lease    the same in an object store: a conditional put is the commit; a heartbeat instead of a lock
+    catalog                 the one or the other, by where the root is
     retention               which checkpoints of a run stay after a save
     incremental             files of an earlier checkpoint that a save may link
     verify                  reads every byte of a checkpoint and lists problems

@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from ckpt.errors import CheckpointError, CorruptCheckpointError, logger_of, sentence
-from ckpt.format.checkpoint_files import CheckpointFolder
-from ckpt.format.manifest import MANIFEST_NAME, MAX_COMMIT_NUMBER
+from ckpt.format.manifest import MANIFEST_NAME, MAX_COMMIT_NUMBER, is_fence
 from ckpt.format.manifest_parsing import require_own_digest
-from ckpt.format.stored import identity_of, read_manifest, read_manifest_bytes
+from ckpt.format.places import Place
+from ckpt.storage.files_of import files_below
+from ckpt.storage.stored import identity_of, read_manifest, read_manifest_bytes
 
 COMMITTED = "checkpoint-"
 _TIMESTAMP = re.compile(rb'"timestamp"\s*:\s*"([^"]+)"')
@@ -30,8 +32,13 @@ _UNKNOWN = -1
 _log = logger_of(__name__)
 
 
+_Where = TypeVar("_Where", bound=Place, covariant=True)
+Where = TypeVar("Where", bound=Place)
+"""A path, or an object's address."""
+
+
 @dataclass(frozen=True, slots=True)
-class Committed:
+class Committed(Generic[_Where]):
     """A checkpoint that was published: `path` holds a manifest.
 
     Attributes:
@@ -44,7 +51,7 @@ class Committed:
     """
 
     id: str
-    path: Path
+    path: _Where
     timestamp: datetime
     number: int = 0
     run_id: str | None = None
@@ -57,20 +64,26 @@ class Committed:
         return self.number, not self.is_ahead, self.timestamp, self.id
 
 
-def look(path: Path) -> Committed | None:
+def look(path: Where) -> Committed[Where] | None:
     """Return the checkpoint in this folder, under the id in its manifest; None: it has no manifest."""
-    manifest = path / MANIFEST_NAME
     try:
-        if not manifest.is_file():
-            return None
-        head = _head_of(manifest)
-        timestamp, number, run_id = _timestamp(head), _COMMIT_NUMBER.search(head), _RUN_ID.search(head)
-        id = _id_said(head)
-        is_damaged = timestamp is None or (run_id is not None and number is None)
-        if timestamp is None or is_damaged:
-            timestamp = datetime.fromtimestamp(manifest.stat().st_mtime, UTC)
+        head = _head_of(path)
+        return None if head is None else said_by(head, path)
     except FileNotFoundError:
         return None
+
+
+def said_by(head: bytes, path: Where) -> Committed[Where]:
+    """Return the checkpoint of which the first bytes of a manifest, or all, tell.
+
+    Raises:
+        FileNotFoundError: they are damaged, and the manifest is gone meanwhile.
+    """
+    timestamp, number, run_id = _timestamp(head), _COMMIT_NUMBER.search(head), _RUN_ID.search(head)
+    id = _id_said(head)
+    is_damaged = timestamp is None or (run_id is not None and number is None)
+    if timestamp is None or is_damaged:
+        timestamp = _time_of(path)
     return Committed(
         id or "",
         path,
@@ -82,7 +95,7 @@ def look(path: Path) -> Committed | None:
     )
 
 
-def look_for(checkpoint_id: str, path: Path) -> Committed | None:
+def look_for(checkpoint_id: str, path: Where) -> Committed[Where] | None:
     """Return the checkpoint in this folder; None: it has no manifest, or a whole one that says another id."""
     one = look(path)
     if one is None or (one.says_id and one.id not in (checkpoint_id, path.name) and _is_whole(path)):
@@ -90,7 +103,7 @@ def look_for(checkpoint_id: str, path: Path) -> Committed | None:
     return replace(one, id=checkpoint_id, says_id=one.id == checkpoint_id)
 
 
-def runs_of(one: Committed) -> set[str | None]:
+def runs_of(one: Committed[Place]) -> set[str | None]:
     """Return the ids of the run that saved a checkpoint, and of those that it went on from, as far as its manifest can be read."""
     try:
         return {one.run_id, *read_manifest(one.path).history}
@@ -98,7 +111,7 @@ def runs_of(one: Committed) -> set[str | None]:
         return {one.run_id}
 
 
-def continues(new: Path, old: Committed) -> bool:
+def continues(new: Place, old: Committed[Place]) -> bool:
     """Whether a checkpoint is of the run that has saved an older one, or of a run that went on from it."""
     if (one := look(new)) is not None and one.run_id == old.run_id:
         return True
@@ -108,7 +121,7 @@ def continues(new: Path, old: Committed) -> bool:
         return False
 
 
-def placed(found: Sequence[Committed]) -> list[Committed]:
+def placed(found: Sequence[Committed[Where]]) -> list[Committed[Where]]:
     """Order checkpoints. One with a damaged manifest is not placed before its time, so that a load reports a damaged newest one.
 
     The manifest is damaged if it says too little, or if its number contradicts its time and it does not match its digest.
@@ -123,7 +136,7 @@ def placed(found: Sequence[Committed]) -> list[Committed]:
     ]
 
 
-def _is_whole(checkpoint: Path) -> bool:
+def _is_whole(checkpoint: Place) -> bool:
     """Whether a manifest matches its own digest."""
     with suppress(CheckpointError, OSError):
         return _matches_own_digest(checkpoint, identity_of(checkpoint))
@@ -135,7 +148,7 @@ def id_in(name: str) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _matches_own_digest(checkpoint: Path, identity: tuple[int, ...] | None) -> bool:
+def _matches_own_digest(checkpoint: Place, identity: tuple[object, ...] | None) -> bool:
     try:
         require_own_digest(read_manifest_bytes(checkpoint), str(checkpoint))
     except CorruptCheckpointError:
@@ -143,19 +156,36 @@ def _matches_own_digest(checkpoint: Path, identity: tuple[int, ...] | None) -> b
     return True
 
 
-def _head_of(manifest: Path) -> bytes:
-    """Return the first bytes of a manifest, up to its tables; b"" if they cannot be read."""
+def _head_of(checkpoint: Place) -> bytes | None:
+    """Return the first bytes of a manifest, up to its tables; b"" if they cannot be read; None: there is no manifest.
+
+    Raises:
+        OSError: an object store does not answer. To a reader, its checkpoints must not seem damaged, nor missing.
+    """
+    if isinstance(checkpoint, Path) and not (checkpoint / MANIFEST_NAME).is_file():
+        return None
     try:
-        with CheckpointFolder(manifest.parent) as folder, folder.stream(manifest.name) as file:
-            head = file.read(_HEAD_BYTES)
+        with files_below(checkpoint) as files:
+            head = files.first_bytes(MANIFEST_NAME, _HEAD_BYTES)
             if _TIMESTAMP.search(head) is None or _ID.search(head) is None:
-                head += file.read(_MOST_BYTES - _HEAD_BYTES)
+                head = files.first_bytes(MANIFEST_NAME, _MOST_BYTES)
     except FileNotFoundError:
-        raise
+        if isinstance(checkpoint, Path):
+            raise
+        return None
     except (OSError, CorruptCheckpointError) as error:
-        _log.debug("%s cannot be read: %s", manifest, sentence(error))
+        if not isinstance(checkpoint, Path):
+            raise
+        _log.debug("%s cannot be read: %s", checkpoint / MANIFEST_NAME, sentence(error))
         return b""
-    return head
+    return None if is_fence(head) else head
+
+
+def _time_of(checkpoint: Place) -> datetime:
+    """The time at which a manifest was last changed: where it does not say when it was committed."""
+    if isinstance(checkpoint, Path):
+        return datetime.fromtimestamp((checkpoint / MANIFEST_NAME).stat().st_mtime, UTC)
+    return datetime.now(UTC)
 
 
 def _id_said(head: bytes) -> str | None:

@@ -15,14 +15,16 @@ from pathlib import Path
 from ckpt.backends.base import Previous
 from ckpt.catalog.ledger import Ledger
 from ckpt.errors import CheckpointError, sentence
-from ckpt.format.stored import read_index, read_manifest
+from ckpt.format.places import Place
+from ckpt.storage.objects.files import ObjectFiles
+from ckpt.storage.stored import files_root, read_index, read_manifest
 
 _log = logging.getLogger("ckpt")
 
 _Inode = tuple[int, int]
 
 
-def previous_of(folder: Path, rank: int, min_live: float) -> Previous | None:
+def previous_of(folder: Place, rank: int, min_live: float) -> Previous | None:
     """Return a rank's chunks and files in a committed checkpoint, for its next save. Reads the manifest and the rank's index.
 
     Args:
@@ -36,19 +38,21 @@ def previous_of(folder: Path, rank: int, min_live: float) -> Previous | None:
         if rank not in manifest.index_paths():
             return None
         index = read_index(folder, manifest, rank)
-        return Previous(folder, index.chunks, index.files, index.dead, min_live)
+        return Previous(files_root(folder, manifest), index.chunks, index.files, index.dead, min_live)
     except (CheckpointError, OSError) as error:
         _log.warning("rank %d links nothing to %s, which is damaged: %s", rank, folder, sentence(error))
         return None
 
 
-def linked_with(root: Path, damaged: Path, files: Iterable[str]) -> list[Path]:
+def linked_with(root: Place, damaged: Place, files: Iterable[str]) -> list[Path]:
     """Return the committed checkpoints below a root that share a damaged file of another one, the oldest commit first.
 
     Args:
         damaged: the damaged checkpoint, which is left out.
         files: damaged files, by path below it, such as `CorruptCheckpointError.file`.
     """
+    if not isinstance(root, Path) or not isinstance(damaged, Path):
+        return []  # each checkpoint in an object store stands alone
     wanted = {file: inode for file in files if (inode := _shared_inode(damaged / file)) is not None}
     if not wanted:
         return []
@@ -80,18 +84,24 @@ class DiskUse:
     unique_bytes: int
 
 
-def disk_use(folders: Iterable[Path]) -> tuple[dict[Path, DiskUse], int]:
+def disk_use(folders: Iterable[Place]) -> tuple[dict[Place, DiskUse], int]:
     """Return the disk space of each checkpoint, and of all together, where each file counts once. Writes nothing."""
-    each: dict[Path, DiskUse] = {}
+    each: dict[Place, DiskUse] = {}
     everywhere: dict[_Inode, int] = {}
+    in_stores = 0
     for folder in folders:
+        if not isinstance(folder, Path):
+            size = sum(ObjectFiles(folder).sizes())
+            each[folder] = DiskUse(size, size)
+            in_stores += size
+            continue
         names = list(_files_below(folder))
         found = Counter(inode for inode, _ in names)
         apparent = sum(file.st_size for _, file in names)
         unique = sum(file.st_size for inode, file in dict(names).items() if file.st_nlink <= found[inode])
         each[folder] = DiskUse(apparent, unique)
         everywhere |= {inode: file.st_size for inode, file in names}
-    return each, sum(everywhere.values())
+    return each, in_stores + sum(everywhere.values())
 
 
 def files_of(folder: Path) -> dict[_Inode, int]:

@@ -35,7 +35,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ckpt.backends.zarr_format import DOCUMENT
-from ckpt.catalog.committed import COMMITTED, Committed, continues, id_in, look, look_for, placed
+from ckpt.catalog.committed import COMMITTED, Committed, Where, continues, id_in, look, look_for, placed
 from ckpt.catalog.owner import (
     OWNER_SUFFIX,
     FolderLock,
@@ -56,10 +56,12 @@ from ckpt.errors import (
     logger_of,
     sentence,
 )
-from ckpt.format.durable import exchange, sync_folder, write_durably
 from ckpt.format.manifest import MANIFEST_NAME, MAX_COMMIT_NUMBER
-from ckpt.format.removal import empty, own_name, remove
-from ckpt.format.stored import read_manifest
+from ckpt.format.places import Place
+from ckpt.storage.durable import exchange, replace_durably, sync_folder, write_durably
+from ckpt.storage.files import is_shown
+from ckpt.storage.removal import empty, own_name, remove
+from ckpt.storage.stored import read_manifest
 
 ROOT_OWNER = f".run{OWNER_SUFFIX}"
 _VALID_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9_.-]{1,200}")
@@ -83,6 +85,28 @@ class Commit(NamedTuple):
     timestamp: datetime
     behind: timedelta
     runs: frozenset[str | None] = frozenset()
+
+
+def commit_after(found: Sequence[Committed[Where]]) -> Commit:
+    """Return the place in the order of commits of a checkpoint that comes after all of these."""
+    now = datetime.now(UTC)
+    number = 1 + max((one.number for one in found), default=0)
+    latest = max((one.timestamp for one in found), default=now)
+    credible = [one.timestamp + timedelta(microseconds=1) for one in found if not one.is_ahead]
+    runs = frozenset(one.run_id for one in found)
+    return Commit(min(number, MAX_COMMIT_NUMBER), max([now, *credible]), latest - now, runs)
+
+
+def require_valid_id(checkpoint_id: str) -> None:
+    """Refuse an id that cannot be part of a name.
+
+    Raises:
+        ConfigurationError: it is that.
+    """
+    if not _VALID_ID.fullmatch(checkpoint_id):
+        raise ConfigurationError(
+            f"checkpoint id {checkpoint_id!r} is part of a folder's name: use 1 to 200 of A-Z a-z 0-9 _ . -, but not . or .. alone"
+        )
 
 
 class Ledger:
@@ -117,12 +141,12 @@ class Ledger:
         self._owners: dict[Path, Owner] = {}
         self._restored: dict[Path, Path] = {}
 
-    def committed(self) -> list[Committed]:
+    def committed(self) -> list[Committed[Path]]:
         """Return every committed checkpoint, the oldest commit first, without those under names of the user's. Writes nothing.
 
         A missing root holds none.
         """
-        with _told(f"checkpoint root {self._root} cannot be read"):
+        with told(f"checkpoint root {self._root} cannot be read"):
             names = self._names()
             for _ in range(10):
                 found = self._committed_among(names)
@@ -131,16 +155,18 @@ class Ledger:
                     break
         return found
 
-    def newest(self) -> Committed | None:
+    def newest(self) -> Committed[Path] | None:
         """Return the checkpoint that was committed last."""
         return max(self.committed(), key=lambda one: one.order, default=None)
 
-    def newer_than(self, checkpoint: Path) -> list[Committed] | None:
+    def newer_than(self, checkpoint: Place) -> list[Committed[Path]] | None:
         """Return the checkpoints committed after this one, the oldest first; None: this one is not in the root.
 
         Args:
             checkpoint: its folder may have any name.
         """
+        if not isinstance(checkpoint, Path):
+            return None
         where, committed = os.path.realpath(checkpoint), self.committed()
         at = next((number for number, one in enumerate(committed) if os.path.realpath(one.path) == where), None)
         if at is not None:
@@ -150,14 +176,10 @@ class Ledger:
 
     def next_commit(self) -> Commit:
         """Return number and time for a checkpoint that will be published. Lead rank only."""
-        with _told(f"checkpoint root {self._root} cannot be read"):
+        with told(f"checkpoint root {self._root} cannot be read"):
             names = [name for name in self._names() if name.startswith((COMMITTED, ".replaced-"))]
-            found, now = [one for name in names if (one := look(self._root / name))], datetime.now(UTC)
-        number = 1 + max((one.number for one in found), default=0)
-        latest = max((one.timestamp for one in found), default=now)
-        credible = [one.timestamp + timedelta(microseconds=1) for one in found if not one.is_ahead]
-        runs = frozenset(one.run_id for one in found)
-        return Commit(min(number, MAX_COMMIT_NUMBER), max([now, *credible]), latest - now, runs)
+            found = [one for name in names if (one := look(self._root / name))]
+        return commit_after(found)
 
     def renamed(self) -> list[str]:
         """Return the names of copied and renamed checkpoints in the root, which are the user's."""
@@ -179,7 +201,7 @@ class Ledger:
             lock.acquire(progress)
 
     def _told_of_root(self) -> AbstractContextManager[None]:
-        return _told(f"checkpoint root {self._root} cannot be written", "; choose another folder")
+        return told(f"checkpoint root {self._root} cannot be written", "; choose another folder")
 
     def open(self, checkpoint_id: str) -> Path:
         """Clean up after dead saves and return a new, empty, unpublished folder that this process owns.
@@ -191,10 +213,7 @@ class Ledger:
             ConfigurationError: the id is not a valid file name.
             StorageError: the root cannot be created or written.
         """
-        if not _VALID_ID.fullmatch(checkpoint_id):
-            raise ConfigurationError(
-                f"checkpoint id {checkpoint_id!r} is part of a folder's name: use 1 to 200 of A-Z a-z 0-9 _ . -, but not . or .. alone"
-            )
+        require_valid_id(checkpoint_id)
         with self._told_of_root():
             _make_folder(self._root)
             self._clean_up()
@@ -207,6 +226,18 @@ class Ledger:
                 self._release(folder)
                 raise
         return folder
+
+    def open_at(self, target: Path) -> Path:
+        """As `open`, for a checkpoint that gets a name of its own: see `publish_at`."""
+        return self.open(safe_id(target.name))
+
+    def is_seen(self, unpublished: Path) -> bool:
+        """Whether this rank sees the folder that the lead has opened. Any rank; network file systems show it late."""
+        return is_shown(unpublished)
+
+    def record(self, unpublished: Path, manifest: bytes) -> None:
+        """Write the manifest into an unpublished folder, after all other files, durably."""
+        replace_durably(unpublished / MANIFEST_NAME, manifest)
 
     def publish(
         self,
@@ -319,7 +350,7 @@ class Ledger:
 
     @contextmanager
     def _publishing(self, unpublished: Path, target: Path) -> Iterator[None]:
-        with _told(f"{unpublished.name} cannot be published as {target}"):
+        with told(f"{unpublished.name} cannot be published as {target}"):
             if not (unpublished / MANIFEST_NAME).is_file():
                 raise FileNotFoundError(errno.ENOENT, "it holds no manifest", str(unpublished / MANIFEST_NAME))
             sync_folder(unpublished)
@@ -369,11 +400,11 @@ class Ledger:
         for path, reason in refused.items():
             one = next((one for one in found if self._is(one.path, path)), None)
             if one is not None and not self._is(one.path, keep):
-                with _warned(f"cannot move {one.path} into quarantine"):
+                with warned(f"cannot move {one.path} into quarantine"):
                     moved.append(self._put_in_quarantine(one.path, one.id, reason))
         return moved
 
-    def abandon(self, newer: Sequence[Committed]) -> list[Path]:
+    def abandon(self, newer: Sequence[Committed[Path]]) -> list[Path]:
         """Set aside the newer checkpoints when a run continues from an older one; return their new paths.
 
         The newest is moved first, so that a kill in between leaves a consistent, shorter history. They are kept until the user
@@ -386,7 +417,7 @@ class Ledger:
             StorageError: one cannot be renamed.
         """
         moved = []
-        with _told(f"newer checkpoints in {self._root} cannot be set aside"):
+        with told(f"newer checkpoints in {self._root} cannot be set aside"):
             for one in reversed(newer):
                 moved.append(self._aside("abandoned", one.id))
                 os.rename(one.path, moved[-1])
@@ -424,7 +455,7 @@ class Ledger:
         """
         if not self._retention.removes and not remove_others:
             return []
-        with _told(f"checkpoint root {self._root} cannot be read"):
+        with told(f"checkpoint root {self._root} cannot be read"):
             self._settle_replaced(self._names())
             committed, living = self.committed(), self.living()
         newest = next((c for c in committed if self._is(c.path, keep)), None)
@@ -441,7 +472,7 @@ class Ledger:
         except FileNotFoundError:
             return []
 
-    def _committed_among(self, names: list[str]) -> list[Committed]:
+    def _committed_among(self, names: list[str]) -> list[Committed[Path]]:
         published = {id_in(name) for name in names if name.startswith(COMMITTED)}
         found = {id: one for id in published if (one := look_for(id, self._root / f"{COMMITTED}{id}"))}
         for id, candidates in self._replaced_among(names).items():
@@ -449,9 +480,9 @@ class Ledger:
                 found[id] = candidates[-1]
         return sorted(placed(list(found.values())), key=lambda one: one.order)
 
-    def _replaced_among(self, names: list[str]) -> dict[str, list[Committed]]:
+    def _replaced_among(self, names: list[str]) -> dict[str, list[Committed[Path]]]:
         """Return id -> checkpoints that were moved aside, the oldest commit first."""
-        aside: dict[str, list[Committed]] = {}
+        aside: dict[str, list[Committed[Path]]] = {}
         for name in names:
             match = _HIDDEN.fullmatch(name)
             if match is not None and match["kind"] == "replaced":
@@ -474,7 +505,7 @@ class Ledger:
             if match["kind"] == "removed":
                 self._finish_removal(path, self._home_of(path, match["id"]), delete_folder)
             elif match["kind"] == "unpublished" and path not in self._owners:
-                with _warned(f"cannot clean up {path}"), abandoned(path, self._run_id, now, self._stale_s) as dead:
+                with warned(f"cannot clean up {path}"), abandoned(path, self._run_id, now, self._stale_s) as dead:
                     # A kill after an exchange leaves the old checkpoint under this name.
                     if dead and (not path.exists() or self._remove(path, self._home_of(path, match["id"]))):
                         remove(owner_file(path), own_name)
@@ -490,7 +521,7 @@ class Ledger:
         """Finish replacements that a kill interrupted: restore the old checkpoint, or remove it if the new one is committed."""
         for id, candidates in self._replaced_among(names).items():
             target = self._root / f"{COMMITTED}{id}"
-            with _warned(f"cannot settle the replacement of {target}"):
+            with warned(f"cannot settle the replacement of {target}"):
                 if candidates and look_for(id, target) is None:
                     self._make_way(target, id, refused={})
                     back = candidates.pop().path
@@ -506,7 +537,7 @@ class Ledger:
         if others or one is None or continues(new, one):
             self._remove(old, new, delete)
             return
-        with _warned(f"cannot move {old} into quarantine"):
+        with warned(f"cannot move {old} into quarantine"):
             by = f"run {one.run_id}" if one.run_id is not None else "an unknown run"
             why = (
                 f"it was saved as {new.name} by {by}, and a run that did not go on from it has saved under this id, too"
@@ -529,7 +560,7 @@ class Ledger:
         when = datetime.now(UTC).isoformat(timespec="seconds")
         os.rename(path, aside)
         why = aside.with_name(f"{aside.name}.reason.txt")
-        with _warned(f"cannot write {why}"):
+        with warned(f"cannot write {why}"):
             write_durably(why, f"{reason}\nmoved here from {path.name} by run {self._run_id} at {when}\n".encode())
         _log.warning("%s is now %s: %s", path, aside, reason)
         return aside
@@ -573,7 +604,7 @@ class Ledger:
                 _log.warning("%s stays, and belongs to no checkpoint: the one that it was put into is removed", back)
         except CheckpointError as error:
             if (doomed / MANIFEST_NAME).is_file():  # else another process deletes it, too
-                with _warned(f"cannot move {doomed} into quarantine"):
+                with warned(f"cannot move {doomed} into quarantine"):
                     why = f"it was to be removed, but may hold files of the user's, which its manifest does not tell: {error}"
                     self._put_in_quarantine(doomed, _name_of(home or doomed), why)
                 return
@@ -585,7 +616,7 @@ class Ledger:
     def _release(self, unpublished: Path) -> None:
         owner = self._owners.pop(unpublished, None)
         if owner is not None:
-            with _warned(f"cannot remove {owner_file(unpublished)}"):
+            with warned(f"cannot remove {owner_file(unpublished)}"):
                 owner.release()
 
 
@@ -611,9 +642,14 @@ def safe_id(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9.-]", "-", name)[:200]
 
 
-def is_removable(path: Path) -> bool:
+def is_there(path: Place) -> bool:
+    """Whether something is at a path, or a checkpoint at an address."""
+    return os.path.lexists(path) if isinstance(path, Path) else look(path) is not None
+
+
+def is_removable(path: Place) -> bool:
     """Whether a path is that of a checkpoint which was saved under this name, or a symbolic link, of which the link alone is removed."""
-    return path.is_symlink() or ((one := look(path)) is not None and one.id in (path.name, id_in(path.name)))
+    return (isinstance(path, Path) and path.is_symlink()) or ((one := look(path)) is not None and one.id in (path.name, id_in(path.name)))
 
 
 def _name_of(folder: Path) -> str:
@@ -632,12 +668,12 @@ def _make_folder(path: Path) -> None:
 
 def delete_folder(doomed: Path) -> None:
     """Delete a renamed folder or file. Another process may be deleting it, too. Never raises."""
-    with _warned(f"cannot delete {doomed}, the next save tries again"):
+    with warned(f"cannot delete {doomed}, the next save tries again"):
         remove(doomed, own_name)
 
 
 @contextmanager
-def _told(what: str, advice: str = "") -> Iterator[None]:
+def told(what: str, advice: str = "") -> Iterator[None]:
     """Turn an `OSError` inside the block into a `StorageError` with this sentence, and this advice if the disk is not just full."""
     try:
         yield
@@ -648,9 +684,9 @@ def _told(what: str, advice: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def _warned(what: str) -> Iterator[None]:
-    """Turn an `OSError` inside the block into a warning. For clean-up only: the save goes on."""
+def warned(what: str, errors: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
+    """Turn one of these errors inside the block into a warning. For clean-up only: the save goes on."""
     try:
         yield
-    except OSError as error:
+    except errors as error:
         _log.warning("%s: %s", what, sentence(error))

@@ -44,9 +44,9 @@ from ckpt.errors import (
     needing,
     sentence,
 )
-from ckpt.format.removal import Same, remove
 from ckpt.ranks.addresses import machine
 from ckpt.ranks.waiting import start
+from ckpt.storage.removal import Same, remove
 
 OWNER_SUFFIX = ".owner.json"
 HEARTBEAT_S = 1.0
@@ -141,7 +141,7 @@ class Owner(_Claim):
 
     def __init__(self, folder: Path, run_id: str) -> None:
         file = owner_file(folder)
-        super().__init__(file, _make(file, _about(run_id), os.rename))
+        super().__init__(file, _make(file, about_process(run_id), os.rename))
 
 
 class FolderLock:
@@ -216,7 +216,7 @@ class FolderLock:
         remove_dead_claims(self._file.parent, os.listdir(self._file.parent))
         for _ in range(_ATTEMPTS):
             try:
-                return _make(self._file, _about(self._run_id), _put_if_free)
+                return _make(self._file, about_process(self._run_id), _put_if_free)
             except FileExistsError:
                 try:
                     descriptor = self._take_over(progress)
@@ -246,7 +246,7 @@ class FolderLock:
             is_seen_here = lock is _Lock.TAKEN and _read(old).get("machine") == machine()
             if not is_seen_here and not self._is_silent(old, progress):
                 return None
-            new = _make(self._file, _about(self._run_id), os.replace)
+            new = _make(self._file, about_process(self._run_id), os.replace)
         if not is_seen_here:
             time.sleep(
                 HEARTBEAT_S
@@ -265,7 +265,7 @@ class FolderLock:
         beat = os.fstat(old).st_mtime
         left_s = self._stale_s - (file_system_now(self._file.parent) - beat)
         if left_s > 0:
-            _log.warning("%s was in use by %s: waiting %.0f s for a sign of life", self._what, _who(_read(old)), left_s)
+            _log.warning("%s was in use by %s: waiting %.0f s for a sign of life", self._what, who(_read(old)), left_s)
         until = time.monotonic() + left_s
         while time.monotonic() < until:
             time.sleep(min(HEARTBEAT_S / 2, max(0.0, until - time.monotonic())))
@@ -290,7 +290,7 @@ class FolderLock:
         silent_s = max(0.0, file_system_now(self._file.parent) - os.fstat(descriptor).st_mtime)
         since = f" since {about['since']}" if "since" in about else ""
         return FolderInUseError(
-            f"{self._what} is in use{since} by {_who(about)}, whose last sign of life was {silent_s:.0f} s ago: {self._advice}"
+            f"{self._what} is in use{since} by {who(about)}, whose last sign of life was {silent_s:.0f} s ago: {self._advice}"
         )
 
 
@@ -410,7 +410,7 @@ def is_held(descriptor: int, folder: Path) -> bool:
     if _lock(descriptor, wait=False) is not _Lock.HELD_BY_ANOTHER:
         return False
     about = _read(descriptor)
-    return not _strangers_may_open(descriptor, folder) or ("machine" in about and not _has_ended(about))
+    return not _strangers_may_open(descriptor, folder) or ("machine" in about and not has_ended(about))
 
 
 class _Lock(Enum):
@@ -435,7 +435,7 @@ def _lock_once_its_helpers_end(descriptor: int, folder: Path) -> _Lock:
     """Lock an owner file. Waits up to `_HELPERS_S` for helper processes of a dead owner, which still hold the lock while they end."""
     until = time.monotonic() + _HELPERS_S
     while (lock := _lock(descriptor, wait=False)) is _Lock.HELD_BY_ANOTHER:
-        if time.monotonic() > until or not _has_ended(_read(descriptor)):
+        if time.monotonic() > until or not has_ended(_read(descriptor)):
             break
         time.sleep(HEARTBEAT_S / 20)
     return _trusted(lock, descriptor, folder)
@@ -445,12 +445,12 @@ def _trusted(lock: _Lock, descriptor: int, folder: Path) -> _Lock:
     """UNSUPPORTED in place of a lock that may be held by somebody who cannot write the folder, while the owner does not run here."""
     if lock is _Lock.HELD_BY_ANOTHER and _strangers_may_open(descriptor, folder):
         about = _read(descriptor)
-        if about.get("machine") != machine() or _has_ended(about):
+        if about.get("machine") != machine() or has_ended(about):
             return _Lock.UNSUPPORTED
     return lock
 
 
-def _has_ended(about: Mapping[str, Any]) -> bool:
+def has_ended(about: Mapping[str, Any]) -> bool:
     """Whether an owner file is of a process of this machine that has ended."""
     try:
         return about["machine"] == machine() and bool(psutil.Process(about["pid"]).status() == psutil.STATUS_ZOMBIE)
@@ -573,7 +573,7 @@ def _is_same_file(one: Path, other: Path) -> bool:
         return False
 
 
-def _about(run_id: str) -> dict[str, object]:
+def about_process(run_id: str) -> dict[str, object]:
     since = datetime.now(UTC).isoformat(timespec="seconds")
     host = socket.gethostname()
     return {"run_id": run_id, "host": host, "pid": os.getpid(), "since": since, "machine": machine()}
@@ -588,5 +588,5 @@ def _read(descriptor: int) -> dict[str, Any]:
     return about if isinstance(about, dict) else {}
 
 
-def _who(about: Mapping[str, Any]) -> str:
+def who(about: Mapping[str, Any]) -> str:
     return f"run {about.get('run_id', '?')} (pid {about.get('pid', '?')} on {about.get('host', '?')})"

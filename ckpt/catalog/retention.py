@@ -6,12 +6,12 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 from ckpt.errors import CheckpointError, ConfigurationError, logger_of
 from ckpt.format.names import step_of
-from ckpt.format.stored import read_manifest
+from ckpt.format.places import Place
+from ckpt.storage.stored import read_manifest
 
 _log = logger_of(__name__)
 
@@ -23,7 +23,7 @@ class Listed(Protocol):
     def id(self) -> str: ...
 
     @property
-    def path(self) -> Path: ...
+    def path(self) -> Place: ...
 
 
 Kind = TypeVar("Kind", bound=Listed)
@@ -132,13 +132,13 @@ def as_retention(keep_last: int | Retention | None) -> Retention:
 
 
 @cache
-def _tell_of_unknown(path: Path, metric: str) -> None:
+def _tell_of_unknown(path: Place, metric: str) -> None:
     _log.warning(
         "%s was saved without the metric %r, by which checkpoints are kept: it stays until you delete it", path, metric
     )
 
 
-def metrics_of(path: Path) -> Mapping[str, float | None] | None:
+def metrics_of(path: Place) -> Mapping[str, float | None] | None:
     """Return the metrics of a checkpoint; None if its manifest cannot be read."""
     try:
         metrics: Mapping[str, float | None] = read_manifest(path).metrics

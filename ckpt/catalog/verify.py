@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 import xxhash
 
 from ckpt.backends.decoded_size import require_decodes_within
 from ckpt.backends.zarr_format import DOCUMENT, below, compressors_in, require_spec, spec_in
 from ckpt.errors import CheckpointError, CorruptCheckpointError, printable, sentence
-from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.consistency import MAX_FILE_BYTES, check_whole
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.manifest import COMMON, MANIFEST_NAME, SHARDED, CheckpointManifest, Index
-from ckpt.format.metadata import CONFIG_FNAME, MOST_CONFIG_BYTES, config_bytes, maybe_load_config
 from ckpt.format.names import PLAIN_NAME
+from ckpt.format.places import Place
 from ckpt.format.records import ArraySpec, ChunkExtent, FileRecord
-from ckpt.format.stored import checked_index, noticing_removal, read_listed_file, read_manifest, read_plain_file
 from ckpt.format.strict_json import Refused
 from ckpt.state.flatten import check_plain_file
-from ckpt.storage.files import read_once
+from ckpt.storage.checkpoint_files import CheckpointFolder
+from ckpt.storage.files_of import Files, OpenedFile, files_below
+from ckpt.storage.metadata import CONFIG_FNAME, MOST_CONFIG_BYTES, config_bytes, maybe_load_config
+from ckpt.storage.stored import (
+    checked_index,
+    files_root,
+    noticing_removal,
+    read_listed_file,
+    read_manifest,
+    read_plain_file,
+)
 
 _READ_BYTES = 4 << 20
 _NAMED = 3
@@ -50,7 +56,7 @@ class Verification:
     num_bytes: int = 0
 
 
-def verify_checkpoint(checkpoint_dir: Path, *, progress: Callable[[int], None] = lambda _: None) -> list[str]:
+def verify_checkpoint(checkpoint_dir: Place, *, progress: Callable[[int], None] = lambda _: None) -> list[str]:
     """Return the problems of a checkpoint, one sentence each; an empty list if every byte is as it was saved.
 
     Raises:
@@ -65,12 +71,17 @@ def verify_checkpoint(checkpoint_dir: Path, *, progress: Callable[[int], None] =
 
 
 def examine(
-    checkpoint_dir: Path, *, writers: Collection[int] | None = None, progress: Callable[[int], None] = lambda _: None
+    checkpoint_dir: Place,
+    *,
+    writers: Collection[int] | None = None,
+    manifest: CheckpointManifest | None = None,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> Verification:
     """Check every file that manifest and indexes list, block by block, and list files that they do not name.
 
     Args:
         writers: read the data files of these ranks alone; None: of all that have written.
+        manifest: of the checkpoint, where it is not committed yet (see `uncommitted`); None: it is read.
         progress: called with the number of bytes just read.
 
     Files that another process removes meanwhile are problems.
@@ -79,10 +90,11 @@ def examine(
     """
     result = Verification(num_files=1)
     try:
-        manifest = read_manifest(checkpoint_dir)
+        manifest = manifest or read_manifest(checkpoint_dir)
     except CorruptCheckpointError as error:
         result.problems.append(str(error))
         return result
+    root = files_root(checkpoint_dir, manifest)
     listed = {MANIFEST_NAME, *manifest.files}
     index_paths = manifest.index_paths()
     indexes: dict[int, Index] = {}
@@ -98,27 +110,35 @@ def examine(
         listed.update(index.files)
         if writers is not None and rank not in writers:
             continue
-        with _noting(index_paths[rank], result), CheckpointFolder(checkpoint_dir) as opened:
+        with _noting(index_paths[rank], result), files_below(root) as opened:
             _RankFiles(opened, manifest, index, result, progress).check()
     if SHARDED in manifest.components:
         listed.add(CONFIG_FNAME)
         with _noting(CONFIG_FNAME, result):
-            _check_config(checkpoint_dir, manifest)
+            _check_config(root, manifest)
     result.num_files = len(listed)
     below = [Path(path).parent for path in manifest.files if Path(path).name == MANIFEST_NAME]
     for folder in below:
-        _examine_below(checkpoint_dir, folder, result, progress)
+        _examine_below(root, folder, result, progress)
     if len(indexes) == len(index_paths):  # else the set of files and chunks is unknown
         result.problems += _scattered(manifest, indexes)
         _check_plain(checkpoint_dir, manifest, indexes, result)
-        _check_descriptions(checkpoint_dir, manifest, indexes, result)
-        extra = _extra(checkpoint_dir, listed, {str(folder) for folder in below})
+        there = set(_files_of(root))
+        _check_descriptions(root, manifest, indexes, result, there)
+        extra = _extra(there, listed, {str(folder) for folder in below})
         result.problems += [f"{path} does not belong to the checkpoint" for path in extra]
     return result
 
 
-def _check_config(checkpoint_dir: Path, manifest: CheckpointManifest) -> None:
+def uncommitted(folder: Place, manifest: CheckpointManifest | None) -> tuple[Place, CheckpointManifest | None]:
+    """Return what `examine` takes for a checkpoint that is written and not committed: in an object store its manifest is not there yet."""
+    return (folder, None) if isinstance(folder, Path) else (folder.parent, manifest)
+
+
+def _check_config(checkpoint_dir: Place, manifest: CheckpointManifest) -> None:
     """Check `metadata.json`, which is written after the manifest and is not listed. Saves by a strategy alone write none."""
+    if not isinstance(checkpoint_dir, Path):
+        return  # Megatron-Core's layout lies in folders alone
     config = maybe_load_config(checkpoint_dir)
     with CheckpointFolder(checkpoint_dir) as folder:
         data = folder.read(CONFIG_FNAME, MOST_CONFIG_BYTES) if config is not None else b""
@@ -128,12 +148,12 @@ def _check_config(checkpoint_dir: Path, manifest: CheckpointManifest) -> None:
         raise CorruptCheckpointError(f"{CONFIG_FNAME} is missing, so no load takes this for a whole checkpoint")
 
 
-def _examine_below(checkpoint_dir: Path, folder: Path, result: Verification, progress: Callable[[int], None]) -> None:
+def _examine_below(checkpoint_dir: Place, folder: Path, result: Verification, progress: Callable[[int], None]) -> None:
     """Examine a nested checkpoint and add the result. Its manifest was counted already."""
     with _noting(f"{folder}/{MANIFEST_NAME}", result):
-        with CheckpointFolder(checkpoint_dir) as opened:
+        with files_below(checkpoint_dir) as opened:
             opened.require_folder(folder.as_posix())
-        inner = examine(checkpoint_dir / folder, progress=progress)
+        inner = examine(checkpoint_dir / folder.as_posix(), progress=progress)
         result.problems += [f"{folder}: {problem}" for problem in inner.problems]
         result.damaged |= {f"{folder}/{path}" for path in inner.damaged}
         result.num_files += inner.num_files - 1
@@ -156,7 +176,7 @@ class _RankFiles:
 
     def __init__(
         self,
-        folder: CheckpointFolder,
+        folder: Files,
         manifest: CheckpointManifest,
         index: Index,
         result: Verification,
@@ -184,12 +204,12 @@ class _RankFiles:
     def _check_file(self, path: str, record: FileRecord, chunks: Sequence[tuple[str | None, ChunkExtent]]) -> None:
         arrays = list(dict.fromkeys(array for array, _ in chunks if array is not None))
         try:
-            file = self._folder.stream(path)
+            file = self._folder.opened(path, once=True)
         except (FileNotFoundError, NotADirectoryError):
             self._say(path, self._names.of_arrays(arrays), f"{path} is missing")
             return
         with file:
-            size = os.fstat(file.fileno()).st_size
+            size = file.size
             if size != record.size:
                 whose = self._names.of_arrays(arrays)
                 self._say(path, whose, f"{path} has {size} bytes, {record.size} were saved")
@@ -197,7 +217,7 @@ class _RankFiles:
             self._check_bytes(path, file, record, chunks)
 
     def _check_bytes(
-        self, path: str, file: BinaryIO, record: FileRecord, chunks: Sequence[tuple[str | None, ChunkExtent]]
+        self, path: str, file: OpenedFile, record: FileRecord, chunks: Sequence[tuple[str | None, ChunkExtent]]
     ) -> None:
         rest = xxhash.xxh3_128()
         at = 0
@@ -212,7 +232,7 @@ class _RankFiles:
             what = "bytes outside of any array were" if chunks else "it was"
             self._say(path, "", f"{path} does not match its digest: {what} changed after the save")
 
-    def _check_chunk(self, path: str, file: BinaryIO, array: str | None, extent: ChunkExtent) -> None:
+    def _check_chunk(self, path: str, file: OpenedFile, array: str | None, extent: ChunkExtent) -> None:
         """Check the blocks of a chunk; `array` is None for a dead chunk of an earlier checkpoint."""
         bad: list[tuple[int, int]] = []
         for number, digest in enumerate(extent.digests):
@@ -230,9 +250,9 @@ class _RankFiles:
             whose = self._names.of_bytes(array, begin - extent.offset, end - extent.offset)
             self._say(path, whose, f"bytes {begin} to {end} of {path} are not those that were saved")
 
-    def _read(self, file: BinaryIO, begin: int, end: int) -> Iterator[memoryview]:
+    def _read(self, file: OpenedFile, begin: int, end: int) -> Iterator[memoryview]:
         """Yield the bytes [begin, end) in pieces of a few MiB, each valid until the next; fewer if the file is shorter."""
-        while begin < end and (num := read_once(file.fileno(), [self._buffer[: end - begin]], begin)):
+        while begin < end and (num := file.read_at([self._buffer[: end - begin]], begin)):
             begin += num
             self._result.num_bytes += num
             self._progress(num)
@@ -309,7 +329,7 @@ def _scattered(manifest: CheckpointManifest, indexes: Mapping[int, Index]) -> It
 
 
 def _check_plain(
-    checkpoint_dir: Path, manifest: CheckpointManifest, indexes: Mapping[int, Index], result: Verification
+    checkpoint_dir: Place, manifest: CheckpointManifest, indexes: Mapping[int, Index], result: Verification
 ) -> None:
     """Check that the plain values, whose bytes match their digests, form a state dict."""
     for key, component in manifest.components.items():
@@ -322,23 +342,22 @@ def _check_plain(
 
 
 def _check_descriptions(
-    checkpoint_dir: Path, manifest: CheckpointManifest, indexes: Mapping[int, Index], result: Verification
+    checkpoint_dir: Place, manifest: CheckpointManifest, indexes: Mapping[int, Index], result: Verification, listed: set[str]
 ) -> None:
     """Check the metadata of arrays in Zarr directories, and the decoded size of their encoded chunks."""
-    with CheckpointFolder(checkpoint_dir) as folder:
+    with files_below(checkpoint_dir) as files:
         for entry in manifest.arrays.values():
             if entry.store != "zarr" or entry.path is None or entry.grid is None:
                 continue
             path = below(entry.path, DOCUMENT)
             with _noting(path, result):
                 is_told = any(printable(path) in problem for problem in result.problems)
-                if not is_told and (checkpoint_dir / path).is_file():
-                    described, codecs = spec_in(folder.read(path, MAX_FILE_BYTES), entry.path)
+                if not is_told and path in listed:
+                    described, codecs = spec_in(files.read(path, MAX_FILE_BYTES), entry.path)
                     require_spec(described, ArraySpec(entry.path, entry.dtype, entry.shape, entry.grid))
                     for file in _encoded_in(entry.path, indexes):
-                        folder.require_regular(file)
                         compressors = compressors_in(codecs, entry.path)
-                        require_decodes_within(checkpoint_dir / file, compressors, entry.chunk_bytes)
+                        require_decodes_within(files, file, compressors, entry.chunk_bytes)
 
 
 def _encoded_in(path: str, indexes: Mapping[int, Index]) -> list[str]:
@@ -347,17 +366,15 @@ def _encoded_in(path: str, indexes: Mapping[int, Index]) -> list[str]:
     return [extent.file for extent in extents if not extent.raw]
 
 
-def _extra(checkpoint_dir: Path, listed: set[str], without: set[str]) -> list[str]:
-    """Return the files below the checkpoint that are not listed, in order. A link to a folder counts as a file.
+def _files_of(root: Place) -> Iterator[str]:
+    with files_below(root) as files:
+        yield from files.below()
+
+
+def _extra(there: set[str], listed: set[str], without: set[str]) -> list[str]:
+    """Return the files below the checkpoint that are not listed, in order.
 
     Args:
         without: folders to skip.
     """
-    found = []
-    for folder, folders, files in os.walk(checkpoint_dir):
-        folders[:] = [
-            name for name in folders if os.path.relpath(os.path.join(folder, name), checkpoint_dir) not in without
-        ]
-        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
-        found += [os.path.relpath(os.path.join(folder, name), checkpoint_dir) for name in (*files, *links)]
-    return sorted(set(found) - listed)
+    return sorted(path for path in there - listed if not any(path.startswith(f"{folder}/") for folder in without))

@@ -4,26 +4,70 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
+from ckpt.catalog.catalog import catalog_at
 from ckpt.errors import CheckpointError, CheckpointExistsError, StorageError, sentence
-from ckpt.format.durable import sync_folder
-from ckpt.format.removal import own_name, remove
+from ckpt.format.manifest import MANIFEST_NAME
+from ckpt.format.places import Place, place_of
 from ckpt.ranks.topology import Topology
+from ckpt.storage.durable import replace_durably, sync_folder
+from ckpt.storage.removal import own_name, remove
 
 
-def require_free(dst: Path) -> None:
-    """Refuse an existing path, other than an empty folder.
+def require_free(dst: Place) -> None:
+    """Refuse an existing path, other than an empty folder; an address at which there is a checkpoint, or something else.
 
     Raises:
         CheckpointExistsError: the path exists.
     """
+    if not isinstance(dst, Path):
+        catalog_at(dst.parent).require_free(dst)
+        return
     if os.path.lexists(dst) and not (dst.is_dir() and not any(dst.iterdir())):
         raise CheckpointExistsError(
             f"dst={dst} exists and is not empty; choose another, existing files are never overwritten"
         )
+
+
+class NewPlace(NamedTuple):
+    """A checkpoint that is being made.
+
+    Attributes:
+        folder: where its files go.
+        record: takes its manifest, once all other files are written. The lead.
+    """
+
+    folder: Place
+    record: Callable[[bytes], None]
+
+
+@contextmanager
+def shared_place(dst: Place, topology: Topology) -> Iterator[NewPlace]:
+    """As `shared_directory`, for a checkpoint of ours, which may go into an object store: the manifest commits it there. Collective."""
+    if isinstance(dst, Path):
+        with shared_directory(dst, topology) as folder:
+            yield NewPlace(folder, partial(replace_durably, folder / MANIFEST_NAME))
+        return
+    catalog = catalog_at(dst.parent, run_id=str(dst))
+    try:
+        with topology.phase("create") as phase:
+            if topology.is_lead:
+                catalog.require_free(dst)
+                phase.payload = str(catalog.open_at(dst))
+        place = place_of(phase.payloads[0])
+        yield NewPlace(place, partial(catalog.record, place))
+        with topology.phase("publish"):
+            topology.require_awaited()
+            if topology.is_lead:
+                catalog.publish_at(place, dst)
+    except BaseException:
+        catalog.discard_all()
+        raise
 
 
 @contextmanager

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
 from ckpt.convert.opened import Opened, OpenedTensor, slabs
-from ckpt.format.dtypes import as_integers, item_bytes, raw_bytes
+from ckpt.format.dtypes import as_integers, item_bytes, raw_bytes, real_numbers
 from ckpt.format.manifest import STATE
 from ckpt.loading.sources import CheckpointSource
+from ckpt.state.flatten import Path, container_of, joined_key, key_of
+from ckpt.state.tensor_classes import is_kind_step
 
 _AT_ONCE_BYTES = 32 << 20
 """Bytes of one tensor that are in memory, of each checkpoint."""
@@ -26,8 +29,9 @@ class Difference:
     Attributes:
         component: key, with the prefix of a copy: "rng/rank-00003".
         name: of a tensor or plain value in it; "": the component as a whole.
-        what: "only in a", "only in b", "data type", "shape", "bits" or "value".
-        a, b: data types, shapes, or plain values as JSON; for "bits" the Euclidean norms.
+        what: "only in a", "only in b", "class" (of a tensor), "container" (of this name), "key" (such as 1 and "1"), "order" (from this
+            entry on), "data type", "shape", "bits" or "value".
+        a, b: classes, containers, keys, entries in that place, data types, shapes, or plain values as JSON; for "bits" the Euclidean norms.
         num_differ: for "bits", the number of elements.
         largest: for "bits", the largest absolute difference in double precision; NaN where one of the numbers is none.
     """
@@ -46,7 +50,8 @@ def compare(
 ) -> Iterator[Difference]:
     """Yield the differences, component by component.
 
-    Where one checkpoint is of a single state dict, as `ckpt.save` or another program writes it, the other one is taken as one, too.
+    Where one checkpoint has components, and the other is of a single state dict, as `ckpt.save` or another program writes it, this one is
+    taken as the components that a run finds in it.
 
     Args:
         a, b: opened by `ckpt.loading.loader.source_at`.
@@ -56,9 +61,9 @@ def compare(
         CorruptCheckpointError: bytes are missing or changed.
     """
     sources = [Opened(a), Opened(b)]
+    if (sources[0].keys == [STATE]) != (sources[1].keys == [STATE]):
+        sources = [Opened(one, by_component=True) for one in (a, b)]
     keys = [one.keys for one in sources]
-    if (keys[0] == [STATE]) != (keys[1] == [STATE]):
-        keys = [[STATE] if one.source.holds(STATE) else one.keys for one in sources]
     for key in dict.fromkeys((*keys[0], *keys[1])):
         if missing := [name for name, held in zip("ba", reversed(keys), strict=True) if key not in held]:
             yield Difference(key, "", f"only in {'a' if missing == ['b'] else 'b'}")
@@ -69,9 +74,40 @@ def compare(
             if prefix not in of_a or prefix not in of_b:
                 yield Difference(where, "", f"only in {'a' if prefix in of_a else 'b'}")
                 continue
+            yield from _structure(where, *(one.paths(key, prefix) for one in sources))
+            if a.has_order and b.has_order:
+                yield from _order(where, *(one.in_order(key, prefix) for one in sources))
             yield from _plain(where, *(one.plain(key, prefix) for one in sources))
             a_tensors, b_tensors = (one.tensors(key, prefix) for one in sources)
             yield from _tensors(where, a_tensors, b_tensors, progress)
+
+
+def _structure(where: str, a: Mapping[str, Path], b: Mapping[str, Path]) -> Iterator[Difference]:
+    """Compare the containers, each once, and the keys on the way to entries that have one name in both."""
+    told: set[tuple[str, str, str, str]] = set()
+    for name in a:
+        if name not in b or a[name] == b[name]:
+            continue
+        at, (mine, other) = next(
+            (at, pair) for at, pair in enumerate(zip_longest(a[name], b[name])) if pair[0] != pair[1]
+        )
+        of_tensor = any(is_kind_step(step) for step in (mine, other))
+        kinds = ["" if step is None else step[1] if of_tensor else container_of(step) for step in (mine, other)]  # type: ignore[index]
+        found = joined_key(a[name][:at]), "class" if of_tensor else "container", kinds[0], kinds[1]
+        if kinds[0] == kinds[1]:
+            found = joined_key(a[name][: at + 1]), "key", repr(key_of(mine)), repr(key_of(other))
+        if found not in told:
+            told.add(found)
+            yield Difference(where, *found)
+
+
+def _order(where: str, a: Collection[str], b: Collection[str]) -> Iterator[Difference]:
+    """Yield the first of the entries that both have in another place."""
+    pairs = zip([name for name in a if name in b], [name for name in b if name in a], strict=True)
+    for mine, other in pairs:
+        if mine != other:
+            yield Difference(where, mine, "order", mine, other)
+            return
 
 
 def _plain(where: str, a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
@@ -111,15 +147,11 @@ def _bits(
         if not torch.equal(raw_bytes(a), raw_bytes(b)):
             unlike = (raw_bytes(a).view(-1, item) != raw_bytes(b).view(-1, item)).any(1)
             num_differ += int(unlike.sum())
-            left, right = (_numbers(as_integers(one.flatten())[unlike].view(one.dtype)) for one in (a, b))
+            left, right = (real_numbers(as_integers(one.flatten())[unlike].view(one.dtype)) for one in (a, b))
             largest = max(largest, float((left - right).abs().max()), key=lambda x: (math.isnan(x), x))
-        squares = [was + float(_numbers(one).square().sum()) for was, one in zip(squares, (a, b), strict=True)]
+        squares = [was + float(real_numbers(one).square().sum()) for was, one in zip(squares, (a, b), strict=True)]
         progress(2 * a.nbytes)
     if not num_differ:
         return None
     norm_a, norm_b = (math.sqrt(one) for one in squares)
     return Difference(where, name, "bits", norm_a, norm_b, num_differ, largest)
-
-
-def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).to(torch.float64)

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,30 +33,37 @@ from ckpt.convert.opened import (
     Piece,
     batches,
     digest_of_piece,
+    leaves_of,
     read_pieces,
     require_known,
     share_of,
     slabs,
+    with_tensors,
 )
 from ckpt.dist_checkpointing.serialization import load_common_state_dict
 from ckpt.dist_checkpointing.validation import verify_checkpoint_and_load_strategy
-from ckpt.errors import CheckpointError, StorageError
-from ckpt.format.box import Box
+from ckpt.errors import CheckpointError, ConfigurationError, StorageError
+from ckpt.format.box import Box, whole
 from ckpt.format.dtypes import item_bytes, torch_dtype, zarr_name
-from ckpt.format.durable import write_durably
-from ckpt.format.export_records import RECORDS_NAME
-from ckpt.format.manifest import SHARDED, digest_of
-from ckpt.format.metadata import CONFIG_FNAME, TORCH_DIST, CheckpointingConfig
+from ckpt.format.export_records import RECORDS_NAME, ExportRecords
+from ckpt.format.manifest import SHARDED, STATE, ArrayEntry, CheckpointManifest, ComponentManifest, digest_of
+from ckpt.format.names import PLAIN_NAME
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.exported import records_of
 from ckpt.loading.other_formats.dcp_folders import METADATA, open_dcp
 from ckpt.loading.other_formats.megatron_folders import COMMON
-from ckpt.loading.sources import CheckpointSource
+from ckpt.loading.sources import CheckpointSource, ManifestSource
 from ckpt.loading.strategy import ReadRequest
 from ckpt.memory.device import device_of
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
+from ckpt.saving.writing import plain_to_bytes
+from ckpt.state.flatten import joined_key
+from ckpt.state.sharing import SharingPattern, StateComponent
+from ckpt.state.statefuls import Given
+from ckpt.storage.durable import write_durably
 from ckpt.storage.files import WriteOnce, make_durable, read_once
+from ckpt.storage.metadata import CONFIG_FNAME, TORCH_DIST, CheckpointingConfig
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -65,8 +73,8 @@ def export_dcp(source: CheckpointSource, dst: Path, topology: Topology, *, shard
     """Write a checkpoint of any format as one of `torch.distributed.checkpoint`, read it back, and then rename it to `dst`. Collective.
 
     Its keys are those under which `dcp.save` would have saved the same nested state dict; components are the first step of a path. An
-    optimizer gets the form of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`. A checkpoint of ours leaves its records
-    in a file that DCP ignores (`ckpt.format.export_records`), so that the way back restores all of it.
+    optimizer gets the form of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`. Records lie in a file that DCP ignores
+    (`ckpt.format.export_records`): DCP knows dictionaries with texts as keys, and lists. The way back restores all of it.
 
     Args:
         source: opened by `ckpt.loading.loader.source_at`, on every rank.
@@ -78,7 +86,7 @@ def export_dcp(source: CheckpointSource, dst: Path, topology: Topology, *, shard
     Raises:
         CheckpointExistsError: there is something at `dst`.
         CorruptCheckpointError: a part of the source is missing or damaged.
-        ConfigurationError: a plain value is an object that this process does not know.
+        ConfigurationError: a plain value is an object that this process does not know, or two entries have one key for DCP.
         StorageError: what was written is not what is read back.
     """
     with topology.operation(f"export to {dst}"):
@@ -93,7 +101,7 @@ def export_dcp(source: CheckpointSource, dst: Path, topology: Topology, *, shard
                     if sharded is not None:
                         _write_common(sharded, folder)
                     else:
-                        _write_records(source, planner.tensors, folder)
+                        _write_records(source, planner.names(), folder)
             with topology.phase("read back"):
                 _require_read_back(folder, dst, planner.digests, topology)
 
@@ -146,12 +154,12 @@ class _Planner(SavePlanner):
     def __init__(self, source: CheckpointSource, topology: Topology, sharded: Path | None) -> None:
         flat: Mapping[str, Any]
         self._paths: Mapping[str, Any] | None = None
+        self._opened: dict[int, tuple[OpenedTensor, torch.Tensor]] = {}  # of those that are inside of a value
         if sharded is None:
-            flattening = DefaultSavePlanner(flatten_sharded_tensors=False)
-            flattening.set_up_planner(Opened(source).state(optimizers_in_groups=True))
-            flat, self._paths = flattening.state_dict, flattening.mappings
+            flat, self._paths = self._flattened(Opened(source).state(optimizers_in_groups=True))
         else:
             flat = Opened(source).tensors(SHARDED, "") | (_objects(sharded) if topology.is_lead else {})
+        self._order = list(flat)
         self._source = source
         self.tensors: dict[str, OpenedTensor] = {key: one for key, one in flat.items() if isinstance(one, OpenedTensor)}
         self._values = {key: value for key, value in flat.items() if key not in self.tensors}
@@ -159,6 +167,33 @@ class _Planner(SavePlanner):
         self.digests: dict[Piece, str] = {}
         self._topology = topology
         self._coming: Iterator[tuple[Piece, torch.Tensor]] = iter(())
+
+    def _flattened(self, state: Any) -> tuple[dict[str, Any], Mapping[str, Any]]:
+        """Let DCP flatten a nested state. It keeps tuples, and other containers that it does not enter, as one value each."""
+
+        def stand_in(one: OpenedTensor) -> torch.Tensor:
+            made = torch.empty(one.entry.shape, dtype=torch_dtype(one.entry.dtype), device="meta")
+            self._opened[id(made)] = one, made
+            return made
+
+        flattening = DefaultSavePlanner(flatten_sharded_tensors=False)
+        try:
+            flattening.set_up_planner(with_tensors(state, stand_in))
+        except ValueError as error:
+            raise ConfigurationError(
+                f"DCP joins keys by dots, and cannot hold two entries of one joined key: {error}"
+            ) from None
+        flat = {key: self._opened.get(id(one), (one,))[0] for key, one in flattening.state_dict.items()}
+        return flat, flattening.mappings
+
+    def names(self) -> dict[str, str]:
+        """Name of each tensor -> its name as a load has it (`OtherCheckpoint`), also of those inside of a value."""
+        names = {one.name: key for key, one in self.tensors.items()}
+        for key, value in self._values.items():
+            for path, leaf in leaves_of(value, torch.Tensor):
+                if isinstance(leaf, torch.Tensor):
+                    names[self._opened[id(leaf)][0].name] = f"{STATE}: {key}.{joined_key(path)}"
+        return names
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         """See `SavePlanner`: everything is known already."""
@@ -175,7 +210,8 @@ class _Planner(SavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """See `SavePlanner`."""
         plans, metadata = create_default_global_save_plan(all_plans)
-        return plans, dataclasses.replace(metadata, planner_data=self._paths)
+        in_order = {key: metadata.state_dict_metadata[key] for key in self._order}
+        return plans, dataclasses.replace(metadata, state_dict_metadata=in_order, planner_data=self._paths)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """See `SavePlanner`."""
@@ -187,13 +223,19 @@ class _Planner(SavePlanner):
         """See `SavePlanner`. It is asked for the tensors in the order of the plan."""
         if write_item.tensor_data is None:
             stream = io.BytesIO()
-            torch.save(self._values[write_item.index.fqn], stream)
+            torch.save(with_tensors(self._values[write_item.index.fqn], self._read, torch.Tensor), stream)
             return stream
         piece, tensor = next(self._coming)
         assert piece == _piece_of(write_item), "DCP's writer keeps the order of the plan"
         self.digests[piece] = digest_of_piece(tensor)
         self._topology.progress(tensor.nbytes)
         return tensor
+
+    def _read(self, stand_in: torch.Tensor) -> torch.Tensor:
+        if id(stand_in) not in self._opened:  # an object of a sharded state dict has its own
+            return stand_in
+        tensor = self._opened[id(stand_in)][0]
+        return tensor.read(whole(tensor.entry.shape))
 
 
 def _objects(src: Path) -> dict[str, list[Any]]:
@@ -216,10 +258,30 @@ def _write_common(src: Path, folder: Path) -> None:
     make_durable(folder, {name: (folder / name).stat().st_size for name in names}, [folder], lambda num_bytes: None)
 
 
-def _write_records(source: CheckpointSource, tensors: Mapping[str, OpenedTensor], folder: Path) -> None:
-    """Write what DCP's format has no place for beside `.metadata`."""
-    names = {one.name: key for key, one in tensors.items()}
-    if (records := records_of(source, names, digest_of((folder / METADATA).read_bytes()))) is not None:
+def _write_records(source: CheckpointSource, names: Mapping[str, str], folder: Path) -> None:
+    """Write what DCP's format has no place for beside `.metadata`: of another program's checkpoint, the records that ours would have."""
+    described_by = digest_of((folder / METADATA).read_bytes())
+    records = records_of(source, names, described_by)
+    if not isinstance(source, ManifestSource):
+        component = StateComponent(STATE, Given(), SharingPattern.SHARDED)
+        path, plain = f"{STATE}/{PLAIN_NAME}", plain_to_bytes(source.rows(component, ""))
+        arrays = {
+            f"{STATE}/{key}": ArrayEntry(
+                one.dtype, one.shape, store=None if one.alias_of else "zarr", alias_of=one.alias_of
+            )
+            for key, one in source.entries(component, "").items()
+        }
+        manifest = CheckpointManifest(
+            source.checkpoint_id,
+            datetime.now(UTC),
+            1,
+            {"nodes": [[0]], "groups": {}},
+            {STATE: ComponentManifest(STATE, component.pattern.value, [0], plain_in={"": 0})},
+            arrays,
+            {path: (len(plain), digest_of(plain))},
+        )
+        records = ExportRecords(manifest.to_bytes().decode(), "", {path: plain.decode()}, dict(names), described_by)
+    if records is not None:
         write_durably(folder / RECORDS_NAME, records.to_bytes())
 
 

@@ -29,13 +29,11 @@ from ckpt.dist_checkpointing.megatron.layout import headless
 from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr
 from ckpt.errors import ConfigurationError, MissingStateError, needing
 from ckpt.format.box import flat_boxes, whole
-from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
-from ckpt.format.hub_snapshots import files_in
 from ckpt.format.manifest import SHARDED, STATE, CheckpointManifest
 from ckpt.format.names import COMPONENT_KEY
+from ckpt.format.places import Place
 from ckpt.format.records import Content
-from ckpt.format.stored import read_manifest
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.report import some_of
 from ckpt.loading.sources import CheckpointSource
@@ -44,7 +42,10 @@ from ckpt.memory.device import device_of
 from ckpt.memory.huge_pages import Scratch
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import OWN_COPIES, SharingPattern
+from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.files import make_durable, read_once
+from ckpt.storage.hub_snapshots import files_in
+from ckpt.storage.stored import read_manifest
 
 AT_ONCE_BYTES = 64 << 20
 """Bytes of a tensor in memory at once."""
@@ -96,15 +97,15 @@ class Exported:
     Attributes:
         files: names of the safetensors files.
         renamed: tensor -> name in the file, where the format does not allow the tensor's name.
-        as_pairs: complex128 tensors, stored as float64 with one more dimension.
+        as_pairs: complex tensor -> its type, which the format lacks; stored as real numbers with one more dimension.
     """
 
     files: Sequence[str]
     renamed: Mapping[str, str]
-    as_pairs: Collection[str]
+    as_pairs: Mapping[str, str]
 
 
-def select(src: Path, component: str | None, topology: Topology) -> Selection:
+def select(src: Place, component: str | None, topology: Topology) -> Selection:
     """Choose the tensors of one component of a checkpoint in our format.
 
     Args:
@@ -159,18 +160,32 @@ def select_of_megatron(src: Path, component: str | None, topology: Topology) -> 
     return Selection(_reader_of(opened, topology), tensors, {})
 
 
-def select_of_other(source: CheckpointSource, src: Path, component: str | None) -> Selection:
-    """Choose the tensors of a checkpoint of another program. Arguments as for `select`.
+def select_of_other(source: CheckpointSource, src: Place, component: str | None) -> Selection:
+    """Choose the tensors of a checkpoint of another program, or of one state dict. Arguments as for `select`.
 
     Raises:
         MissingStateError: the component does not exist, or has no tensor.
     """
-    opened = Opened(source)
     key = STATE if component is None else component
+    opened = Opened(source, by_component=key != STATE)
     chosen = opened.tensors(key, "") if COMPONENT_KEY.fullmatch(key) else {}
-    _require_some(src, component, chosen, source.component_keys(), "/")
+    _require_some(src, component, chosen, opened.source.component_keys(), "/")
     tensors = [ExportedTensor(name, one.name, one.entry.dtype, one.entry.shape) for name, one in chosen.items()]
-    return Selection(source.prepare, tensors, {})
+    return Selection(opened.source.prepare, tensors, {})
+
+
+def values_beside(source: CheckpointSource, component: str | None) -> list[str]:
+    """Return the names of the plain values of what is exported, which the format cannot hold. Arguments as for `select`."""
+    opened = Opened(source, by_component=component not in (None, STATE))
+    key, _, copy = (component or "").partition("/")
+    found = [
+        (f"{one}/{prefix}" if component is None and opened.keys != [STATE] else "", opened.plain(one, prefix))
+        for one in opened.keys
+        if component is None or one == key
+        for prefix in opened.copies(one)
+        if prefix.startswith(copy)
+    ]
+    return [f"{start}{name}" for start, plain in found for name in plain]
 
 
 def _reader_of(stored: Stored, topology: Topology) -> Callable[[Sequence[ReadRequest]], Reading]:
@@ -195,7 +210,7 @@ def _require_one_copy(manifest: CheckpointManifest, component: str | None) -> No
 
 
 def _require_some(
-    src: Path, component: str | None, chosen: Collection[str], keys: Collection[str], separator: str
+    src: Place, component: str | None, chosen: Collection[str], keys: Collection[str], separator: str
 ) -> None:
     if chosen:
         return
@@ -219,7 +234,7 @@ class ModelFiles(NamedTuple):
 
 
 def model_files_in(src: Path) -> ModelFiles:
-    """Find the files beside a model. Links are left out, but those of a snapshot in Hugging Face's cache (`ckpt.format.hub_snapshots`).
+    """Find the files beside a model. Links are left out, but those of a snapshot in Hugging Face's cache (`ckpt.storage.hub_snapshots`).
 
     Raises:
         CorruptCheckpointError: a link of a snapshot leads elsewhere.
@@ -275,7 +290,9 @@ def export(
     return Exported(
         files=list(files),
         renamed={ours: theirs for ours, theirs in names.items() if ours != theirs},
-        as_pairs=[tensor.name for tensor in selection.tensors if tensor.dtype == "complex128"],
+        as_pairs={
+            tensor.name: tensor.dtype for tensor in selection.tensors if tensor.dtype in ("complex128", "complex32")
+        },
     )
 
 

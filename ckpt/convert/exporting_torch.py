@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.serialization import skip_data
@@ -21,10 +22,12 @@ from ckpt.convert.opened import (
     Opened,
     OpenedTensor,
     Piece,
+    leaves_of,
     read_pieces,
     require_known,
     share_of,
     slabs,
+    with_tensors,
 )
 from ckpt.errors import needing
 from ckpt.errors.imports import private_name
@@ -32,10 +35,10 @@ from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
 from ckpt.format.export_records import RECORDS_NAME
 from ckpt.format.manifest import digest_of
 from ckpt.loading.exported import records_of
-from ckpt.loading.other_formats.other_checkpoint import Step
-from ckpt.loading.other_formats.torch_files import open_torch_file, steps_into
+from ckpt.loading.other_formats.torch_files import open_torch_file
 from ckpt.loading.sources import CheckpointSource
 from ckpt.ranks.topology import Topology
+from ckpt.state.tensor_classes import leaf_of
 from ckpt.storage.files import make_durable
 
 
@@ -89,14 +92,39 @@ def _pieces(
         yield PlacedBytes(file, starts[piece.name] + _offset(piece, tensors[piece.name]), _bytes(tensor))
 
 
-def _lay_out(state: dict[str, Any], file: Path) -> None:
+def _lay_out(state: Any, file: Path) -> None:
     """Write the file without the bytes of its tensors."""
-    fakes: dict[int, torch.Tensor] = {}
     with private_name("torch._subclasses.fake_tensor", "FakeTensorMode", "write torch files piece by piece")():
-        described = _with_fakes(state, fakes)
+        described = with_tensors(state, _empty())
     require_known(described)
     with skip_data(materialize_fake_tensors=True):
         torch.save(described, file)
+
+
+def _empty() -> Callable[[OpenedTensor], Any]:
+    """Return a function that makes a tensor without values; tied ones, as a parameter and its `data` are, are of one memory."""
+    once: dict[str, torch.Tensor] = {}
+
+    def made(one: OpenedTensor) -> Any:
+        if one.name not in once:
+            once[one.name] = torch.empty(one.entry.shape, dtype=torch_dtype(one.entry.dtype), device="cpu")
+        is_parameter, wants_gradient = leaf_of(one.kind)
+        tensor = once[one.name].detach()
+        wants_gradient = wants_gradient and (tensor.is_floating_point() or tensor.is_complex())
+        return _Parameter(tensor, wants_gradient) if is_parameter else tensor.requires_grad_(wants_gradient)
+
+    return made
+
+
+class _Parameter(NamedTuple):
+    """Is pickled as a parameter: in a `FakeTensorMode` there are none."""
+
+    tensor: torch.Tensor
+    wants_gradient: bool
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        rebuild = private_name("torch._utils", "_rebuild_parameter", "write parameters to torch files")
+        return rebuild, (*self, OrderedDict())
 
 
 def _add_records(source: CheckpointSource, tensors: Mapping[str, OpenedTensor], file: Path) -> None:
@@ -110,31 +138,11 @@ def _add_records(source: CheckpointSource, tensors: Mapping[str, OpenedTensor], 
             archive.writestr(member, records.to_bytes())
 
 
-def _by_name(state: dict[str, Any]) -> dict[str, OpenedTensor]:
+def _by_name(state: Any) -> dict[str, OpenedTensor]:
     """Return the tensors by their names in the file, tied ones once."""
-    named = {one.name: (repr(path), one) for path, one in reversed(list(_leaves(state, ())))}
+    found = [(repr(path), one) for path, one in leaves_of(state) if isinstance(one, OpenedTensor)]
+    named = {one.name: (path, one) for path, one in reversed(found)}
     return dict(named.values())
-
-
-def _with_fakes(node: Any, fakes: dict[int, torch.Tensor]) -> Any:
-    """Copy a nested state, with tensors without memory."""
-    if isinstance(node, OpenedTensor):
-        if id(node) not in fakes:
-            fakes[id(node)] = torch.empty(node.entry.shape, dtype=torch_dtype(node.entry.dtype), device="cpu")
-        return fakes[id(node)]
-    if type(node) is dict:
-        return {key: _with_fakes(one, fakes) for key, one in node.items()}
-    if type(node) in (list, tuple):
-        return type(node)(_with_fakes(one, fakes) for one in node)
-    return node
-
-
-def _leaves(node: Any, path: tuple[Step, ...]) -> Iterator[tuple[tuple[Step, ...], OpenedTensor]]:
-    if isinstance(node, OpenedTensor):
-        yield path, node
-        return
-    for step, inner in steps_into(node):
-        yield from _leaves(inner, (*path, step))
 
 
 def _starts(file: Path, tensors: Mapping[str, OpenedTensor]) -> dict[str, int]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
-from typing import Any
 
 from ckpt.backends.base import Backend
 from ckpt.convert.opened import Opened, ahead, read_into
 from ckpt.format.box import whole
 from ckpt.format.dtypes import torch_dtype
+from ckpt.format.places import Place
 from ckpt.loading.sources import CheckpointSource, ManifestSource
 from ckpt.memory.huge_pages import Scratch
 from ckpt.planning.plan import SavePlan
@@ -24,16 +23,15 @@ from ckpt.saving.prepared_save import SaveReport
 from ckpt.saving.writing import Item, Pack, RankWritePlan, Staged
 from ckpt.state.collect import RankState
 from ckpt.state.sharing import SharingPattern, StateComponent
-from ckpt.state.statefuls import Given, optimizer_by_name
+from ckpt.state.statefuls import Given
 
 
-def import_checkpoint(source: CheckpointSource, dst: Path, topology: Topology, backend: Backend) -> SaveReport:
+def import_checkpoint(source: CheckpointSource, dst: Place, topology: Topology, backend: Backend) -> SaveReport:
     """Write a checkpoint of another program as one of ours, read it back, and then rename it to `dst`. Collective.
 
-    Its parts become components that all ranks share, so that it loads on any number of ranks; if a part's name cannot be a component's,
-    the whole becomes one state dict, as `ckpt.save` writes it. An optimizer's state by name gets the form of `OptimizerState`; one by
-    position stays as it is, and is loaded from `src` itself by a run, which knows the names. An export of ours becomes the checkpoint that
-    it was made of, with the ranks, sharing patterns, copies and notes of that.
+    It becomes one state dict, as `ckpt.save` writes it, with its values, types, order and containers; a run loads its components from that
+    as from `src` (`ckpt.loading.parts_of_state`). An export of ours becomes the checkpoint that it was made of, with the ranks, sharing
+    patterns, copies and notes of that.
 
     Args:
         source: opened by `ckpt.loading.loader.source_at`, on every rank.
@@ -74,7 +72,7 @@ def _state_of(source: CheckpointSource, topology: Topology) -> RankState:
     for key in opened.keys:
         copies = opened.copies(key)
         pattern = SharingPattern.SHARDED if copies == [""] else SharingPattern.PER_RANK
-        component = StateComponent(key, _Described(), pattern)
+        component = StateComponent(key, Given(), pattern)
         entries = {
             f"{key}/{prefix}{name}": one
             for prefix in copies
@@ -94,15 +92,6 @@ def _state_of(source: CheckpointSource, topology: Topology) -> RankState:
             found.plain[key] = dict(source.rows(component, ""))
     found.table = Table(tuple(parts), tuple(aliases))
     return found
-
-
-class _Described(Given):
-    """A component of which nothing is known but what the checkpoint says."""
-
-    def named_from_positions(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Give an optimizer's state by name the form of ours; leave all else as it is. See `ckpt.state.abilities.NamedFromPositions`."""
-        is_flat = bool(saved) and all(str(key).startswith(("state.", "param_groups.")) for key in saved)
-        return (optimizer_by_name(saved) if is_flat or "param_groups" in saved else None) or saved
 
 
 class _StoredTensors:

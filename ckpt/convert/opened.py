@@ -18,13 +18,16 @@ from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
 from ckpt.format.manifest import STATE, ArrayEntry
 from ckpt.format.names import COMPONENT_KEY
 from ckpt.format.unpickling import unknown_in
+from ckpt.loading.parts_of_state import by_component_of
 from ckpt.loading.sources import CheckpointSource
 from ckpt.loading.strategy import ReadRequest
 from ckpt.memory.huge_pages import Scratch
 from ckpt.ranks.topology import Topology
-from ckpt.state.flatten import Path, path_from_json, plain_and_paths, unflatten
+from ckpt.state.flatten import Path, leaves_apart, plain_and_paths, unflatten
+from ckpt.state.optimizer_state import optimizer_in_groups
 from ckpt.state.sharing import Sharing, SharingPattern, StateComponent
-from ckpt.state.statefuls import Given, optimizer_in_groups
+from ckpt.state.statefuls import Given
+from ckpt.state.tensor_classes import kind_in
 
 Result = TypeVar("Result")
 
@@ -37,14 +40,20 @@ _ALIGNED = 64
 class Opened:
     """A checkpoint. A *prefix* names one of the copies of a component, as in `CheckpointSource`.
 
+    Args:
+        by_component: take one state dict as the components that a run finds in it, if their names can be those of components.
+
     Attributes:
-        keys: its components; if another program's names cannot be those of components, the whole is one state dict.
+        keys: its components; what is not of a `Checkpointer` or a coordinator of ours is one state dict.
     """
 
-    def __init__(self, source: CheckpointSource) -> None:
-        self.source = source
-        keys = list(source.component_keys())
-        self.keys = keys if all(COMPONENT_KEY.fullmatch(key) for key in keys) else [STATE]
+    def __init__(self, source: CheckpointSource, *, by_component: bool = False) -> None:
+        self.source = by_component_of(source) if by_component else source
+        keys = list(self.source.component_keys())
+        is_one = source.holds(STATE) and (STATE not in keys or len(keys) == 1)
+        has_names = all(COMPONENT_KEY.fullmatch(key) for key in keys)
+        self._once: dict[tuple[str, tuple[str, str] | None], OpenedTensor] = {}
+        self.keys = [STATE] if is_one and not (by_component and has_names) else keys
 
     def copies(self, key: str) -> list[str]:
         """The prefixes of a component."""
@@ -56,12 +65,32 @@ class Opened:
         return {name: row[1] for name, row in rows.items() if len(row) == 2}
 
     def tensors(self, key: str, prefix: str) -> dict[str, OpenedTensor]:
-        """Joined key -> tensor, of one copy."""
+        """Joined key -> tensor, of one copy. One of a type that torch lacks is its bytes.
+
+        Raises:
+            ConfigurationError: it holds what cannot be read.
+        """
         found = self.source.entries(self._component(key), prefix)
+        for name, why in self.source.unread(self._component(key), prefix).items():
+            if name not in found:
+                raise ConfigurationError(
+                    f"{key}: {name} cannot be read ({why}): leave it out where it is written; ckpt.load, and convert with "
+                    "leave_out_unknown=true, leave objects out that are no tensors"
+                )
         start = f"{key}/{prefix}"
         firsts = {name: one.alias_of or f"{start}{name}" for name, one in found.items()}
         return {
             name: OpenedTensor(self.source, first, found[first.removeprefix(start)]) for name, first in firsts.items()
+        }
+
+    def bytes_alone(self) -> dict[str, str]:
+        """Name -> data type and shape of each tensor that is carried as bytes, since torch lacks its type."""
+        return {
+            f"{key}: {name}": why
+            for key in self.keys
+            for prefix in self.copies(key)
+            for name, why in self.source.unread(self._component(key), prefix).items()
+            if name in self.source.entries(self._component(key), prefix)
         }
 
     def every_tensor(self) -> list[OpenedTensor]:
@@ -69,34 +98,46 @@ class Opened:
         found = (one for key in self.keys for prefix in self.copies(key) for one in self.tensors(key, prefix).values())
         return list({one.name: one for one in found}.values())
 
-    def state(self, *, optimizers_in_groups: bool = False) -> dict[str, Any]:
+    def state(self, *, optimizers_in_groups: bool = False) -> Any:
         """All of it as a nested state dict, with an `OpenedTensor` in the place of each tensor; tied tensors are one object.
 
         A component has its key there, the copies of a component that ranks, nodes or groups have of their own their prefixes below it. A
         state dict that was saved alone is it itself.
 
         Args:
-            optimizers_in_groups: an optimizer's state of ours gets the form of DCP's `get_optimizer_state_dict`.
+            optimizers_in_groups: the component of an optimizer of ours gets the form of DCP's `get_optimizer_state_dict`.
 
         Raises:
             CorruptCheckpointError: a plain value is none that was saved.
         """
         found: dict[str, Any] = {}
-        is_one = self.source.holds(STATE) and (STATE not in self.keys or len(self.keys) == 1)
-        for key in [STATE] if is_one else self.keys:
+        for key in self.keys:
             copies = {prefix.removesuffix("/"): self._nested(key, prefix) for prefix in self.copies(key)}
             found[key] = copies.get("", copies)
-        state = found[STATE] if is_one else found
-        return {key: _in_groups(one) for key, one in state.items()} if optimizers_in_groups else state
+        if self.keys == [STATE]:
+            return found[STATE]
+        return {key: _in_groups(one) for key, one in found.items()} if optimizers_in_groups else found
 
-    def _nested(self, key: str, prefix: str) -> dict[Any, Any]:
+    def paths(self, key: str, prefix: str) -> dict[str, Path]:
+        """Joined key -> path of all leaves of one copy, in its order."""
+        return self._leaves(key, prefix)[1]
+
+    def in_order(self, key: str, prefix: str) -> dict[str, Any]:
+        """The leaves of one copy whose order is known, in it: an object that makes its own tensors has none among them."""
+        rows = self.source.rows(self._component(key), prefix)
+        return dict(rows) if rows else dict(self.tensors(key, prefix))
+
+    def _leaves(self, key: str, prefix: str) -> tuple[dict[str, Any], dict[str, Path]]:
         tensors = self.tensors(key, prefix)
         plain, paths = plain_and_paths(self.source.rows(self._component(key), prefix), key, tensors)
-        once: dict[str, OpenedTensor] = {}
-        leaves: dict[str, Any] = plain | {name: once.setdefault(one.name, one) for name, one in tensors.items()}
-        every: dict[str, Path] = {name: paths.get(name) or path_from_json([name]) for name in leaves}
-        nested: dict[Any, Any] = unflatten(leaves, every)
-        return nested
+        leaves: dict[str, Any] = dict(plain)
+        for name, one in tensors.items():
+            kind = kind_in(paths.setdefault(name, (name,)))
+            leaves[name] = self._once.setdefault((one.name, kind), one._replace(kind=kind))
+        return leaves, paths
+
+    def _nested(self, key: str, prefix: str) -> Any:
+        return unflatten(*self._leaves(key, prefix))
 
     def _component(self, key: str) -> StateComponent:
         component = StateComponent(key, Given(), SharingPattern.REPLICATED)
@@ -108,11 +149,13 @@ class OpenedTensor(NamedTuple):
 
     Attributes:
         name: to read it by.
+        kind: what it is beside its values, as the last step of a path (`ckpt.state.tensor_classes`).
     """
 
     source: CheckpointSource
     name: str
     entry: ArrayEntry
+    kind: tuple[str, str] | None = None
 
     def read(self, box: Box) -> torch.Tensor:
         """Read a box into new memory, and check its digests, if there are any.
@@ -169,6 +212,22 @@ def _empty(pieces: Sequence[Piece], memory: Scratch) -> Iterator[torch.Tensor]:
             continue
         own = memoryview(bits)[start : start + piece.num_bytes]
         yield torch.frombuffer(own, dtype=torch.uint8).view(torch_dtype(piece.dtype)).view(piece.box.shape)
+
+
+def leaves_of(state: Any, kind: type[Any] | None = None) -> list[tuple[Path, Any]]:
+    """Return the tensors of a nested state, which are of this type (None: `OpenedTensor`), and the values beside them, in its order."""
+    return leaves_apart(state, lambda leaf: isinstance(leaf, kind or OpenedTensor))
+
+
+def with_tensors(state: Any, made: Callable[[Any], Any], kind: type[Any] | None = None) -> Any:
+    """Copy a nested state, with what `made` returns in the place of each tensor of type `kind`; tied tensors stay one object."""
+    once: dict[int, Any] = {}
+    leaves, paths = {}, {}
+    for at, (path, leaf) in enumerate(leaves_of(state, kind)):
+        if isinstance(leaf, kind or OpenedTensor) and id(leaf) not in once:
+            once[id(leaf)] = made(leaf)
+        leaves[str(at)], paths[str(at)] = once.get(id(leaf), leaf), path
+    return leaves["0"] if paths["0"] == () else unflatten(leaves, paths)
 
 
 def require_known(state: Any) -> None:

@@ -11,6 +11,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -18,13 +19,11 @@ from typing import NamedTuple
 import torch
 
 from ckpt.backends.base import Backend
-from ckpt.catalog.verify import TensorNames, examine
-from ckpt.convert.atomic_directory import shared_directory
+from ckpt.catalog.verify import TensorNames, examine, uncommitted
+from ckpt.convert.atomic_directory import shared_place
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
 from ckpt.format.box import chunk_box, whole
-from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import torch_dtype
-from ckpt.format.durable import replace_durably, write_durably
 from ckpt.format.manifest import (
     COMMON,
     CONFIG_NAME,
@@ -36,27 +35,30 @@ from ckpt.format.manifest import (
     Index,
     PackedPiece,
 )
-from ckpt.format.metadata import CheckpointingConfig, maybe_load_config, save_config
+from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.format.names import PLAIN_NAME, is_inner_path
+from ckpt.format.places import Place
 from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, stored_shape
-from ckpt.format.stored import read_index, read_listed_file, read_manifest, read_plain_file
 from ckpt.loading.strategy import StoredCheckpoint
 from ckpt.memory.huge_pages import Scratch
 from ckpt.planning.plan import ChunkTask, PackTask, PlannedArray, RankPlan, SavePlan
 from ckpt.ranks.topology import Topology
-from ckpt.saving.manifest_writer import await_indexes, copied, join_arrays, listed_files
+from ckpt.saving.manifest_writer import await_indexes, contents_of, copied, join_arrays, listed_files, write_beside
 from ckpt.saving.writing import Item, Pack, RankWritePlan, Staged, WriteJob, WriteResult, folders_of
 from ckpt.state.sharing import StateComponent
 from ckpt.state.statefuls import Given
+from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.extents import ExtentReader
 from ckpt.storage.files import PIECE_BYTES, FolderTree, make_durable, read_once, write_all
+from ckpt.storage.metadata import CheckpointingConfig, maybe_load_config, save_config
 from ckpt.storage.runs import WantedBox
+from ckpt.storage.stored import read_index, read_listed_file, read_manifest, read_plain_file
 
 _SHARDED_BACKENDS = {"zarr": "zarr", "ocdbt": "tensorstore"}
 """Store -> its name in `metadata.json` of a sharded state dict."""
 
 
-def rewrite(src: Path, dst: Path, backend: Backend, topology: Topology) -> None:
+def rewrite(src: Place, dst: Place, backend: Backend, topology: Topology) -> None:
     """Write the checkpoint at `src` with `backend`, read it back, and then rename it to `dst`. Collective.
 
     Checks every digest of `src`. Where both formats store a chunk alike, the new one has the same digests. Small tensors stay packed as
@@ -77,27 +79,32 @@ def rewrite(src: Path, dst: Path, backend: Backend, topology: Topology) -> None:
             manifest = read_manifest(src)
             config = _config_of(src, manifest, backend)
             saved_ranks = sorted({0, *manifest.index_paths()})[topology.rank :: topology.world_size]
-        with shared_directory(dst, topology) as folder:
-            with topology.phase("write") as phase:
+        with shared_place(dst, topology) as made:
+            folder = made.folder
+            with topology.phase("write") as writing:
                 rewriting = _Rewriting(src, folder, manifest, backend, topology.progress)
-                phase.payload = {rank: rewriting.write_rank(rank).to_json() for rank in saved_ranks}
-            with topology.phase("commit"):
+                writing.payload = {rank: rewriting.write_rank(rank).to_json() for rank in saved_ranks}
+            with topology.phase("commit") as phase:
                 if topology.is_lead:
-                    written = {int(rank): tree for mine in phase.payloads for rank, tree in mine.items()}
+                    written = {int(rank): tree for mine in writing.payloads for rank, tree in mine.items()}
                     results = [WriteResult(**written.get(rank, {})) for rank in range(manifest.world_size)]
                     await_indexes(folder, results, topology)
-                    rewriting.commit(results)
+                    data = rewriting.commit(results)
+                    made.record(data)
+                    phase.payload = None if isinstance(folder, Path) else data.decode()
                     if config is not None:
-                        save_config(config, folder)
+                        save_config(config, require_folder(folder))
             with topology.phase("read back"):
-                examined = examine(folder, writers=saved_ranks, progress=topology.progress)
+                said = phase.payloads[0]
+                place, told = uncommitted(folder, said and parse_manifest(said.encode(), str(dst)))
+                examined = examine(place, writers=saved_ranks, manifest=told, progress=topology.progress)
                 if examined.problems:
                     raise StorageError(f"what was written for {dst} is not what is read back: {examined.problems[0]}")
 
 
-def _config_of(src: Path, manifest: CheckpointManifest, backend: Backend) -> CheckpointingConfig | None:
+def _config_of(src: Place, manifest: CheckpointManifest, backend: Backend) -> CheckpointingConfig | None:
     """Return the content of the new `metadata.json`; None if there is none."""
-    config = maybe_load_config(src) if SHARDED in manifest.components else None
+    config = maybe_load_config(require_folder(src)) if SHARDED in manifest.components else None
     if config is None:
         return None
     if backend.store not in _SHARDED_BACKENDS:
@@ -128,7 +135,7 @@ class _Rewriting:
     """Rewrites one checkpoint into a new folder."""
 
     def __init__(
-        self, src: Path, folder: Path, manifest: CheckpointManifest, backend: Backend, progress: Callable[[int], None]
+        self, src: Place, folder: Place, manifest: CheckpointManifest, backend: Backend, progress: Callable[[int], None]
     ) -> None:
         self._src = src
         self._stored = StoredCheckpoint(src, manifest)
@@ -156,11 +163,11 @@ class _Rewriting:
                 self._first_written_by[planned.writers[0]].append(name)
         self._memory = Scratch()
 
-    def commit(self, results: Sequence[WriteResult]) -> None:
-        """Write the remaining files and the manifest, durably. The lead, after all saved ranks are written."""
-        files = self._lead_files(results)
-        manifest = copied(self._manifest, results, _in_store(self._manifest.arrays, self._backend.store), files)
-        replace_durably(self._folder / MANIFEST_NAME, manifest.to_bytes())
+    def commit(self, results: Sequence[WriteResult]) -> bytes:
+        """Write the remaining files, durably; return the manifest. The lead, after all saved ranks are written."""
+        entries = _in_store(self._manifest.arrays, self._backend.store)
+        files = self._lead_files(results, entries)
+        return copied(self._manifest, results, entries, files, self._folder).to_bytes()
 
     def write_rank(self, rank: int) -> WriteResult:
         """Write the files of one saved rank, durably. The lead of those describes the groups."""
@@ -169,7 +176,7 @@ class _Rewriting:
             index = read_index(self._src, self._manifest, rank)
         items = [*self._chunks(index), *self._packs(index)]
         plan = self._rank_plan(rank, items)
-        with ExtentReader(self._src, progress=self._progress, read_at=read_once) as reader:
+        with ExtentReader(self._stored.root, progress=self._progress, read_at=read_once) as reader:
             staged = self._staged(items, reader, TensorNames(self._manifest, index))
             return plan.write(WriteJob(self._folder, self._backend, self._plain(index)), staged, self._progress)
 
@@ -267,35 +274,41 @@ class _Rewriting:
             path: (key, read_plain_file(self._src, self._manifest, path, lambda: index)) for path, key in paths.items()
         }
 
-    def _lead_files(self, results: Sequence[WriteResult]) -> dict[str, tuple[int, str]]:
+    def _lead_files(
+        self, results: Sequence[WriteResult], entries: Mapping[str, ArrayEntry]
+    ) -> dict[str, tuple[int, str]]:
         """Join the arrays and write the remaining files; return all files of the manifest."""
         parts = (f"{name}/{MANIFEST_NAME}" for name in (COMMON, OBJECTS))  # checkpoints that are always in one format
-        beside = [path for path in (CONFIG_NAME, *parts) if path in self._manifest.files]
+        beside = [path for path in parts if path in self._manifest.files]
+        config = {}
+        if CONFIG_NAME in self._manifest.files:
+            config[CONFIG_NAME] = read_listed_file(self._src, self._manifest, CONFIG_NAME)
+            write_beside(self._folder, CONFIG_NAME, config[CONFIG_NAME])
         for path in beside:
-            data = read_listed_file(self._src, self._manifest, path)
-            if path == CONFIG_NAME:
-                write_durably(self._folder / CONFIG_NAME, data)
-            else:
-                self._copy_below(path.partition("/")[0])
-        return listed_files(join_arrays(self._folder, self._backend, results, self._progress, beside), results)
+            read_listed_file(self._src, self._manifest, path)  # for its digest
+            self._copy_below(path.partition("/")[0])
+        contents = partial(contents_of, self._folder, entries, results)
+        made = join_arrays(self._folder, self._backend, results, self._progress, beside, contents)
+        return listed_files(made | config, results)
 
     def _copy_below(self, name: str) -> None:
         """Copy the listed files of a nested checkpoint. They are examined together with the whole."""
-        with CheckpointFolder(self._src) as above:
+        src, folder = require_folder(self._src), require_folder(self._folder)
+        with CheckpointFolder(src) as above:
             above.require_folder(name)
-        manifest = read_manifest(self._src / name)
+        manifest = read_manifest(src / name)
         sizes = {MANIFEST_NAME: self._manifest.files[f"{name}/{MANIFEST_NAME}"][0]}
         sizes |= {path: size for path, (size, _) in manifest.files.items()}
         for rank in manifest.index_ranks():
-            index = read_index(self._src / name, manifest, rank)
+            index = read_index(src / name, manifest, rank)
             sizes |= {path: record.size for path, record in index.files.items()}
-        folders = FolderTree(self._folder)
-        folders.make(self._folder / name)
-        with CheckpointFolder(self._src / name) as old, CheckpointFolder(self._folder / name) as new:
+        folders = FolderTree(folder)
+        folders.make(folder / name)
+        with CheckpointFolder(src / name) as old, CheckpointFolder(folder / name) as new:
             for path, size in sizes.items():
-                folders.make((self._folder / name / path).parent)
+                folders.make((folder / name / path).parent)
                 self._copy(old, new, path, size)
-        make_durable(self._folder / name, sizes, folders.made, self._progress)
+        make_durable(folder / name, sizes, folders.made, self._progress)
 
     def _copy(self, old: CheckpointFolder, new: CheckpointFolder, path: str, size: int) -> None:
         """Copy one file, which must have this size."""
@@ -310,6 +323,13 @@ class _Rewriting:
             while piece := source.read(PIECE_BYTES):
                 write_all(target.fileno(), memoryview(piece))
                 self._progress(len(piece))
+
+
+def require_folder(place: Place) -> Path:
+    """The checkpoints of sharded state dicts lie in folders alone."""
+    if not isinstance(place, Path):
+        raise ConfigurationError(f"{place}: checkpoints of sharded state dicts are not supported in object stores")
+    return place
 
 
 def _require_inner_names(manifest: CheckpointManifest, components: Mapping[str, StateComponent]) -> None:

@@ -171,7 +171,7 @@ def determine_global_metadata(sharded_state_dict: ShardedStateDict) -> tuple[lis
     trees = exchange_distinct(dict(zip(listed, mine, strict=True)), digests, topology, "columns of metadata")
     known = {
         (number, digest): _column_of_json(trees[digest], number)
-        for number, digest in {at for of_rank in digests for at in enumerate(of_rank)}
+        for number, digest in dict.fromkeys(at for of_rank in digests for at in enumerate(of_rank))
     }
     return local, GlobalMetadata([Columns(*(known[at] for at in enumerate(of_rank))) for of_rank in digests])
 

@@ -53,11 +53,11 @@ from ckpt.dist_checkpointing.validation import (
     verify_checkpoint_and_load_strategy,
 )
 from ckpt.errors import ConfigurationError, logger_of
-from ckpt.format.metadata import TORCH_DIST, CheckpointingConfig, maybe_load_config, save_config
-from ckpt.format.names import local_path
+from ckpt.format.places import local_path
 from ckpt.ranks.default_topology import current_topology, use_topology
 from ckpt.ranks.topology import Topology
 from ckpt.saving.background.async_utils import AsyncRequest
+from ckpt.storage.metadata import TORCH_DIST, CheckpointingConfig, maybe_load_config, save_config
 
 logger = logger_of(__name__)
 

@@ -26,9 +26,9 @@ from ckpt.dist_checkpointing.strategies.base import (
     chosen_strategy,
 )
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, MissingStateError, logger_of
-from ckpt.format.metadata import CONFIG_FNAME, maybe_load_config, other_format
 from ckpt.loading.report import some_of
 from ckpt.ranks.default_topology import current_topology
+from ckpt.storage.metadata import CONFIG_FNAME, maybe_load_config, other_format
 
 CkptShardedMetadata = Mapping[str, ShardedBase]
 """Tensors and objects of a checkpoint, without data. Their `key` counts, not the mapping's."""

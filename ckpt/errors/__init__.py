@@ -18,6 +18,7 @@ import errno
 import logging
 import os
 import resource
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -181,6 +182,7 @@ _STALE_ADDRESSES = (
     "If torchrun has restarted the ranks, start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment: else torch may meet "
     "addresses of the life before"
 )
+_DENIED = errno.EACCES, errno.EPERM
 _FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 
 
@@ -188,15 +190,15 @@ def sentence(error: BaseException) -> str:
     """Return what a person should read of an error, in one line.
 
     Our own errors are sentences already. An `OSError` reads "No space left on device: 'path'", and of a full disk also how many bytes
-    were needed (see `needing`) and are free. Anything else is given with the name of its class, because "0" or "'weight'" alone says
-    nothing.
+    were needed (see `needing`) and are free; without permission, whose the file or folder is. Anything else is given with the name of
+    its class, because "0" or "'weight'" alone says nothing.
     """
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         where = f": {error.filename!r}" if error.filename else ""
         said = vars(error)
-        said["room"] = said.get("room") or _room(error)  # kept: what is free changes
+        said["room"] = said.get("room") or _room(error) or _owner(error)  # kept: what is free changes
         return printable(f"{error.strerror}{where}{said['room']}")
     text = printable(" ".join(str(error).split()))
     if "connectFullMesh failed" in text:  # gloo's: the addresses in its store are those of processes that have ended
@@ -256,6 +258,17 @@ def _room(error: OSError, *needed: str) -> str:
                 said += ["no file more can be made"] if found.f_files and not found.f_favail else []
                 break
     return f" ({', '.join(said)})" if said else ""
+
+
+def _owner(error: OSError) -> str:
+    """The owner and mode of what one may not open, or of the folder that it is to be made in, if the path is absolute; "" for others."""
+    if error.errno in _DENIED and isinstance(error.filename, str) and os.path.isabs(error.filename):
+        for path in (error.filename, *map(str, Path(error.filename).parents)):
+            with suppress(OSError):  # it is not there, or lies in a folder that one may not enter
+                found = os.lstat(path)
+                whose = f"user {found.st_uid}, group {found.st_gid}, mode {stat.S_IMODE(found.st_mode):04o}"
+                return f" ({path!r} is of {whose}; this is user {os.geteuid()})"
+    return ""
 
 
 def describe(error: BaseException) -> dict[str, Any]:

@@ -176,7 +176,7 @@ def _check_names(manifest: CheckpointManifest) -> None:
     paths = [entry.path for entry in manifest.arrays.values() if entry.path is not None]
     if len(paths) != len(set(paths)):
         raise Refused("two of its arrays have one path")
-    for key in {name.partition("/")[0] for name in manifest.arrays}:
+    for key in sorted({name.partition("/")[0] for name in manifest.arrays}):
         if key not in manifest.components:
             raise Refused(f"it has arrays of {key!r:.80}, which is none of its components")
 
@@ -226,7 +226,7 @@ def check_extents(index: Index) -> None:
         if offset < ends.get(file, 0):
             mixed.add(file)
         ends[file] = offset + length
-    for file in mixed:
+    for file in sorted(mixed):
         within = [(one.offset, one.offset + one.length) for one in extents if one.file == file]
         require_apart(within, f"bytes of {file!r:.80}")
     for file, record in index.files.items():
@@ -265,7 +265,7 @@ def check_pieces(index: Index) -> None:
             if first < ends.get(packed, 0):
                 mixed.add(packed)
             ends[packed] = end
-    for path in mixed:
+    for path in sorted(mixed):
         within = [
             (one.first, one.first + one.box.num_elements)
             for pieces in index.pieces.values()

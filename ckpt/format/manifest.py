@@ -38,7 +38,8 @@ MAX_COMMIT_NUMBER = 10**12
 """A greater `commit_number` was not counted up by saves, and counts as none."""
 COMMON, OBJECTS = "common", "objects"
 """Folders beside it, each a checkpoint of its own: the common state and the objects of a sharded state dict."""
-_OPTIONAL = ("commit_number", "run_id")
+_OPTIONAL = ("commit_number", "run_id", "data", "fence")
+_FENCE = re.compile(rb'\{\n  "fence": "[0-9a-f]+"\n\}\n')
 _NOTES = ("history", "metrics", "metadata")
 
 
@@ -135,7 +136,7 @@ class ComponentManifest:
         plain_in: pattern prefix -> the rank that wrote `<component>/<prefix>plain.json`.
 
     Example:
-        >>> from ckpt.format.stored import read_manifest
+        >>> from ckpt.storage.stored import read_manifest
         >>> _ = ckpt.save({"weight": torch.arange(6.0)}, "checkpoint")
         >>> read_manifest(Path("checkpoint")).components["state"].sharing_pattern
         'replicated'
@@ -169,6 +170,9 @@ class CheckpointManifest:
         run_id: of the run that saved it; None (no such key): unknown. Older versions gave resumed runs the id of the first.
         history: run id -> commit number up to which the run's checkpoints belong to the history of this one, of the runs that it goes on
             from, as far as checkpoints of theirs were left. No such key where there are none.
+        data: name of the place, below the checkpoint, that its files are in, as an object store needs it; None (no such key): they are in
+            the checkpoint itself. A checkpoint that was copied from one kind of storage to another stays as it is.
+        fence: put into the manifest of a checkpoint in an object store to make the commit of a process that was taken for dead fail.
         metrics: name -> value at this step, such as a loss; None: not a finite number. No such key where none were given.
         metadata: plain values that the program keeps with the checkpoint. No such key where none were given.
         topology: "nodes" (global ranks per host) and "groups" (name -> instances -> global ranks) of the saving run.
@@ -177,7 +181,7 @@ class CheckpointManifest:
         files: path -> (size in bytes, xxh3-128) of every file the lead rank wrote beside its own index's.
 
     Example:
-        >>> from ckpt.format.stored import read_manifest
+        >>> from ckpt.storage.stored import read_manifest
         >>> _ = ckpt.save({"weight": torch.arange(6.0)}, "checkpoint")
         >>> read_manifest(Path("checkpoint")).arrays["state/weight"].shape
         (6,)
@@ -197,6 +201,8 @@ class CheckpointManifest:
     format_version: int = FORMAT_VERSION
     commit_number: Count | None = None
     run_id: str | None = None
+    data: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{8,64}\Z")] | None = None
+    fence: str | None = None
     history: dict[str, Count] = field(default_factory=dict)
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -372,6 +378,16 @@ def _table(key: str, rows: Iterable[tuple[str, str]]) -> str:
     """Return a top-level key of a file with a dictionary in it: one line for each (name, JSON)."""
     lines = ",\n".join([f"    {_quoted(name)}: {row}" for name, row in rows])
     return f'  "{key}": {{\n{lines}\n  }}' if lines else f'  "{key}": {{}}'
+
+
+def is_fence(data: bytes) -> bool:
+    """Whether an object in the place of a manifest is a mark alone, of an id whose attempt was cleaned up: there is no checkpoint."""
+    return _FENCE.fullmatch(data) is not None
+
+
+def fence(nonce: str) -> bytes:
+    """Return such a mark."""
+    return f'{{\n  "fence": "{nonce}"\n}}\n'.encode()
 
 
 def closing(digest: str) -> bytes:

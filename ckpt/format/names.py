@@ -1,15 +1,11 @@
-"""File and folder names: safe ones made of tensor names, and checks of paths in records and of paths from users. Pure."""
+"""File and folder names: safe ones made of tensor names, and checks of paths in records. Pure."""
 
 from __future__ import annotations
 
-import os
 import re
-from pathlib import Path
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import xxhash
-
-from ckpt.errors import ConfigurationError
 
 PLAIN_NAME = "plain.json"
 MAX_NAME_CHARS = 150
@@ -17,7 +13,6 @@ COMPONENT_KEY = re.compile(r"[A-Za-z0-9_-]+")
 """Valid component names: they are folder names on every file system."""
 _STEP = re.compile(r"[0-9]{1,18}")
 _PATH_MAX = 4096
-_SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/")
 _OURS = (PLAIN_NAME, "zarr.json")
 _PART = r"(?!\.{1,2}(?:/|\Z))[^/\0\ud800-\udfff]+"
 _INNER_PATH = re.compile(rf"(?!\\|[A-Za-z]:[/\\]){_PART}(?:/{_PART})*")
@@ -65,25 +60,3 @@ def is_inner_path(path: str) -> bool:
         [True, False, False, False, False, False]
     """
     return len(path) < _PATH_MAX and _INNER_PATH.fullmatch(path) is not None
-
-
-def local_path(path: str | os.PathLike[str], what: str) -> Path:
-    """Return a path that a user gave. Refuse addresses such as `s3://bucket/x`, which would become a folder `s3:`.
-
-    A `Path` of an address, in which `//` has become `/`, is refused, too. A real folder of such a name is given as `./s3:/x`.
-
-    Args:
-        what: name of the setting, such as "output_dir".
-
-    Raises:
-        ConfigurationError: the path is an address.
-    """
-    match = _SCHEME.match(os.fspath(path))
-    if match is None:
-        return Path(path)
-    if match["scheme"].lower() == "file":
-        raise ConfigurationError(f"{what} is {path}: give the path alone, {urlsplit(os.fspath(path)).path}")
-    raise ConfigurationError(
-        f"{what} is {path}: checkpoints are written to mounted file systems only, object stores are not supported yet. Give the path of a "
-        "folder that all ranks see."
-    )

@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from functools import cache
 from typing import Annotated, Any, Never, TypeVar
 
@@ -42,6 +43,12 @@ _ESCAPED = re.compile(rb"\\.", re.DOTALL)
 
 class Refused(ValueError):
     """A reason to refuse a file, as a clause. `refusing` adds the file's name."""
+
+
+def fraction(text: str) -> Fraction:
+    """Parse what `str` makes of a fraction. `Fraction` itself takes "1e999999999", too, and makes a number of so many digits."""
+    above, _, below = text.partition("/")
+    return Fraction(int(above), int(below or 1))
 
 
 def corrupt(where: str, reason: str) -> CorruptCheckpointError:

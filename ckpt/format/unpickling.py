@@ -9,17 +9,24 @@ NumPy does not check shape and type against them.
 from __future__ import annotations
 
 import argparse
+import copy
+import datetime
+import enum
 import io
 import mmap
 import pathlib
 import pickle
 import re
 import reprlib
+import sys
 import threading
 import types
+import uuid
 import zipfile
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
+from decimal import Decimal
+from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -30,6 +37,7 @@ from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoi
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, sentence
 from ckpt.format.pickle_cost import TooMuchError, require_bounded
+from ckpt.format.strict_json import fraction
 
 Unknown = Literal["refuse", "keep"]
 """Objects of classes that may not be built: refuse the file, naming them, or keep an `UnknownObject` in their place."""
@@ -45,19 +53,36 @@ class UnknownObject:
         name: full name of its class, or of the function that would make it.
         args: arguments of that call; None: the file holds the class or function itself.
         state: argument of `__setstate__`, or content of `__dict__`; None if there is none.
+        items: of a subclass of a dictionary, list or set: its items, or pairs of key and value.
     """
 
     name: ClassVar[str] = ""
     args: tuple[Any, ...] | None
     state: Any
+    items: list[Any]
 
     def __new__(cls, *args: Any) -> UnknownObject:
         made = super().__new__(cls)
-        made.args, made.state = args, None
+        made.args, made.state, made.items = args, None, []
         return made
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items.append((key, value))
+
+    def append(self, value: Any) -> None:
+        self.items.append(value)
+
+    def extend(self, values: Iterable[Any]) -> None:
+        self.items.extend(values)
+
+    add = append
+
+    def __call__(self, *args: Any) -> UnknownObject:
+        """Stand in for what a method would make."""
+        return type(self)(*args)
 
     def __repr__(self) -> str:
         given = "" if self.args is None else f"({', '.join(map(shown, self.args[:_NAMED]))})"
@@ -93,7 +118,7 @@ def unpickle_state_dict(file: Path) -> dict[Any, Any]:
         ConfigurationError: it holds other objects, or is no state dict.
         CorruptCheckpointError: it is missing or cannot be read.
     """
-    _require_loadable(file, str(file))
+    _require_loadable(file)
     state = _load(
         file,
         lambda name: (
@@ -104,21 +129,6 @@ def unpickle_state_dict(file: Path) -> dict[Any, Any]:
     if not isinstance(state, dict):
         raise ConfigurationError(f"{file} holds a {type(state).__name__}, where a state dict should be")
     return state
-
-
-def unpickle_value(archive: bytes, where: str) -> Any:
-    """Read a value that `torch.save` wrote into memory, as `unpickle` with unknown="keep" reads a file.
-
-    Args:
-        where: name of the value, for errors.
-
-    Raises:
-        ConfigurationError: it holds an object that nothing can stand in for.
-        CorruptCheckpointError: it cannot be read, or is not small (`require_small`).
-    """
-    value = _unpickled(io.BytesIO(archive), where, "keep")
-    require_small(value, where)
-    return value
 
 
 def unpickle_inert(data: bytes, where: str) -> Any:
@@ -135,15 +145,15 @@ def unpickle_inert(data: bytes, where: str) -> Any:
 
 
 def unpickle_archived(data: bytes, where: str) -> Any:
-    """Read the pickle of an archive of `torch.save`: containers, plain values, numbers and arrays of NumPy, and torch's data types as they
-    are; an `UnknownObject` for each other object, tensors among them. Nothing is imported, and no code of the file runs.
+    """Read the pickle of an archive of `torch.save`: containers, plain values (as in `ckpt.state.plain`), and arrays of NumPy as they are;
+    an `UnknownObject` for each other object, tensors among them. Nothing is imported, and no code of the file runs.
 
     Raises:
         CorruptCheckpointError: it is no pickle, or its value is not small (`require_small`).
     """
     _require_bounded(data, where)
     try:
-        value = _Resolve()(_ArchiveUnpickler(io.BytesIO(data)).load(), "")
+        value = _Resolve(makes_plain=True)(_ArchiveUnpickler(io.BytesIO(data)).load(), "")
     except Exception as error:  # as in `unpickle_inert`
         raise CorruptCheckpointError(f"{where} cannot be read as a pickle: {type(error).__name__}") from None
     require_small(value, where)
@@ -207,11 +217,8 @@ def unpickle(file: Path, *, unknown: Unknown = "refuse") -> Any:
             holds one that nothing can stand in for.
         CorruptCheckpointError: it is missing or cannot be read.
     """
-    return _unpickled(file, str(file), unknown)
-
-
-def _unpickled(file: Path | io.BytesIO, where: str, unknown: Unknown) -> Any:
-    _require_loadable(file, where)
+    where = str(file)
+    _require_loadable(file)
     with _ONE_AT_A_TIME:
         names, added = _additions(file)
         with safe_globals(added):
@@ -221,15 +228,13 @@ def _unpickled(file: Path | io.BytesIO, where: str, unknown: Unknown) -> Any:
                     f"{where} holds {name}, which torch's weights-only reader does not build, and for which there is no stand-in; leave it "
                     "out where the file is written"
                 ),
-                where,
             )
     resolve = _Resolve()
     try:
         resolved = resolve(loaded, "")
     except (ValueError, TypeError, RecursionError) as error:  # NumPy's values that are none
         raise CorruptCheckpointError(f"{where} cannot be read: {sentence(error)}") from None
-    stored = file.stat().st_size if isinstance(file, Path) else len(file.getbuffer())
-    require_repeats_within(resolve.num_bytes, stored, f"{where} repeats elements")
+    require_repeats_within(resolve.num_bytes, file.stat().st_size, f"{where} repeats elements")
     if unknown == "refuse":
         _require_known(where, resolve, names)
     return resolved
@@ -263,51 +268,46 @@ def without_unknown(value: Any) -> Any:
         return left
     if isinstance(value, dict):
         known = {key: without_unknown(item) for key, item in value.items() if not unknown_in(key)}
-        return {key: item for key, item in known.items() if not isinstance(item, UnknownObject)}
+        kept = copy.copy(value)
+        kept.clear()
+        for key, item in known.items():  # not by `update`: see `_Resolve`
+            if not isinstance(item, UnknownObject):
+                kept[key] = item
+        return kept
     return UnknownObject() if unknown_in(value) else value
 
 
-def _load(file: Path | io.BytesIO, refusal: Callable[[str], str], where: str = "") -> Any:
+def _load(file: Path, refusal: Callable[[str], str]) -> Any:
     """Call torch's weights-only reader.
 
     Args:
-        where: name of bytes in memory.
         refusal: makes the sentence for a file that holds a refused object of this class name.
     """
-    where = where or str(file)
-    if isinstance(file, io.BytesIO):
-        file.seek(0)
     try:
         # Files of the older, non-zip kind cannot be mapped. Mapping avoids reading tensors that are not used.
-        mmap = isinstance(file, Path) and zipfile.is_zipfile(file)
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except OSError as error:
-        raise CorruptCheckpointError(f"{where} cannot be read: {sentence(error)}") from error
+        raise CorruptCheckpointError(f"{file} cannot be read: {sentence(error)}") from error
     except Exception as error:  # bytes that are no such file make torch's reader raise nearly anything
         refused = _REFUSED.search(str(error))
         if refused is None:
-            raise CorruptCheckpointError(f"{where} cannot be read as a file that torch.save wrote") from None
+            raise CorruptCheckpointError(f"{file} cannot be read as a file that torch.save wrote") from None
         raise ConfigurationError(refusal(refused[1] or refused[2])) from None
 
 
-def _require_loadable(file: Path | io.BytesIO, where: str) -> None:
+def _require_loadable(file: Path) -> None:
     """Refuse what would take all memory or time of torch's reader: compressed archives, and pickles by `require_bounded`.
 
     Raises:
         CorruptCheckpointError: it is that, or no file that torch.save wrote.
     """
     try:
-        with file.open("rb") if isinstance(file, Path) else io.BytesIO(file.getbuffer()) as stream:
+        with file.open("rb") as stream:
             is_zip = stream.read(4) == _ZIP
             if is_zip != zipfile.is_zipfile(stream):
                 raise ValueError("torch takes it for another kind of file than Python")
             if not is_zip:
-                data = (
-                    file.getvalue()
-                    if isinstance(file, io.BytesIO)
-                    else mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ)
-                )
-                require_bounded(data, num_pickles=_OLD_PICKLES)
+                require_bounded(mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ), num_pickles=_OLD_PICKLES)
                 return
             archive = zipfile.ZipFile(stream)
             if any(one.compress_type or one.file_size != one.compress_size for one in archive.infolist()):
@@ -315,11 +315,11 @@ def _require_loadable(file: Path | io.BytesIO, where: str) -> None:
             (described,) = (one for one in archive.infolist() if one.filename.endswith("/data.pkl"))
             require_bounded(archive.read(described))
     except OSError as error:
-        raise CorruptCheckpointError(f"{where} cannot be read: {sentence(error)}") from error
+        raise CorruptCheckpointError(f"{file} cannot be read: {sentence(error)}") from error
     except TooMuchError as error:
-        raise CorruptCheckpointError(f"{where} cannot be read: {error}") from None
+        raise CorruptCheckpointError(f"{file} cannot be read: {error}") from None
     except Exception:  # bytes that are no zip make Python raise nearly anything
-        raise CorruptCheckpointError(f"{where} cannot be read as a file that torch.save wrote") from None
+        raise CorruptCheckpointError(f"{file} cannot be read as a file that torch.save wrote") from None
 
 
 def require_repeats_within(num_bytes: int, stored: int, what: str) -> None:
@@ -350,7 +350,7 @@ _OLD_PICKLES = 5
 _REFUSED = re.compile(r"(?i:unsupported (?:global: global|global|class)) ([\w.]+)|but got <class '([\w.]+)'>")
 
 
-def _additions(file: Path | io.BytesIO) -> tuple[set[str], list[Any]]:
+def _additions(file: Path) -> tuple[set[str], list[Any]]:
     """Return the class names in a file that get stand-ins, and all that torch's reader shall be allowed besides the user's list.
 
     The user's own entries are left out: torch would drop them together with ours afterwards. NumPy's names go together.
@@ -398,13 +398,17 @@ class _Resolve:
 
     Dictionaries and lists are changed in place; shared objects stay shared. Objects with a `__dict__` are entered.
 
+    Args:
+        makes_plain: make all plain values, and members of enums that this process has; otherwise NumPy's numbers and arrays of these.
+
     Attributes:
         places: path to each outermost unknown object -> name of its class.
         names: class names of all unknown objects, nested ones included.
         num_bytes: of the elements of all tensors. Their memory can be smaller: they may repeat elements, or lie in one another.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, makes_plain: bool = False) -> None:
+        self._makes_plain = makes_plain
         self.num_bytes = 0
         self.places: dict[str, str] = {}
         self.names: set[str] = set()
@@ -426,14 +430,14 @@ class _Resolve:
         if isinstance(value, bytearray) or (isinstance(value, torch.Tensor) and value.layout is torch.strided):
             self.num_bytes += len(value) if isinstance(value, bytearray) else value.nbytes
             return value
-        if type(value) in (dict, OrderedDict, Counter):
+        if type(value) in (dict, OrderedDict, Counter, defaultdict):
             pairs = [(self(key, f"{path} (a key)"), self(item, _below(path, key))) for key, item in value.items()]
             value.clear()
             for key, item in pairs:  # dict.update leaves an OrderedDict without an order, and Counter.update adds up
                 value[key] = item
-        elif type(value) in (list, tuple, set, frozenset):
+        elif type(value) in (list, tuple, set, frozenset, deque):
             return self._items(value, path)
-        elif hasattr(value, "__dict__") and not isinstance(value, torch.Tensor | type | types.FunctionType):
+        if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor | type | types.FunctionType):
             for name, item in list(vars(value).items()):
                 if (resolved := self(item, _below(path, name))) is not item:
                     vars(value)[name] = resolved
@@ -444,13 +448,15 @@ class _Resolve:
         after = [self(item, f"{path}[{at}]") for at, item in enumerate(before)]
         if all(a is b for a, b in zip(before, after, strict=True)):
             return value
-        if isinstance(value, list):
-            value[:] = after
+        if isinstance(value, list | deque):
+            value.clear()
+            value.extend(after)
             return value
         return type(value)(after)
 
     def _stand_in(self, value: UnknownObject, path: str) -> Any:
-        if value.name in _NUMPY and (made := _of_numpy(value)) is not None:
+        made = _of_numpy(value) if value.name in _NUMPY else _plain_of(value) if self._makes_plain else None
+        if made is not None and (self._makes_plain or getattr(made, "dtype", made).kind in _NUMBERS):
             return made
         self.names.add(value.name)
         if not self._inside:
@@ -458,6 +464,7 @@ class _Resolve:
         self._inside += 1
         value.args = self(value.args, path)
         value.state = self(value.state, path)
+        value.items = self(value.items, path)
         self._inside -= 1
         return value
 
@@ -513,7 +520,7 @@ def _inside(value: Any) -> list[Any] | None:
     """The items of a plain container; None: it is something else."""
     if isinstance(value, dict):
         return [*value, *value.values()]
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, list | tuple | set | frozenset | deque):
         return list(value)
     return list(vars(value).values()) if isinstance(value, argparse.Namespace | types.SimpleNamespace) else None
 
@@ -526,9 +533,9 @@ def _of_numpy(value: UnknownObject) -> Any:
     """Return the NumPy data type, number or array of a stand-in; None if it is not of plain numbers."""
     kind = value.name.rpartition(".")[2]
     args, state = value.args or (), value.state
-    if kind == "dtype" and args and isinstance(args[0], str) and re.fullmatch(r"[biufc]\d+", args[0]):
+    if kind == "dtype" and args and isinstance(args[0], str) and re.fullmatch(r"[biufcSU]\d{1,9}|[mM]8", args[0]):
         is_big = isinstance(state, tuple) and state[1:2] == (">",)
-        return np.dtype(args[0]).newbyteorder(">" if is_big else "=")
+        return np.dtype(f"{args[0]}{_unit_in(state) if args[0] in _TIMES else ''}").newbyteorder(">" if is_big else "=")
     if kind == "scalar" and len(args) == 2:
         dtype = _dtype_of(args[0])
         return None if dtype is None else np.frombuffer(args[1], dtype)[0]
@@ -540,9 +547,74 @@ def _of_numpy(value: UnknownObject) -> Any:
     return None
 
 
+def _unit_in(state: Any) -> str:
+    """Return the unit of a data type of times, such as "[ns]"; "" if it has none."""
+    if not isinstance(state, tuple) or len(state) < 9:
+        return ""
+    name, count = state[8][1][:2]
+    return f"[{count if type(count) is int else 0}{name.decode('ascii')}]"
+
+
+def _plain_of(value: UnknownObject) -> Any:
+    """Return the plain value, or the member of an enum that this process has, of a stand-in; None: it is of none of these."""
+    given, state = value.args, value.state
+    if given is None:
+        return None
+    try:
+        made = [_plain_of(one) if isinstance(one, UnknownObject) else one for one in given]
+        args = [was if one is None else one for one, was in zip(made, given, strict=True)]
+        if value.name == "uuid.UUID":
+            return uuid.UUID(int=state["int"])
+        if value.name in _PLAIN:
+            make, *kinds = _PLAIN[value.name]
+            return make(*args) if all(isinstance(one, kind) for one, kind in zip(args, kinds, strict=False)) else None
+        return _enum_member(value.name, *args) if len(args) == 1 else None
+    except (ValueError, TypeError, KeyError, ArithmeticError, RuntimeError, AttributeError):
+        return None
+
+
+def _enum_member(name: str, value: Any) -> Any:
+    """Return the member, or the combined flags, of an enum class that has been imported."""
+    module, _, kind = name.rpartition(".")
+    found: Any = getattr(sys.modules.get(module), "__dict__", {}).get(kind)
+    if not (isinstance(found, type) and issubclass(found, enum.Enum)):
+        return None
+    if type(value) is int and issubclass(found, enum.Flag):
+        flags = found(value)
+        return flags if flags.value == value else None  # some classes drop unknown bits silently
+    return found._value2member_map_.get(value)
+
+
+def _fraction(text: str | int, denominator: int = 1) -> Fraction:
+    return fraction(text) if isinstance(text, str) else Fraction(text, denominator)
+
+
+def _defaultdict(factory: Any = None) -> Any:
+    """Make a dictionary whose missing values are of a type of Python; another one is not known."""
+    name = getattr(factory, "name", None) or next((name for name, made in _BUILT.items() if made is factory), None)
+    known = None if name is None else _FACTORIES.get(name)
+    return _stand_in("collections.defaultdict")() if factory is not None and known is None else defaultdict(known)
+
+
+def _deque(items: Any = (), most: int | None = None) -> deque[Any]:
+    return deque(items if isinstance(items, list | tuple) else (), most)
+
+
 def _dtype_of(value: Any) -> np.dtype[Any] | None:
     made = _of_numpy(value) if isinstance(value, UnknownObject) and value.name == "numpy.dtype" else None
     return made if isinstance(made, np.dtype) else None
+
+
+def _made_by(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that makes a value, or a stand-in where it cannot, such as a date in a time zone that is not built."""
+
+    def made(*args: Any) -> Any:
+        try:
+            return make(*args)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            return _stand_in(name)(*args)
+
+    return made
 
 
 _HARMLESS: dict[str, Any] = {
@@ -552,6 +624,10 @@ _HARMLESS: dict[str, Any] = {
     "builtins.bytes": lambda: b"",  # only empty bytes are pickled as a call
     "builtins.frozenset": frozenset,
     "collections.defaultdict": lambda *_: {},
+    **{
+        f"datetime.{one}": _made_by(f"datetime.{one}", getattr(datetime, one))
+        for one in ("date", "time", "datetime", "timedelta", "timezone")
+    },
     "pathlib.PosixPath": pathlib.Path,
     "pathlib.PurePosixPath": pathlib.PurePosixPath,
     "pathlib.WindowsPath": pathlib.PureWindowsPath,
@@ -568,11 +644,36 @@ _BUILT = {
     **_CONTAINERS,
     **_HARMLESS,
     "torch.Size": torch.Size,
+    "torch.device": _made_by("torch.device", torch.device),
+    "collections.defaultdict": _defaultdict,
+    "collections.deque": _deque,
+    "builtins.bytearray": lambda data=b"", *_: bytearray(
+        data.encode("latin1") if isinstance(data, str) else memoryview(data)
+    ),
     "collections.Counter": Counter,
     "builtins.complex": complex,
     "_codecs.encode": lambda text, encoding: text.encode("latin1"),  # bytes, in the pickles of torch.save
 }
 """What `unpickle_archived` builds."""
+
+_NUMBERS = "biufc"
+_TIMES = ("m8", "M8")
+_FACTORIES: dict[str, Any] = {
+    **{
+        f"builtins.{one.__name__}": one
+        for one in (list, dict, set, int, float, str, tuple, bool, bytes, complex, frozenset)
+    },
+    **{f"collections.{one.__name__}": one for one in (OrderedDict, Counter, deque)},
+}
+_LAYOUTS = {str(one): one for one in vars(torch).values() if isinstance(one, torch.layout)}
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "builtins.range": (range, int, int, int),
+    "builtins.xrange": (range, int, int, int),  # as the pickles of torch.save have it
+    "decimal.Decimal": (Decimal, str),
+    "fractions.Fraction": (_fraction, str | int, int),
+    "torch.serialization._get_layout": (_LAYOUTS.get, str),
+}
+"""Names in pickles of plain values -> what makes them of the arguments, and the types of these."""
 
 _NUMPY = {
     name: _stand_in(name)

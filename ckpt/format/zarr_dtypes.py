@@ -1,4 +1,4 @@
-"""Teach zarr-python the data types it lacks: bfloat16 and the two float8 formats that models are trained with.
+"""Teach zarr-python the data types it lacks: bfloat16 and the float8 formats of torch.
 
 The names are those of the zarr-extensions registry, which TensorStore uses too, so each library reads the other's arrays.
 Importing this module changes nothing: call `register()` before opening such an array.
@@ -21,7 +21,9 @@ import zarr.errors
 from zarr.dtype import UInt8, UInt16, ZDType, data_type_registry
 
 _ZarrFormat = Literal[2, 3]
-_OtherType: type[ValueError] = getattr(zarr.errors, "DataTypeValidationError", None) or zarr.dtype.DataTypeValidationError
+_OtherType: type[ValueError] = (
+    getattr(zarr.errors, "DataTypeValidationError", None) or zarr.dtype.DataTypeValidationError
+)
 """What zarr-python expects of a type that metadata do not name. It has moved in 3.2."""
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -35,6 +37,10 @@ class _MlFloat(ZDType[np.dtype[Any], np.generic]):
     """
 
     scalar_type: ClassVar[type[Any]]
+
+    def __init_subclass__(cls) -> None:
+        cls.scalar_type = getattr(ml_dtypes, cls._zarr_v3_name)
+        cls.dtype_cls = type(cls._native())
 
     @classmethod
     def _native(cls) -> np.dtype[Any]:
@@ -100,31 +106,45 @@ class _MlFloat(ZDType[np.dtype[Any], np.generic]):
 class BFloat16(_MlFloat, UInt16):  # type: ignore[misc]  # _MlFloat redefines what the integer is
     """bfloat16. The `bytes` codec must declare the order of its two bytes, or TensorStore refuses the array."""
 
-    dtype_cls = type(np.dtype(ml_dtypes.bfloat16))
-    scalar_type = ml_dtypes.bfloat16
     _zarr_v3_name = "bfloat16"  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Float8E4M3FN(_MlFloat, UInt8):  # type: ignore[misc]
-    dtype_cls = type(np.dtype(ml_dtypes.float8_e4m3fn))
-    scalar_type = ml_dtypes.float8_e4m3fn
     _zarr_v3_name = "float8_e4m3fn"  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Float8E5M2(_MlFloat, UInt8):  # type: ignore[misc]
-    dtype_cls = type(np.dtype(ml_dtypes.float8_e5m2))
-    scalar_type = ml_dtypes.float8_e5m2
     _zarr_v3_name = "float8_e5m2"  # type: ignore[assignment]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Float8E4M3FNUZ(_MlFloat, UInt8):  # type: ignore[misc]
+    _zarr_v3_name = "float8_e4m3fnuz"  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8E5M2FNUZ(_MlFloat, UInt8):  # type: ignore[misc]
+    _zarr_v3_name = "float8_e5m2fnuz"  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8E8M0FNU(_MlFloat, UInt8):  # type: ignore[misc]
+    """Powers of two. It has no zero."""
+
+    _zarr_v3_name = "float8_e8m0fnu"  # type: ignore[assignment]
+
+    def to_json_scalar(self, data: object, *, zarr_format: _ZarrFormat) -> str:  # type: ignore[override]
+        return f"0x{self.cast_scalar(data).tobytes().hex()}"  # TensorStore reads a number as another one
+
+
 def register() -> None:
-    """Make `zarr.open` understand bfloat16, float8_e4m3fn and float8_e5m2 in this process. Repeated calls do nothing.
+    """Make `zarr.open` understand bfloat16 and the float8 formats in this process. Repeated calls do nothing.
 
     Names that zarr-python already knows are left as they are.
     """
-    for data_type in (BFloat16, Float8E4M3FN, Float8E5M2):
+    for data_type in (BFloat16, Float8E4M3FN, Float8E5M2, Float8E4M3FNUZ, Float8E5M2FNUZ, Float8E8M0FNU):
         try:
             data_type_registry.get(data_type._zarr_v3_name)
         except KeyError:

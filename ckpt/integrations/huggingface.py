@@ -31,13 +31,14 @@ from transformers.utils import ENV_VARS_TRUE_VALUES, is_peft_available, is_sagem
 from ckpt.api.checkpointer import Checkpointer, names_of_objects
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.manifest import MANIFEST_NAME
-from ckpt.format.stored import read_manifest
+from ckpt.format.places import Place
 from ckpt.integrations.huggingface_accelerate import require_covered
 from ckpt.memory.device import device_of
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.topology import first_difference
 from ckpt.saving.arguments import as_checkpoint_id, as_folder, as_topology
 from ckpt.state.statefuls import OptimizerState, RNGState
+from ckpt.storage.stored import read_manifest
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -126,7 +127,7 @@ class CkptTrainerMixin(_Base):
         self._ckpt_rng: dict[str, Any] | None = None
         self._ckpt_output: str | None = None  # in place of `output_dir`
         self._ckpt_is_saving = False
-        for name in self._ckpt_options.keys() & _GIVEN.keys():
+        for name in filter(_GIVEN.__contains__, self._ckpt_options):
             raise ConfigurationError(f"ckpt[{name!r}] follows from {_GIVEN[name]}; leave it out")
         super().__init__(*args, **kwargs)
         require_covered(self.accelerator)
@@ -187,6 +188,7 @@ class CkptTrainerMixin(_Base):
         """Return the checkpoint to resume from, and write its small files; None: there is none yet. Collective."""
         which = "latest" if self._ckpt_is_latest else as_folder("resume_from_checkpoint", str(resume))
         path = self._ckpt_read(which, trainer=self._ckpt_files)
+        assert path is None or isinstance(path, Path), "the trainer's own folder"
         if path is None:
             own = get_last_checkpoint(str(self._ckpt_folder.parent)) if self._ckpt_folder.parent.is_dir() else None
             if own is not None:
@@ -202,7 +204,7 @@ class CkptTrainerMixin(_Base):
             self._ckpt_files.write_to(files)
         return path
 
-    def _ckpt_read(self, which: str | Path, *, save_rng: bool = False, **objects: Any) -> Path | None:
+    def _ckpt_read(self, which: str | Path, *, save_rng: bool = False, **objects: Any) -> Place | None:
         """Restore objects, and nothing else of what this trainer saves. Collective."""
         load = self._ckpt_options.get("load")
         load = load if isinstance(load, str) else "direct"  # an object is in use

@@ -7,6 +7,9 @@
 `Trainer(strategy=CkptModelParallelStrategy(), plugins=[CkptCheckpointIO(...)])`, also on other numbers of ranks. No other strategy will do:
 DeepSpeed, FSDP1 and Lightning's own `ModelParallelStrategy` go past a `CheckpointIO`, in part or wholly. `RandomStates` refuses them.
 
+Hyperparameters (`save_hyperparameters`) must be plain values or tensors. Others are refused as training begins, on every rank, by
+`RandomStates` or that strategy; without both, by the first save.
+
 A checkpoint is a folder with the components "state_dict", "optimizer_states" and "trainer", which is the rest of Lightning's dictionary:
 `ckpt.load(path)["state_dict"]` are the weights. Nothing is pickled.
 
@@ -27,7 +30,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -42,13 +45,14 @@ from torch.distributed.checkpoint.state_dict import (
 import ckpt
 from ckpt.backends.base import Backend
 from ckpt.errors import ConfigurationError
-from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry
+from ckpt.format.manifest import ArrayEntry
+from ckpt.format.places import Place
 from ckpt.loading.loader import Loader
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.memory.device import device_of
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
-from ckpt.saving.arguments import as_backend, as_folder, as_strategy
+from ckpt.saving.arguments import as_backend, as_location, as_strategy
 from ckpt.saving.folder_saves import FolderSaves, as_folder_settings
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.state.auto_sharing import AutoSharing
@@ -56,6 +60,7 @@ from ckpt.state.collect import RankState, collect
 from ckpt.state.flatten import flatten
 from ckpt.state.sharing import AUTO, SharingPattern, StateComponent
 from ckpt.state.statefuls import Filled, Given, RNGState
+from ckpt.storage.stored import has_manifest
 
 MODEL, OPTIMIZERS, TRAINER = "state_dict", "optimizer_states", "trainer"
 """Components of a checkpoint; the first two are called as in Lightning's dictionary."""
@@ -153,7 +158,7 @@ class CkptCheckpointIO(CheckpointIO):
             raise ConfigurationError(
                 "storage_options have no effect here: leave them out, or give CkptCheckpointIO a backend as format"
             )
-        folder = as_folder("path", path)
+        folder = as_location("path", path)
         self._opened(topology).save(checkpoint, folder)
         if self._is_over(checkpoint) or folder.name.startswith(_REQUEUED):
             self._close()
@@ -175,8 +180,8 @@ class CkptCheckpointIO(CheckpointIO):
             ConfigurationError: it is a checkpoint, but none of Lightning's.
         """
         self._wait()
-        folder = as_folder("path", path)
-        if folder.is_file():
+        folder = as_location("path", path)
+        if isinstance(folder, Path) and folder.is_file():
             given = {} if map_location is None else {"map_location": map_location}
             return TorchCheckpointIO().load_checkpoint(folder, **given, weights_only=weights_only)
         if map_location is not None and not isinstance(map_location, str | torch.device):
@@ -201,7 +206,7 @@ class CkptCheckpointIO(CheckpointIO):
 
     @_handlers_put_off()
     def load_in_place(
-        self, path: Path, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, strict: bool
+        self, path: Place, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, strict: bool
     ) -> dict[str, Any]:
         """Load a checkpoint into a model and optimizers that may hold parts of the tensors. Collective.
 
@@ -242,7 +247,7 @@ class CkptCheckpointIO(CheckpointIO):
         Args:
             topology: as of `save_checkpoint`.
         """
-        self._opened(topology).folders.remove(as_folder("path", path))
+        self._opened(topology).folders.remove(as_location("path", path))
 
     @_handlers_put_off()
     def teardown(self) -> None:
@@ -320,6 +325,11 @@ class CkptModelParallelStrategy(ModelParallelStrategy):
             )
         super().setup_environment()
 
+    def setup(self, trainer: Trainer) -> None:
+        assert self.lightning_module is not None
+        _require_plain_hyperparameters(trainer, self.lightning_module)
+        super().setup(trainer)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the model's state dict, with tensors where they are: a save copies this rank's share of them."""
         assert self.model is not None
@@ -343,8 +353,8 @@ class CkptModelParallelStrategy(ModelParallelStrategy):
     @_handlers_put_off()
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load rank 0's path into the model, and for `fit` into the optimizers. Collective. See `CkptCheckpointIO.load_in_place`."""
-        path = Path(self.broadcast(checkpoint_path))
-        if not self.broadcast((path / MANIFEST_NAME).exists()):
+        path = as_location("checkpoint_path", self.broadcast(checkpoint_path))
+        if not self.broadcast(has_manifest(path)):
             return super().load_checkpoint(path, weights_only)
         assert self.model is not None and self.lightning_module is not None
         strict = self.lightning_module.strict_loading
@@ -373,7 +383,8 @@ class RandomStates(Callback):
     On another number of ranks all generators are seeded anew, from the saved run's seed and step.
 
     Raises:
-        ConfigurationError: from `setup`: the trainer has a `CkptCheckpointIO` with a strategy that goes past it.
+        ConfigurationError: from `setup`: the trainer has a `CkptCheckpointIO`, and a strategy that goes past it, or hyperparameters that
+            are not plain.
     """
 
     def __init__(self) -> None:
@@ -389,6 +400,8 @@ class RandomStates(Callback):
                 f"{type(strategy).__name__} does not save by CkptCheckpointIO: use CkptModelParallelStrategy, DDP or one device, or leave "
                 "the plugin out"
             )
+        if isinstance(strategy.checkpoint_io, CkptCheckpointIO):
+            _require_plain_hyperparameters(trainer, pl_module)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Collect the states of all ranks. Collective."""
@@ -438,9 +451,9 @@ class _Saves:
             for key, part in self._parts.items()
         ]
         self._sharing = AutoSharing(components, topology)
-        self._steps: dict[Path, int | None] = {}
+        self._steps: dict[Place, int | None] = {}
 
-    def save(self, checkpoint: Mapping[str, Any], path: Path) -> None:
+    def save(self, checkpoint: Mapping[str, Any], path: Place) -> None:
         """Save, or begin to. Collective."""
         step, unfinished = checkpoint.get("global_step"), self.folders.unfinished
         self._steps = {one: self._steps.get(one) for one in unfinished}
@@ -494,10 +507,50 @@ def _is_inside_fit(checkpoint: Mapping[str, Any]) -> bool:
 def _parts_of(checkpoint: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return Lightning's dictionary as components."""
     rest = dict(checkpoint)
+    for kind in (LightningModule, LightningDataModule):
+        _require_plain(kind.CHECKPOINT_HYPER_PARAMS_KEY, rest.get(kind.CHECKPOINT_HYPER_PARAMS_KEY, {}))
     parts = {MODEL: rest.pop(MODEL)} if MODEL in rest else {}
     if OPTIMIZERS in rest:
         parts[OPTIMIZERS] = _numbered(rest.pop(OPTIMIZERS))
     return parts | {TRAINER: rest}
+
+
+def _require_plain_hyperparameters(trainer: Trainer, module: LightningModule) -> None:
+    """Refuse hyperparameters that a save would refuse, before training.
+
+    Raises:
+        ConfigurationError: see `_require_plain`.
+    """
+    for one in (module, trainer.datamodule):
+        if one is not None and trainer.state.fn == "fit":
+            _require_plain(one.CHECKPOINT_HYPER_PARAMS_KEY, one.hparams)
+
+
+def _require_plain(key: str, hyperparameters: Mapping[str, Any]) -> None:
+    """Refuse hyperparameters that cannot be saved.
+
+    Args:
+        key: of all of them, in Lightning's dictionary.
+
+    Raises:
+        ConfigurationError: some are neither tensors nor plain; it names them.
+    """
+    if not isinstance(hyperparameters, dict):
+        raise ConfigurationError(
+            f"{key} are one {type(hyperparameters).__name__}, which is not kept: give a dictionary to self.save_hyperparameters, such as "
+            "OmegaConf.to_container(config)"
+        )
+    refused: dict[str, ConfigurationError] = {}
+    for name, value in hyperparameters.items():
+        try:
+            flatten({name: value}, key)
+        except ConfigurationError as error:
+            refused[name] = error
+    if refused:
+        first = next(iter(refused.values()))
+        raise ConfigurationError(
+            f"{first} To leave out what cannot be kept: self.save_hyperparameters(ignore={[*refused]})"
+        )
 
 
 def _numbered(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from ckpt.format.records import ChunkExtent
 from ckpt.loading.strategy import Stored, StoredPart
 from ckpt.memory.copies import Filling
 from ckpt.storage.extents import ExtentReader, ReadAt
+from ckpt.storage.wanted_bytes import WantedBytes
 
 
 class ChunkReader:
@@ -76,6 +77,20 @@ class ChunkReader:
     def is_cached(self, chunk: ChunkExtent, ranges: Sequence[tuple[int, int]]) -> bool:
         """Whether the page cache of this host seems to have these bytes [start, stop) of a chunk, as they are wanted. Does not fail."""
         return chunk.raw and self._extents.is_cached(chunk, ranges)
+
+    def ranges_of(self, parts: Sequence[StoredPart], most_bytes: int) -> list[tuple[int, int]] | None:
+        """Return the bytes [start, stop) of a chunk that its parts want, cut into pieces that can be read apart; None: it is read whole.
+
+        Args:
+            most_bytes: of a piece, but at least a block.
+        """
+        chunk = parts[0].chunk
+        if not chunk.raw:
+            return None
+        unit = self._extents.unit_of(chunk)
+        step = max(most_bytes // unit, 1) * unit
+        wanted = WantedBytes(chunk, [one.part for one in parts]).stretches(unit)
+        return [(at, min(at + step, stop)) for start, stop in wanted for at in range(start, stop, step)]
 
     def read(self, parts: Sequence[StoredPart], ranges: Sequence[tuple[int, int]] | None = None) -> None:
         """Fill the parts of one chunk, on any device.
@@ -139,7 +154,8 @@ class ChunkReader:
         """All bytes of an encoded chunk, decoded, with the padding of a chunk at the array's edge."""
         self._check(one)
         array, box = one.array, _chunk_of(one)
-        decoded = torch.zeros(array.grid, dtype=torch_dtype(array.dtype), device="cpu")
+        decoded = torch.empty(array.grid, dtype=torch_dtype(array.dtype), device="cpu")
+        raw_bytes(decoded).zero_()  # torch has no zeros of float4
         inside = decoded[tuple(slice(0, side) for side in box.shape)]
         out = inside if inside.is_contiguous() else torch.empty(box.shape, dtype=inside.dtype, device="cpu")
         self._checkpoint.decode(one, box, out)

@@ -5,24 +5,41 @@ Used by a load, and by forecast.py for ranks that do not exist yet.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
+import torch
+
 from ckpt.errors import MissingStateError, WorldSizeError, describe, rebuild
+from ckpt.format.box import Box
+from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
 from ckpt.format.gc_pause import gc_paused
+from ckpt.loading.casting import Components
 from ckpt.loading.report import ComponentReport, Status, some_of
 from ckpt.loading.sources import CheckpointSource, Rows
-from ckpt.loading.state_matching import MISMATCHES, Match, SavedCopy, match
+from ckpt.loading.state_matching import MISMATCHES, Match, SavedCopy, Twins, match
+from ckpt.loading.strategy import ReadRequest
 from ckpt.state.abilities import Elastic, takes_a_part
 from ckpt.state.sharing import DECIDED_BY_OBJECT, OWN_COPIES, Sharing, SharingPattern, StateComponent
 
+_SLAB_BYTES = 8 << 20
+"""Bytes of a tensor that are compared at once."""
+
 
 def fit(
-    source: CheckpointSource, component: StateComponent, *, strict: bool, damage: dict[str, Any] | None = None
+    source: CheckpointSource,
+    component: StateComponent,
+    *,
+    strict: bool,
+    cast: Components = False,
+    damage: dict[str, Any] | None = None,
 ) -> Match:
     """Compare a component with its saved state, for this rank. Trouble of a component that the load can do without is noted in the match.
 
     Args:
+        cast: see `CheckpointCoordinator.load_checkpoint`.
         damage: `describe` of the damage of its files, if there is any.
 
     Raises:
@@ -31,7 +48,7 @@ def fit(
     try:
         if damage is not None:
             raise rebuild(damage)
-        return _fit(source, component, strict)
+        return _fit(source, component, strict, cast)
     except Exception as error:
         if component.required and (strict or not isinstance(error, MISMATCHES)):
             raise
@@ -48,7 +65,9 @@ def as_saved(component: StateComponent, source: CheckpointSource) -> StateCompon
     saved = source.saved_sharing(component) if source.holds(component.key) else None
     if saved is not None and saved.pattern in OWN_COPIES:
         return component.with_sharing(saved)
-    return component.with_sharing(Sharing(SharingPattern.SHARDED if takes_a_part(component.stateful) else SharingPattern.REPLICATED))
+    return component.with_sharing(
+        Sharing(SharingPattern.SHARDED if takes_a_part(component.stateful) else SharingPattern.REPLICATED)
+    )
 
 
 def asked_for(
@@ -94,7 +113,9 @@ def copies_for_object(
     """
     rows = rows_for_object(source, component) if rows is None else rows
     return [
-        SavedCopy.of(f"{component.key}/{prefix}", source.entries(component, prefix), of_copy)
+        SavedCopy.of(
+            f"{component.key}/{prefix}", source.entries(component, prefix), of_copy, source.unread(component, prefix)
+        )
         for prefix, of_copy in zip(_prefixes_for_object(source, component), rows, strict=True)
     ]
 
@@ -118,7 +139,7 @@ def require_something(reports: Mapping[str, ComponentReport]) -> None:
 
 
 @gc_paused()
-def _fit(source: CheckpointSource, component: StateComponent, strict: bool) -> Match:
+def _fit(source: CheckpointSource, component: StateComponent, strict: bool, casting: Components) -> Match:
     _require_present(source, component, strict)
     decided_by_object = component.elastic in DECIDED_BY_OBJECT
     if decided_by_object and not _belongs(source, component):
@@ -127,10 +148,59 @@ def _fit(source: CheckpointSource, component: StateComponent, strict: bool) -> M
     if prefix is None:
         return Match(component, WorldSizeError(f"rebuilt: {source.moved(component)}", component=component.key))
     start = f"{component.key}/{prefix}"
-    saved = SavedCopy.of(start, source.entries(component, prefix), source.rows(component, prefix))
+    saved = SavedCopy.of(
+        start,
+        source.entries(component, prefix),
+        source.rows(component, prefix),
+        source.unread(component, prefix),
+    )
     if decided_by_object and not cast(Elastic, component.stateful).fits(saved.nested_plain):
         return Match(component, fits=False)
-    return match(component, saved, strict=strict)
+    sharing = source.saved_sharing(component)
+    may_hold_pieces = sharing is None or sharing.pattern is SharingPattern.SHARDED
+    found = match(component, saved, strict=strict, cast=casting, asks=may_hold_pieces or not strict)
+    _compare_twins(source.by_this_rank(), found, strict)
+    return found
+
+
+def _compare_twins(source: CheckpointSource, one: Match, strict: bool) -> None:
+    """Read tensors that were saved apart and that the object has as one, piece by piece. Of unequal ones, the second is left out.
+
+    Raises:
+        MissingStateError: two differ, and the load is strict.
+    """
+    differ = {
+        twins.key: f"differs from {twins.first}, and they are one tensor in this run"
+        for twins in one.twins
+        if not all(_are_equal(source, twins, box) for box in _slabs(twins))
+    }
+    if differ and strict:
+        raise MissingStateError(
+            f"component {one.key}: {'; '.join(f'{key} {what}' for key, what in differ.items())}. Load into a model that does not tie them, "
+            f"correct the checkpoint, or leave component {one.key} out.",
+            component=one.key,
+        )
+    one.misfits = replace(one.misfits, unfit={**one.misfits.unfit, **differ})
+
+
+def _are_equal(source: CheckpointSource, twins: Twins, box: Box) -> bool:
+    both = [torch.empty(box.shape, dtype=torch_dtype(twins.dtype), device="cpu") for _ in twins.names]
+    label = f"{twins.key} and {twins.first}"
+    source.prepare([ReadRequest(name, label, box, out) for name, out in zip(twins.names, both, strict=True)]).run()
+    return torch.equal(*map(raw_bytes, both))
+
+
+def _slabs(twins: Twins) -> Iterator[Box]:
+    """Cut the box into rows of a few MiB."""
+    offsets, shape = twins.box.offsets, twins.box.shape
+    if 0 in shape:
+        return
+    if not shape:
+        yield twins.box
+        return
+    rows = max(1, _SLAB_BYTES // (math.prod(shape[1:]) * item_bytes(twins.dtype)))
+    for at in range(0, shape[0], rows):
+        yield Box((offsets[0] + at, *offsets[1:]), (min(rows, shape[0] - at), *shape[1:]))
 
 
 def _prefix_of_copy(source: CheckpointSource, component: StateComponent) -> str | None:

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
+from threading import Event, Lock
 
 from ckpt.backends.base import Backend
 from ckpt.format.gc_pause import gc_paused
@@ -20,6 +24,7 @@ from ckpt.loading.strategy import ReadRequest, ReadStats, Stored, StoredPart, by
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.storage.extents import ReadAt
+from ckpt.storage.objects.files import RANGE_BYTES, REQUESTS
 
 AHEAD_BYTES = 32 << 20
 """Bytes behind the chunk that is read whose files the kernel is asked to read. 64 and 128 MiB are no faster, 16 MiB are slower."""
@@ -49,15 +54,20 @@ class DirectLoad:
         self, requests: Sequence[ReadRequest], checkpoint: Stored, topology: Topology, device: Device, *, verify: bool
     ) -> DirectReading:
         """See `LoadingStrategy.prepare`; there is nothing to agree on, so any rank may call it, anywhere."""
-        reader = ChunkReader(
-            checkpoint,
-            verify=verify,
-            slab_bytes=self._slab_bytes,
-            progress=topology.progress,
-            read_at=self._read_at,
-            in_order=True,
-        )
-        return DirectReading(requests, checkpoint, reader, topology.node_rank / len(topology.nodes))
+        is_near = isinstance(checkpoint.root, Path)
+        readers = [
+            ChunkReader(
+                checkpoint,
+                verify=verify,
+                slab_bytes=self._slab_bytes,
+                progress=topology.progress,
+                read_at=self._read_at,
+                role=f"filling {number}" if number else "filling",
+                in_order=True,
+            )
+            for number in range(1 if is_near else REQUESTS)
+        ]
+        return DirectReading(requests, checkpoint, readers, topology.node_rank / len(topology.nodes))
 
     def bind(self, backend: Backend) -> None:
         """See `LoadingStrategy.bind`: nothing travels between ranks."""
@@ -71,12 +81,13 @@ class DirectReading:
     """See `Reading`. It talks to no other rank.
 
     Attributes:
+        readers: one, or of an object store one for each request in flight.
         start: the share of all bytes, in storage order, that is read after the rest.
     """
 
     requests: Sequence[ReadRequest]
     checkpoint: Stored
-    reader: ChunkReader
+    readers: Sequence[ChunkReader]
     start: float
 
     @gc_paused()
@@ -85,21 +96,62 @@ class DirectReading:
         chunks = by_chunk(self.requests, self.checkpoint)
         start = _chunk_at(chunks, self.start)
         order = chunks[start:] + chunks[:start]
+        try:
+            if len(self.readers) == 1:
+                self._read_ahead_and_read(order, self.readers[0])
+            else:
+                self._read_side_by_side(order)
+        finally:
+            with ExitStack() as closing:
+                for reader in self.readers:
+                    closing.callback(reader.close)
+        return ReadStats(sum(reader.bytes_read for reader in self.readers), bytes_of(self.requests))
+
+    def _read_ahead_and_read(self, order: Sequence[Sequence[StoredPart]], reader: ChunkReader) -> None:
         ends = list(accumulate(parts[0].chunk.length for parts in order))
         next_ahead = 1  # the first chunk that the kernel has not been asked for
-        try:
-            for number, parts in enumerate(order):
-                last = min(len(order), number + AHEAD_CHUNKS)
-                while next_ahead < last and ends[next_ahead - 1] - ends[number] < AHEAD_BYTES:
-                    self.reader.read_ahead(order[next_ahead], AHEAD_BYTES)
-                    next_ahead += 1
-                self.reader.read(parts)
-        finally:
-            self.reader.close()
-        return ReadStats(self.reader.bytes_read, bytes_of(self.requests))
+        for number, parts in enumerate(order):
+            last = min(len(order), number + AHEAD_CHUNKS)
+            while next_ahead < last and ends[next_ahead - 1] - ends[number] < AHEAD_BYTES:
+                reader.read_ahead(order[next_ahead], AHEAD_BYTES)
+                next_ahead += 1
+            reader.read(parts)
+
+    def _read_side_by_side(self, order: Sequence[Sequence[StoredPart]]) -> None:
+        """Read with one thread for each reader: each waits for the way to the store and back, and then there are bytes at once."""
+        pieces: Iterator[tuple[Sequence[StoredPart], Sequence[tuple[int, int]] | None]] = (
+            (parts, one)
+            for parts in order
+            for one in _apart(self.readers[0].ranges_of(parts, RANGE_BYTES))
+        )
+        taking, failed = Lock(), Event()
+
+        def run(reader: ChunkReader) -> None:
+            while not failed.is_set():
+                with taking:
+                    piece = next(pieces, None)
+                if piece is None:
+                    return
+                try:
+                    reader.read(*piece)
+                except BaseException:
+                    failed.set()
+                    raise
+
+        with ThreadPoolExecutor(len(self.readers), thread_name_prefix="reader") as threads:
+            for done in [threads.submit(run, reader) for reader in self.readers]:
+                done.result()
 
     def close(self) -> None:
         """See `Reading.close`: `run` has closed the files."""
+
+
+def _apart(ranges: Sequence[tuple[int, int]] | None) -> Iterator[Sequence[tuple[int, int]] | None]:
+    """Yield the ranges one by one; None: the whole chunk."""
+    if ranges is None:
+        yield None
+    else:
+        yield from ([one] for one in ranges)
 
 
 def _chunk_at(chunks: Sequence[Sequence[StoredPart]], share: float) -> int:

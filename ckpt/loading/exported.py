@@ -10,7 +10,7 @@ import torch
 from ckpt.format.box import whole
 from ckpt.format.dtypes import raw_bytes, torch_dtype
 from ckpt.format.export_records import RECORDS_NAME, ExportRecords
-from ckpt.format.manifest import SHARDED, ArrayEntry, CheckpointManifest, digest_of
+from ckpt.format.manifest import SHARDED, STATE, ArrayEntry, CheckpointManifest, digest_of
 from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.format.names import PLAIN_NAME
 from ckpt.format.strict_json import Refused, refusing
@@ -20,6 +20,7 @@ from ckpt.loading.sources import CheckpointSource, ManifestSource
 from ckpt.loading.strategy import LoadingStrategy, Reading, ReadRequest
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
+from ckpt.state.flatten import joined_key, leaves_apart
 from ckpt.state.sharing import StateComponent
 
 
@@ -92,6 +93,16 @@ class ExportedSource(ManifestSource):
         return self._strategy.prepare(requests, self._checkpoint, self.topology, self._device, verify=False)
 
 
+def _hold_those_in_values(checkpoint: OtherCheckpoint, names: Collection[str]) -> None:
+    """Read the values with tensors of these names, such as DCP's tuples."""
+    starts = {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
+    for path, read in checkpoint.values.items() if starts else ():
+        start = f"{STATE}: {joined_key(path)}"
+        for inner, leaf in leaves_apart(read(), lambda leaf: isinstance(leaf, torch.Tensor)) if start in starts else ():
+            if isinstance(leaf, torch.Tensor):
+                checkpoint.hold(f"{start}.{joined_key(inner)}", (*path, *inner), leaf)
+
+
 def _tensors_of(
     manifest: CheckpointManifest, records: ExportRecords, checkpoint: OtherCheckpoint
 ) -> dict[str, OtherTensor]:
@@ -100,6 +111,7 @@ def _tensors_of(
     Raises:
         Refused: something that the manifest lists is not in the records or in the export.
     """
+    _hold_those_in_values(checkpoint, set(records.names.values()) - checkpoint.tensors.keys())
     tensors = {}
     for name, entry in manifest.arrays.items():
         if entry.alias_of is not None:

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from ckpt.errors import CheckpointError, describe, rebuild, sentence
-from ckpt.format.stored import noticing_removal
+from ckpt.format.manifest import STATE
+from ckpt.format.places import Place
+from ckpt.loading.casting import Components
 from ckpt.loading.compatibility import asked_for, copies_for_object, fit, goes_on, passed_over, require_something
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import Loader
+from ckpt.loading.parts_of_state import by_component_of
 from ckpt.loading.report import ComponentReport, Misfits, Status
 from ckpt.loading.sources import CheckpointSource
 from ckpt.loading.state_matching import Match, match_changed, report_of_trouble, settle
-from ckpt.loading.strategy import bytes_of
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import takes_a_part
 from ckpt.state.sharing import DECIDED_BY_OBJECT, StateComponent
+from ckpt.storage.stored import noticing_removal
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +96,17 @@ class Forecast:
 
 
 def forecast(
-    path: Path,
+    path: Place,
     ranks: Sequence[Rank],
     device: Device,
     *,
     strict: bool,
     allow_pickle: bool,
     leave_out: Collection[str] = (),
+    cast: Components = False,
     verify: bool = True,
 ) -> Forecast:
-    """Forecast `load_checkpoint(path, strict=strict, leave_out=leave_out)` on these ranks.
+    """Forecast `load_checkpoint(path, strict=strict, leave_out=leave_out, cast=cast)` on these ranks.
 
     Objects that need no tensor, or hold their own, are given the plain values that they would get, so that an error that they raise
     is foreseen too.
@@ -115,7 +118,7 @@ def forecast(
     """
     with noticing_removal(path) as require_there:
         found = _forecast(
-            path, ranks, device, strict=strict, allow_pickle=allow_pickle, verify=verify, leave_out=leave_out
+            path, ranks, device, strict=strict, allow_pickle=allow_pickle, verify=verify, leave_out=leave_out, cast=cast
         )
         if not found.loads:
             require_there()
@@ -123,7 +126,7 @@ def forecast(
 
 
 def _forecast(
-    path: Path,
+    path: Place,
     ranks: Sequence[Rank],
     device: Device,
     *,
@@ -131,15 +134,17 @@ def _forecast(
     allow_pickle: bool,
     verify: bool,
     leave_out: Collection[str],
+    cast: Components,
 ) -> Forecast:
     declared = ranks[0].components
     loader = Loader((), Topology.alone(), DirectLoad(), device, verify=verify, allow_pickle=allow_pickle)
     opened = loader.open(path)  # one for all, so that each index is read once
+    opened = opened if STATE in [one.key for one in declared] else by_component_of(opened)
     sources = [opened.for_rank(rank.topology) for rank in ranks]
     optional = {one.key for one in declared if not one.required}
     damaged = [source.check(optional) for source in sources]
     of_ranks = [asked_for(rank.components, source, leave_out) for rank, source in zip(ranks, sources, strict=True)]
-    previews = [_preview(sources, ones, damaged, strict) for ones in zip(*of_ranks, strict=True)]
+    previews = [_preview(sources, ones, damaged, strict, cast) for ones in zip(*of_ranks, strict=True)]
     refusal, others = "", dict[str, ComponentReport]()
     try:
         if not any(one.refusal for one in previews):
@@ -155,6 +160,7 @@ def _preview(
     ones: Sequence[StateComponent],
     damaged: Sequence[Mapping[str, dict[str, Any]]],
     strict: bool,
+    cast: Components,
 ) -> LoadPreview:
     """The forecast for one component.
 
@@ -166,9 +172,9 @@ def _preview(
     preview = LoadPreview(first)
     try:
         if sources[0].holds(first.key):
-            preview = LoadPreview(first, misfits=_misfits(sources, ones), moved=sources[0].moved(first))
+            preview = LoadPreview(first, misfits=_misfits(sources, ones, cast), moved=sources[0].moved(first))
         matches = [
-            _matched(source, one, strict, found.get(one.key))
+            _matched(source, one, strict, cast, found.get(one.key))
             for source, one, found in zip(sources, ones, damaged, strict=True)
         ]
         report = settle(first, [match.to_json() for match in matches], matches[0].saved_keys, strict=strict)
@@ -185,26 +191,30 @@ def _preview(
         preview,
         report=report,
         plain=_plain(sources[0], first) if goes_on(report) else (),
-        bytes_by_rank=[bytes_of(match.requests) if goes_on(report) else 0 for match in matches],
+        bytes_by_rank=[match.num_bytes if goes_on(report) else 0 for match in matches],
     )
 
 
 def _matched(
-    source: CheckpointSource, component: StateComponent, strict: bool, damage: dict[str, Any] | None = None
+    source: CheckpointSource,
+    component: StateComponent,
+    strict: bool,
+    cast: Components,
+    damage: dict[str, Any] | None = None,
 ) -> Match:
     """The match of one rank. Ranks may share objects here, so an object forgets what it prepared for one before the next."""
     found = Match(component)
     try:
-        found = fit(source, component, strict=strict, damage=damage)
+        found = fit(source, component, strict=strict, cast=cast, damage=damage)
     finally:
         found.forget_prepared()
     return found
 
 
-def _misfits(sources: Sequence[CheckpointSource], ones: Sequence[StateComponent]) -> Misfits:
+def _misfits(sources: Sequence[CheckpointSource], ones: Sequence[StateComponent], cast: Components) -> Misfits:
     """The misfits of a load that would leave out whatever does not fit."""
     optional = [replace(one, required=False) for one in ones]
-    matches = [_matched(source, one, strict=False) for source, one in zip(sources, optional, strict=True)]
+    matches = [_matched(source, one, strict=False, cast=cast) for source, one in zip(sources, optional, strict=True)]
     return settle(optional[0], [one.to_json() for one in matches], matches[0].saved_keys, strict=False).misfits
 
 

@@ -17,7 +17,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt.catalog.ledger import Ledger
+from ckpt.catalog.catalog import catalog_at
 from ckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -28,11 +28,11 @@ from ckpt.errors import (
     describe,
     rebuild,
 )
-from ckpt.format.held import NOTHING_HELD, HeldFiles, MemoryFile
 from ckpt.format.manifest import CONFIG_NAME, MANIFEST_NAME, STATE, CheckpointManifest
 from ckpt.format.manifest_parsing import parse_manifest
-from ckpt.format.stored import gone, identity_of, read_listed_file, read_manifest_bytes
+from ckpt.format.places import Place
 from ckpt.format.strict_json import refusing
+from ckpt.loading.casting import Components, batches_of, convert_into, readings_of
 from ckpt.loading.compatibility import (
     asked_for,
     copies_for_object,
@@ -44,6 +44,8 @@ from ckpt.loading.compatibility import (
 )
 from ckpt.loading.exported import ExportedSource
 from ckpt.loading.other_formats.other_source import OtherSource, format_at, open_other
+from ckpt.loading.other_formats.recognised import manifest_bytes_at
+from ckpt.loading.parts_of_state import by_component_of
 from ckpt.loading.report import ComponentReport, LoadReport, Status
 from ckpt.loading.sources import CheckpointSource, CommittedSource, Rows
 from ckpt.loading.state_matching import (
@@ -60,6 +62,8 @@ from ckpt.ranks.topology import Phase, Topology, slowest_rank
 from ckpt.state.abilities import RestoredLast, offers
 from ckpt.state.sharing import Sharing, SharingPattern, StateComponent
 from ckpt.storage.checked_blocks import CheckedBlocks
+from ckpt.storage.held import NOTHING_HELD, HeldFiles, MemoryFile
+from ckpt.storage.stored import gone, identity_of, read_listed_file, read_manifest_bytes
 
 __all__ = ["LoadReport", "Loader", "committed_newest_first"]
 
@@ -69,17 +73,17 @@ _MAY_COME_OF_REMOVAL = (CorruptCheckpointError, StorageError, CheckpointNotFound
 _log = logging.getLogger("ckpt")
 
 
-def require_checkpoint(path: Path, *, allow_pickle: bool) -> None:
+def require_checkpoint(path: Place, *, allow_pickle: bool) -> None:
     """Raise unless a folder holds a checkpoint, before there are ranks to load it. Any process.
 
     Raises:
         CheckpointNotFoundError: it holds none, or an old one, and `allow_pickle` is false.
     """
     if not (old_files(path, allow_pickle=allow_pickle) or format_at(path)):
-        read_manifest_bytes(path)
+        manifest_bytes_at(path)
 
 
-def components_of(path: Path) -> dict[str, Sharing]:
+def components_of(path: Place) -> dict[str, Sharing]:
     """Return the components of a checkpoint, and how each was saved; that of another program is one component. Any process.
 
     Raises:
@@ -88,12 +92,12 @@ def components_of(path: Path) -> dict[str, Sharing]:
     """
     if format_at(path):
         return {STATE: Sharing(SharingPattern.SHARDED)}
-    saved = parse_manifest(read_manifest_bytes(path), str(path / MANIFEST_NAME)).components
+    saved = parse_manifest(manifest_bytes_at(path), str(path / MANIFEST_NAME)).components
     return {key: Sharing(SharingPattern(one.sharing_pattern), one.group_name) for key, one in saved.items()}
 
 
 def source_at(
-    path: Path, topology: Topology, strategy: LoadingStrategy, *, allow_pickle: bool = False
+    path: Place, topology: Topology, strategy: LoadingStrategy, *, allow_pickle: bool = False
 ) -> CheckpointSource:
     """Open a checkpoint of any format for reading on the host. Any process, alone.
 
@@ -126,7 +130,13 @@ class Loader:
     files_of: Callable[[bytes, Topology], HeldFiles] | None = None
 
     def load(
-        self, path: Path, *, strict: bool, leave_out: Collection[str] = (), may_be_old: bool = False
+        self,
+        path: Place,
+        *,
+        strict: bool,
+        leave_out: Collection[str] = (),
+        cast: Components = False,
+        may_be_old: bool = False,
     ) -> LoadReport:
         """Load once. See `CheckpointCoordinator.load_checkpoint`. Collective.
 
@@ -138,7 +148,7 @@ class Loader:
         """
         before = identity_of(path) if self.topology.is_lead else None
         try:
-            report = self._load(path, strict=strict, leave_out=leave_out, may_be_old=may_be_old)
+            report = self._load(path, strict=strict, leave_out=leave_out, cast=cast, may_be_old=may_be_old)
         except _MAY_COME_OF_REMOVAL as error:
             self._require_still_there(path, before, error)
             raise
@@ -147,7 +157,7 @@ class Loader:
         self._tell(report)
         return report
 
-    def _require_still_there(self, path: Path, before: tuple[int, ...] | None, cause: Exception | None) -> None:
+    def _require_still_there(self, path: Place, before: tuple[object, ...] | None, cause: Exception | None) -> None:
         """Let the lead check that a checkpoint found damaged has not been removed meanwhile. Collective.
 
         Args:
@@ -162,19 +172,25 @@ class Loader:
         if phase.payloads[0]:
             raise gone(path) from cause
 
-    def _load(self, path: Path, *, strict: bool, leave_out: Collection[str], may_be_old: bool) -> LoadReport:
+    def _load(
+        self, path: Place, *, strict: bool, leave_out: Collection[str], cast: Components, may_be_old: bool
+    ) -> LoadReport:
         started = time.perf_counter()
         with self.topology.operation(f"load of {path.name}"), _forgetting_unless_loaded() as matches:
             source = self._open(path, may_be_old, share_checks=True)
+            if STATE not in [one.key for one in self.components]:
+                with self.topology.phase("components"):
+                    source = by_component_of(source)
             load = replace(self, components=asked_for(self.components, source, leave_out))
             with self.topology.phase("check") as phase:
-                load._match(source, strict, phase, matches)
+                load._match(source, strict, cast, phase, matches)
                 phase.payload = {key: one.to_json() for key, one in matches.items()}
             with self.topology.phase("compare keys"):
                 reports = load._settle(matches, phase.payloads, strict)
                 others = passed_over(source, self.components, leave_out, strict=strict)
             load._gather_copies(source, matches, reports)
-            read, needed, slowest = self._read(source, matches, reports)
+            batches = {key: max(one[key].get("batches", 0) for one in phase.payloads) for key in matches}
+            read, needed, slowest = self._read(source, matches, reports, batches)
             load_s = self._apply(matches, reports, started)
             require_something(reports)
         return LoadReport(
@@ -192,7 +208,7 @@ class Loader:
             metadata=source.metadata,
         )
 
-    def open(self, path: Path) -> CheckpointSource:
+    def open(self, path: Place) -> CheckpointSource:
         """Open a checkpoint that is named by its path. Collective."""
         with self.topology.operation(f"open {path.name}"):
             source = self._open(path, may_be_old=True, share_checks=False)
@@ -201,7 +217,7 @@ class Loader:
                     source.require_chunks()
             return source
 
-    def _open(self, path: Path, may_be_old: bool, *, share_checks: bool) -> CheckpointSource:
+    def _open(self, path: Place, may_be_old: bool, *, share_checks: bool) -> CheckpointSource:
         """Open the checkpoint: the lead reads and checks the manifest once, and all ranks parse the same bytes; or it finds old files.
 
         Args:
@@ -210,7 +226,7 @@ class Loader:
         where = str(path / MANIFEST_NAME)
         manifest: CheckpointManifest | None = None
         ranks_here = self.topology.nodes[self.topology.node_rank]
-        makes_table = share_checks and self.verify and self.topology.rank == ranks_here[0] < ranks_here[-1]
+        makes_table = isinstance(path, Path) and share_checks and self.verify and self.topology.rank == ranks_here[0] < ranks_here[-1]
         checked = CheckedBlocks.make() if makes_table else None
         with self.topology.phase("open") as phase:
             phase.payload = {"checked": checked and checked.place}
@@ -220,7 +236,7 @@ class Loader:
                 if files or other:
                     phase.payload["other"] = files or other
                 else:
-                    data = read_manifest_bytes(path)
+                    data = manifest_bytes_at(path) if may_be_old else read_manifest_bytes(path)
                     manifest = parse_manifest(data, where)
                     phase.payload |= {"manifest": data.decode(), "config": ""}
                     if CONFIG_NAME in manifest.files:
@@ -230,15 +246,20 @@ class Loader:
         found = phase.payloads[0]
         other = found.get("other")
         if isinstance(other, list):
+            assert isinstance(path, Path)
             return OldSource(path, other, self.topology)
         if isinstance(other, str):
+            assert isinstance(path, Path)
             with self.topology.phase("open"):
                 checkpoint = open_other(path, other, allow_pickle=self.allow_pickle)
-            if checkpoint.records is not None and [one.key for one in self.components] != [STATE]:
+            source = OtherSource(path, checkpoint, self.topology, self.strategy, self.device)
+            source.leaves_out_unknown = [one.key for one in self.components] == [STATE]
+            if checkpoint.records is not None:
                 with self.topology.phase("open records"):
-                    of_export = checkpoint, checkpoint.records, self.topology, self.strategy, self.device
-                    return ExportedSource(*of_export)
-            return OtherSource(path, checkpoint, self.topology, self.strategy, self.device)
+                    of_export = ExportedSource(checkpoint, checkpoint.records, self.topology, self.strategy, self.device)
+                if of_export.holds(STATE) or [one.key for one in self.components] != [STATE]:
+                    return of_export
+            return source
         if checked is None and (place := phase.payloads[ranks_here[0]]["checked"]) is not None:
             checked = CheckedBlocks.join(MemoryFile(*place))
         data = found["manifest"].encode()
@@ -249,14 +270,18 @@ class Loader:
         """The files in memory of this host, of the checkpoint with this manifest."""
         return NOTHING_HELD if self.files_of is None else self.files_of(manifest, self.topology)
 
-    def _match(self, source: CheckpointSource, strict: bool, phase: Phase, matches: dict[str, Match]) -> None:
+    def _match(
+        self, source: CheckpointSource, strict: bool, cast: Components, phase: Phase, matches: dict[str, Match]
+    ) -> None:
         """Compare every component with its saved state. Raises for a mismatch that stops the load; others are noted in the match."""
         optional = {component.key for component in self.components if not component.required}
         damaged = source.check(optional)
         for component in self.components:
             phase.component = component.key
             matches[component.key] = Match(component)  # so that the object is told if this load fails
-            matches[component.key] = fit(source, component, strict=strict, damage=damaged.get(component.key))
+            matches[component.key] = fit(
+                source, component, strict=strict, cast=cast, damage=damaged.get(component.key)
+            )
         phase.component = None
 
     def _settle(
@@ -297,20 +322,33 @@ class Loader:
             reports[key] = replace(reports[key], restored=count, wanted=count)
 
     def _read(
-        self, source: CheckpointSource, matches: Mapping[str, Match], reports: dict[str, ComponentReport]
+        self,
+        source: CheckpointSource,
+        matches: Mapping[str, Match],
+        reports: dict[str, ComponentReport],
+        batches: Mapping[str, int],
     ) -> tuple[int, int, int | None]:
         """Fill the tensors; return the bytes read and needed, by all ranks, and the rank that took longest to read.
 
         An optional component is read into new memory first, and so keeps its state if a part of it proves damaged.
+
+        Args:
+            batches: component -> the most batches that any rank converts.
         """
         going = [matches[key] for key, report in reports.items() if goes_on(report)]
         wait_for_all(request.out for one in going for request in one.requests)
         required = [request for one in going if one.component.required for request in one.requests]
         optional = [(one, beside_own_memory(one)) for one in going if not one.component.required]
-        readings: deque[tuple[Reading, str | None]] = deque()
+        readings: deque[_Step] = deque()
         try:
-            for key, requests in [(None, required), *((one.key, requests) for one, requests in optional)]:
-                readings.append((source.prepare(requests), key))
+            readings.append(_Step(source.prepare(required)))
+            for one in going:
+                converted = batches_of(one.casts) if one.component.required else []
+                converted += [[] for _ in range(len(converted), batches[one.key])]
+                for requests, convert in readings_of(converted):
+                    readings.append(_Step(source.prepare(requests), convert))
+            for one, requests in optional:
+                readings.append(_Step(source.prepare(requests), key=one.key))
             with self.topology.phase("read") as phase:
                 began = time.perf_counter()
                 stats, failed = _run(readings)
@@ -318,15 +356,12 @@ class Loader:
                 phase.payload = [read, needed, failed, time.perf_counter() - began]
         finally:
             with ExitStack() as closing:  # all, also if one fails
-                for reading, _ in readings:
-                    closing.callback(reading.close)
+                for step in readings:
+                    closing.callback(step.reading.close)
         _note_failures(reports, [rank[2] for rank in phase.payloads])
         for one, requests in optional:
             if goes_on(reports[one.key]):
-                for own, request in zip(one.requests, requests, strict=True):
-                    if own.out is not request.out:
-                        own.out.copy_(request.out)
-                wait_for_all(own.out for own in one.requests)
+                convert_into(one.outs, (request.out for request in requests))
         slowest = slowest_rank([rank[3] for rank in phase.payloads])
         return sum(rank[0] for rank in phase.payloads), sum(rank[1] for rank in phase.payloads), slowest
 
@@ -360,17 +395,30 @@ class Loader:
                     _log.info("component %s", component)
 
 
-def committed_newest_first(root: Path) -> list[Path]:
+def committed_newest_first(root: Place) -> list[Place]:
     """The committed checkpoints below a root, the newest commit first."""
-    return [one.path for one in reversed(Ledger(root, run_id="reader").committed())]
+    return [one.path for one in reversed(catalog_at(root).committed())]
 
 
-def _run(readings: deque[tuple[Reading, str | None]]) -> tuple[list[ReadStats], dict[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A reading, and what follows it.
+
+    Attributes:
+        convert: called once it has run.
+        key: the optional component that it fills; None: it fills required ones.
+    """
+
+    reading: Reading
+    convert: Callable[[], None] | None = None
+    key: str | None = None
+
+
+def _run(readings: deque[_Step]) -> tuple[list[ReadStats], dict[str, Any]]:
     """Run all readings, also after one has failed, for other ranks may wait for this one in each; then raise the first error.
 
     Args:
-        readings: each with the optional component that it fills; None: it fills required ones. Those that have run are removed, and
-            their memory is free for the next.
+        readings: those that have run are removed, and their memory is free for the next.
 
     Returns:
         stats of the readings, and the optional components that failed: key -> `describe` of the error.
@@ -379,16 +427,18 @@ def _run(readings: deque[tuple[Reading, str | None]]) -> tuple[list[ReadStats], 
     failed: dict[str, Any] = {}
     fatal: Exception | None = None
     while readings:
-        reading, key = readings.popleft()
+        step = readings.popleft()
         try:
-            stats.append(reading.run())
+            stats.append(step.reading.run())
+            if step.convert is not None:
+                step.convert()
         except RankAbsentError:
-            for one, _ in readings:
-                one.close()  # so ranks that wait for this one in a later reading learn of it now
+            for one in readings:
+                one.reading.close()  # so ranks that wait for this one in a later reading learn of it now
             raise
         except Exception as error:
-            if key is not None and isinstance(error, (CorruptCheckpointError, OSError)):
-                failed[key] = describe(error)
+            if step.key is not None and isinstance(error, (CorruptCheckpointError, OSError)):
+                failed[step.key] = describe(error)
             else:
                 fatal = fatal or error
     if fatal is not None:

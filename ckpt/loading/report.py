@@ -63,6 +63,7 @@ class ComponentReport:
         wanted: elements that the objects of all ranks asked for, counted alike.
         misfits: the keys that were left out.
         changed: the object made its state for these ranks, from other ranks' copies or anew (`elastic`).
+        converted: data types, such as "bfloat16 to float32", of tensors that the load converted.
     """
 
     key: str
@@ -72,6 +73,7 @@ class ComponentReport:
     wanted: int = 0
     misfits: Misfits = field(default_factory=Misfits)
     changed: bool = False
+    converted: tuple[str, ...] = ()
 
     @property
     def fraction(self) -> float:
@@ -86,6 +88,7 @@ class ComponentReport:
             return f"{self.key}: {self.status.value}: {reason}"
         what = "partly restored" if self.status is Status.PARTLY else self.status.value
         how = ", adapted to these ranks" if self.changed else ""
+        how += f", converted from {' and '.join(self.converted)}" if self.converted else ""
         left_out = f"; {self.misfits}" if self.misfits else ""
         return f"{self.key}: {what}, {self._elements}{how}{left_out}"
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
@@ -12,17 +14,18 @@ import torch
 from ckpt.catalog.verify import TensorNames
 from ckpt.errors import CorruptCheckpointError, MissingStateError, WorldSizeError, describe
 from ckpt.format.box import num_chunks, whole
-from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import raw_bytes, torch_dtype
 from ckpt.format.manifest import ArrayEntry, CheckpointManifest, digest_of
 from ckpt.format.names import PLAIN_NAME
-from ckpt.format.stored import check_file, read_listed_file, read_plain_file
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.strategy import LoadingStrategy, Reading, ReadRequest, StoredCheckpoint
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.state.flatten import rows_from_json
 from ckpt.state.sharing import OWN_COPIES, Sharing, SharingPattern, StateComponent, copy_prefix
+from ckpt.storage.files_of import files_below
+from ckpt.storage.objects.files import side_by_side
+from ckpt.storage.stored import check_file, read_listed_file, read_plain_file
 
 Rows = Mapping[str, Sequence[Any]]
 """Joined key -> [path, value] of a plain value, [path] of a tensor, as JSON; the content of a plain.json."""
@@ -38,6 +41,9 @@ class CheckpointSource(Protocol):
     metrics: Mapping[str, float | None]
     metadata: Mapping[str, Any]
     topology: Topology
+    _strategy: LoadingStrategy = DirectLoad()
+    has_order: bool = True
+    """Whether entries have an order that a program chose."""
 
     def for_rank(self, topology: Topology) -> Self:
         """The same checkpoint, as another rank sees it. What was read of it is shared."""
@@ -83,6 +89,10 @@ class CheckpointSource(Protocol):
     def rows(self, component: StateComponent, prefix: str) -> Rows:
         """The plain values of one copy."""
 
+    def unread(self, component: StateComponent, prefix: str) -> Mapping[str, str]:
+        """Key -> why it cannot be loaded, of what other programs alone can read. `entries` may have it, as its bytes."""
+        return {}
+
     def contents(self, component: StateComponent, prefix: str) -> Mapping[str, Any]:
         """Key -> a value that is equal for two copies exactly if their bits are, by the digests of tensors."""
 
@@ -98,6 +108,12 @@ class CheckpointSource(Protocol):
 
     def prepare(self, requests: Sequence[ReadRequest]) -> Reading:
         """Plan how every request is filled. All ranks call it, outside of a phase, each with its own requests."""
+
+    def by_this_rank(self) -> Self:
+        """The same checkpoint, whose `prepare` any rank may call alone."""
+        other = copy.copy(self)
+        other._strategy = DirectLoad()
+        return other
 
 
 class ManifestSource(CheckpointSource):
@@ -245,7 +261,7 @@ class CommittedSource(ManifestSource):
         """See `ManifestSource.plain_file`."""
         writer = self.manifest.components[key].plain_in[prefix]
         return read_plain_file(
-            self._checkpoint.root,
+            self._checkpoint.place,
             self.manifest,
             f"{key}/{prefix}{PLAIN_NAME}",
             lambda: self._checkpoint.index(writer),
@@ -264,11 +280,9 @@ class CommittedSource(ManifestSource):
             for rank in self.manifest.index_ranks()[mine]:
                 self._checkpoint.index(rank)  # which is checked, and reading tensors needs it
             return damaged
-        for path in list(self.manifest.files)[mine]:
-            try:
-                read_listed_file(self._checkpoint.root, self.manifest, path, self._held)
-            except CorruptCheckpointError as error:
-                _note_damage(damaged, path, error, optional)
+        read = partial(read_listed_file, self._checkpoint.place, self.manifest, held=self._held)
+        for path, error in self._errors_of(read, list(self.manifest.files)[mine]):
+            _note_damage(damaged, path, error, optional)
         for rank in self.manifest.index_ranks()[mine]:
             self._check_files_of(rank, optional, damaged)
             self.topology.progress()
@@ -293,9 +307,7 @@ class CommittedSource(ManifestSource):
         requests = [
             ReadRequest(start + key, f"{component.key}: {key}", whole(form[1]), out) for key, form, out in small
         ]
-        # Not by the strategy of the load, which may need all ranks.
-        reading = DirectLoad().prepare(requests, self._checkpoint, self.topology, self._device, verify=self._verify)
-        reading.run()
+        self.by_this_rank().prepare(requests).run()
         return found | {key: (*form, digest_of(raw_bytes(out).numpy().data)) for key, form, out in small}
 
     def _chunk_digests(self, entry: ArrayEntry) -> Iterator[tuple[int, ...]]:
@@ -307,14 +319,33 @@ class CommittedSource(ManifestSource):
     def _check_files_of(self, rank: int, optional: Collection[str], damaged: dict[str, dict[str, Any]]) -> None:
         index = self._checkpoint.index(rank)
         covered = index.covered()
-        with CheckpointFolder(self._checkpoint.root) as folder:
-            for path, record in index.files.items():
-                try:
-                    check_file(folder, path, record, covered.get(path, ()), self._held)
-                except CorruptCheckpointError as error:
-                    whose = TensorNames(self.manifest, index).of_file(path)
-                    named = CorruptCheckpointError(f"{whose}: {error}" if whose else str(error), file=error.file)
-                    _note_damage(damaged, path, named, optional)
+        with files_below(self._checkpoint.root) as files:
+
+            def check(path: str) -> None:
+                check_file(files, path, index.files[path], covered.get(path, ()), self._held)
+
+            for path, error in self._errors_of(check, index.files):
+                whose = TensorNames(self.manifest, index).of_file(path)
+                named = CorruptCheckpointError(f"{whose}: {error}" if whose else str(error), file=error.file)
+                _note_damage(damaged, path, named, optional)
+
+    def _errors_of(
+        self, call: Callable[[str], object], paths: Collection[str]
+    ) -> Iterator[tuple[str, CorruptCheckpointError]]:
+        """Call for each path, in an object store for several at a time; yield those that are damaged."""
+
+        def error_of(path: str) -> CorruptCheckpointError | None:
+            try:
+                call(path)
+            except CorruptCheckpointError as error:
+                return error
+            return None
+
+        if isinstance(self._checkpoint.root, Path):
+            found: Iterable[CorruptCheckpointError | None] = map(error_of, paths)
+        else:
+            found = side_by_side(error_of, paths)
+        yield from ((path, error) for path, error in zip(paths, found, strict=True) if error is not None)
 
 
 def require_same_kind(component: StateComponent, was: SharingPattern) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -20,20 +20,22 @@ from ckpt.errors import (
     describe,
     rebuild,
 )
-from ckpt.format.box import whole
-from ckpt.format.dtypes import torch_dtype
+from ckpt.format.box import Box, whole
+from ckpt.format.dtypes import are_castable, torch_dtype, zarr_name
 from ckpt.format.gc_pause import gc_paused
 from ckpt.format.manifest import ArrayEntry
 from ckpt.format.names import PLAIN_NAME
+from ckpt.loading.casting import Cast, Components, batches_of
 from ckpt.loading.report import ComponentReport, Misfits, Status
-from ckpt.loading.strategy import ReadRequest
+from ckpt.loading.strategy import ReadRequest, bytes_of
 from ckpt.memory.device import empty_beside
 from ckpt.planning.plan import runs_of
 from ckpt.state.abilities import Elastic, Forgetful, Prepared, PreparedFrom, offers, takes_a_part, tied_names
 from ckpt.state.address import local_tensor, place_of
-from ckpt.state.flatten import Leaves, Path, flatten, is_attribute, plain_and_paths, root_container, unflatten
+from ckpt.state.flatten import Leaves, Path, flatten, is_attribute, plain_and_paths, rerooted, root_container, unflatten
 from ckpt.state.replication import is_piece
 from ckpt.state.sharing import SharingPattern, StateComponent, find_aliases
+from ckpt.state.tensor_classes import empty_tensor, is_kind_step, is_wrapper_step
 
 MISMATCHES = (MissingStateError, WorldSizeError, ShapeMismatchError)
 """Errors that `strict=False` forgives: the checkpoint is sound, and this run asks for something else."""
@@ -48,21 +50,32 @@ class SavedCopy:
         entries: key -> array; `alias_of` holds a whole name.
         plain: joined key -> plain value.
         paths: joined key -> path in the nested state dict, where the checkpoint knows it.
+        unread: joined key -> why it cannot be loaded.
     """
 
     start: str
     entries: Mapping[str, ArrayEntry]
     plain: dict[str, Any]
     paths: dict[str, Path]
+    unread: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, start: str, entries: Mapping[str, ArrayEntry], rows: Mapping[str, Sequence[Any]]) -> SavedCopy:
+    def of(
+        cls,
+        start: str,
+        entries: Mapping[str, ArrayEntry],
+        rows: Mapping[str, Sequence[Any]],
+        unread: Mapping[str, str] | None = None,
+    ) -> SavedCopy:
         """Take rows as a plain.json holds them: joined key -> [path, value], or [path] of a tensor.
 
         Raises:
             CorruptCheckpointError: a value is none that was saved, or a tensor is not there.
         """
-        return cls(start, entries, *plain_and_paths(rows, f"{start}{PLAIN_NAME}", entries))
+        if unread:
+            entries = {key: entry for key, entry in entries.items() if key not in unread}
+            rows = {key: row for key, row in rows.items() if key not in unread}
+        return cls(start, entries, *plain_and_paths(rows, f"{start}{PLAIN_NAME}", entries), unread or {})
 
     @property
     def nested_plain(self) -> dict[Any, Any]:
@@ -84,11 +97,13 @@ class Match:
         fits: this rank may go on with its copy; False only where the object decides (`elastic`).
         leaves: of the object's own state dict, with the tensors to fill.
         requests: the boxes to read, and the memory for them.
+        casts: the same, of tensors that are converted to another data type.
         new: tensors that the object does not hold, made because it takes whatever was saved.
         plain: joined key -> saved value, and under `strict=False` own values that were not saved.
         saved_keys: keys of the tensors of the saved copy, in its order.
         restored, wanted: elements on this rank; a plain value counts as one.
         copies: given to `load_changed` instead of all this, if the ranks have changed; see `match_changed`.
+        twins: tensors that the object has as one, and that were saved apart. To be compared before anything is read.
     """
 
     component: StateComponent
@@ -96,6 +111,7 @@ class Match:
     fits: bool = True
     leaves: Leaves = field(default_factory=lambda: Leaves({}, {}, {}))
     requests: list[ReadRequest] = field(default_factory=list)
+    casts: list[Cast] = field(default_factory=list)
     new: dict[str, torch.Tensor] = field(default_factory=dict)
     plain: dict[str, Any] = field(default_factory=dict)
     misfits: Misfits = field(default_factory=Misfits)
@@ -103,10 +119,21 @@ class Match:
     restored: int = 0
     wanted: int = 0
     copies: list[Loaded] | None = None
+    twins: list[Twins] = field(default_factory=list)
 
     @property
     def key(self) -> str:
         return self.component.key
+
+    @property
+    def outs(self) -> list[torch.Tensor]:
+        """The memory to fill: of `requests`, then of `casts`."""
+        return [request.out for request in (*self.requests, *(cast.request for cast in self.casts))]
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes to read."""
+        return bytes_of(self.requests) + sum(one.num_bytes for one in self.casts)
 
     def to_json(self) -> dict[str, Any]:
         """The part that other ranks need for `settle`; small where everything matches."""
@@ -115,6 +142,9 @@ class Match:
             row["trouble"] = describe(self.trouble)
         if not self.fits:
             row["fits"] = False
+        if self.casts:
+            row["batches"] = len(batches_of(self.casts)) if self.component.required else 0
+            row["converted"] = sorted({f"{zarr_name(one.dtype)} to {zarr_name(one.request.out.dtype)}" for one in self.casts})
         if self.misfits:
             # Of a sharded component each rank leaves most keys to the others: it tells those that it claims.
             is_sharded = self.component.pattern is SharingPattern.SHARDED
@@ -134,8 +164,27 @@ class Match:
         if self.copies is not None:
             cast(Elastic, self.component.stateful).load_changed([copy.nested() for copy in self.copies])
             return
-        loaded: dict[str, Any] = {**self.leaves.tensors, **self.new, **self.plain}
-        self.component.stateful.load_state_dict(unflatten(loaded, self.leaves.paths))
+        self.component.stateful.load_state_dict(self.nested())
+
+    def nested(self) -> Any:
+        """What an object is given, nested as it was saved: its own tensors, new ones, and the saved plain values."""
+        return unflatten({**self.leaves.tensors, **self.new, **self.plain}, self.leaves.paths)
+
+
+class Twins(NamedTuple):
+    """Two saved tensors that an object has as one. They must be equal.
+
+    Attributes:
+        key, first: joined keys; `first` is loaded.
+        names: of the two in the checkpoint.
+        box: this rank's part.
+    """
+
+    key: str
+    first: str
+    names: tuple[str, str]
+    dtype: str
+    box: Box
 
 
 @dataclass(slots=True)
@@ -151,43 +200,58 @@ class Loaded:
         return nested
 
 
+@torch.inference_mode(False)  # what is made here is trained on
 @gc_paused()
-def match(component: StateComponent, saved: SavedCopy, *, strict: bool) -> Match:
+def match(
+    component: StateComponent, saved: SavedCopy, *, strict: bool, cast: Components = False, asks: bool = True
+) -> Match:
     """Find the box to read for each tensor of a component, and the keys of either side that are left over.
+
+    Args:
+        cast: see `CheckpointCoordinator.load_checkpoint`.
+        asks: an object that takes whatever was saved is asked for its tensors, to fill them. Some objects are changed by that: loaders
+            of data start their workers, or begin anew.
 
     Raises:
         ShapeMismatchError: a tensor does not fit what was saved, and the load is strict.
     """
     is_prepared = takes_a_part(component.stateful)
+    is_named = not isinstance(cast, bool) and component.key in cast
     if offers(component.stateful, PreparedFrom):
-        component.stateful.prepare_from(saved.entries, saved.plain, saved.paths)
+        component.stateful.prepare_from(saved.entries, saved.plain, saved.paths, cast=is_named)
     elif offers(component.stateful, Prepared):
         component.stateful.prepare_to_load(
             {key: entry for key, entry in saved.entries.items() if entry.alias_of is None}
         )
-    leaves = flatten(component.stateful.state_dict(), component.key)
-    one = Match(component, leaves=leaves, saved_keys=tuple(saved.entries))
+    takes_all = not is_prepared and component.pattern is not SharingPattern.SHARDED
+    one = Match(component, saved_keys=tuple(saved.entries))
+    if asks or not takes_all:
+        one.leaves = flatten(component.stateful.state_dict(), component.key)
     own_paths = one.leaves.paths
     found = _Found()
-    takes_all = not is_prepared and component.pattern is not SharingPattern.SHARDED
     if takes_all:
         _leave_what_changed(one.leaves, saved, strict=strict)
+    found.unfit |= saved.unread
     tied = find_aliases(one.leaves.tensors, {})
-    _match_tensors(one, saved, tied, found, strict)
+    _match_tensors(one, saved, tied, found, strict, cast=cast is True or is_named)
     _match_plain(one, saved, found, keep_own=not is_prepared and not strict)
     unclaimed = [k for k, entry in saved.entries.items() if k not in one.leaves.tensors and entry.alias_of is None]
-    unclaimed += [k for k, first in tied.items() if k in saved.entries and saved.entries[k].alias_of is None]
     if takes_all:
+        unclaimed += [k for k in tied if k in saved.entries and saved.entries[k].alias_of is None]
+        one.twins.clear()
         one.new = _new_tensors(one.requests, component.key, unclaimed, saved)
     else:
         found.only_saved += unclaimed
     # In the order of the save.
     one.leaves.paths = saved.paths | {key: (key,) for key in one.new if key not in saved.paths}
-    one.leaves.paths |= {key: path for key, path in own_paths.items() if key not in one.leaves.paths}
+    like = next(iter(one.leaves.paths.values()), ())
+    one.leaves.paths |= {key: rerooted(path, like) for key, path in own_paths.items() if key not in one.leaves.paths}
     if takes_all:
         _add_aliases(one, saved)
+    if any(is_wrapper_step(str(part[1])) for path in saved.paths.values() for part in path if type(part) is tuple):
+        one.nested()  # while it can be refused
     one.misfits = Misfits(tuple(found.only_saved), tuple(found.only_wanted), found.unfit)
-    one.restored = sum([request.out.numel() for request in one.requests]) + sum(key in saved.plain for key in one.plain)
+    one.restored = sum([out.numel() for out in one.outs]) + sum(key in saved.plain for key in one.plain)
     one.wanted = one.restored + found.elements_not_restored
     return one
 
@@ -205,7 +269,8 @@ def _leave_what_changed(leaves: Leaves, saved: SavedCopy, *, strict: bool) -> No
         entry = saved.entries.get(key)
         if entry is not None:
             dtype, shape, _ = place_of(leaf, key)
-            if (entry.dtype, entry.shape) == (dtype, shape) or is_piece(leaf):
+            is_result = isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None  # it may not be copied, say
+            if is_piece(leaf) or ((entry.dtype, entry.shape) == (dtype, shape) and not is_result):
                 continue
         elif not strict and key.partition(".")[0] not in known:
             continue
@@ -227,6 +292,7 @@ def _add_aliases(one: Match, saved: SavedCopy) -> None:
             one.leaves.paths.setdefault(key, (key,))
 
 
+@torch.inference_mode(False)
 def match_changed(component: StateComponent, copies: Sequence[SavedCopy]) -> Match:
     """Make new tensors for all of `copies`, for an object that makes its state from those of other ranks."""
     one = Match(component, fits=False, copies=[])
@@ -251,7 +317,7 @@ def beside_own_memory(one: Match) -> list[ReadRequest]:
         if one.copies is not None or id(request.out) in made
         else replace(request, out=empty_beside(request.out))
         for request in one.requests
-    ]
+    ] + [replace(request, out=empty_beside(request.out, dtype)) for request, dtype in one.casts]
 
 
 def settle(
@@ -273,11 +339,12 @@ def settle(
         return ComponentReport(key, Status.RESTORED, changed=True)
     misfits = _joined_misfits(component, of_ranks, saved_keys)
     restored, wanted = (sum(one["count"][i] for one in of_ranks) for i in (0, 1))
+    converted = tuple(sorted({name for one in of_ranks for name in one.get("converted", ())}))
     if not misfits:
-        return ComponentReport(key, Status.RESTORED, "", restored, wanted)
+        return ComponentReport(key, Status.RESTORED, "", restored, wanted, converted=converted)
     nothing = restored == 0
     if not strict and not nothing:
-        return ComponentReport(key, Status.PARTLY, "", restored, wanted, misfits)
+        return ComponentReport(key, Status.PARTLY, "", restored, wanted, misfits, converted=converted)
     what = f"nothing of it matches: {misfits}" if nothing and not strict else str(misfits)
     if not component.required:
         return ComponentReport(key, Status.SKIPPED, what, 0, wanted, misfits)
@@ -307,32 +374,52 @@ class _Found:
 
 
 @torch.no_grad()  # for `local_tensor`
-def _match_tensors(one: Match, saved: SavedCopy, tied: Mapping[str, str], found: _Found, strict: bool) -> None:
+def _match_tensors(
+    one: Match, saved: SavedCopy, tied: Mapping[str, str], found: _Found, strict: bool, *, cast: bool
+) -> None:
     declared = tied_names(one.component.stateful)
+    several = {key: [first, key] for key, first in declared.items()}  # the first one first: all ranks load the same
+    for alias, first in tied.items():
+        several.setdefault(first, [first]).append(alias)
     for key, leaf in one.leaves.tensors.items():
         if key in tied:
             continue
-        entry = saved.entries.get(key)
-        at = key
-        if entry is None and key in declared:
-            at = declared[key]
-            entry = saved.entries.get(at)
-        if entry is None:
+        if key not in several and (entry := saved.entries.get(key)) is not None:  # a fast path, for many small tensors
+            name = saved.name_of(key)
+            dtype, shape, box = place_of(leaf, name)
+            if entry.dtype == dtype and entry.shape == shape:
+                one.requests.append(ReadRequest(name, f"{one.key}: {key}", box, local_tensor(leaf)))
+                continue
+        all_names = several.get(key, (key,))
+        saved_as = [name for name in all_names if name in saved.entries]
+        if not saved_as:
             found.elements_not_restored += local_tensor(leaf).numel()
-            if at in saved.plain:
+            if any(name in saved.plain for name in all_names):
                 found.unfit[key] = "found a plain value, expected a tensor"
-            else:
+            elif key not in found.unfit:
                 found.only_wanted.append(key)
             continue
-        name = entry.alias_of or saved.start + at
-        label = f"{one.key}: {key}"
+        name = saved.name_of(saved_as[0])
         dtype, shape, box = place_of(leaf, name)
-        if entry.dtype == dtype and entry.shape == shape:
-            one.requests.append(ReadRequest(name, label, box, local_tensor(leaf)))
-        elif strict:
-            raise _unfit(label, dtype, shape, entry, one.key)
-        else:
-            found.unfit[key] = f"found {_form(entry.dtype, entry.shape)}, expected {_form(dtype, shape)}"
+        form = saved.entries[saved_as[0]].dtype, saved.entries[saved_as[0]].shape
+        for at in saved_as:
+            entry = saved.entries[at]
+            label = f"{one.key}: {key if at == saved_as[0] else at}"
+            differs = (entry.dtype, entry.shape) != (dtype, shape)
+            castable = differs and entry.shape == shape and are_castable(torch_dtype(entry.dtype), torch_dtype(dtype))
+            if at != saved_as[0] and (entry.dtype, entry.shape) == form:
+                if saved.name_of(at) != name and saved_as[0] not in found.unfit:
+                    one.twins.append(Twins(at, saved_as[0], (saved.name_of(at), name), entry.dtype, box))
+            elif at == saved_as[0] and not differs:
+                one.requests.append(ReadRequest(name, label, box, local_tensor(leaf)))
+            elif at == saved_as[0] and castable and cast:
+                one.casts.append(Cast(ReadRequest(name, label, box, local_tensor(leaf)), torch_dtype(entry.dtype)))
+            elif strict:
+                raise _unfit(label, dtype, shape, entry, one.key, castable=castable)
+            else:
+                advice = ": give cast=True" if castable else ""
+                found.unfit[at] = f"found {_form(entry.dtype, entry.shape)}, expected {_form(dtype, shape)}{advice}"
+        if saved_as[0] in found.unfit:
             found.elements_not_restored += local_tensor(leaf).numel()
 
 
@@ -347,7 +434,9 @@ def _match_plain(one: Match, saved: SavedCopy, found: _Found, *, keep_own: bool)
     known = {way for key in (*saved.plain, *saved.entries) for way in _ways(key)} if missing else set()
     for key, value in missing.items():
         # A dictionary on one side may be a single value, such as None or {}, on the other: no key is missing then.
-        if key in known or any(way in saved.plain for way in _ways(key)) or is_attribute(one.leaves.paths[key]):
+        if key in known or key in found.unfit or any(way in saved.plain for way in _ways(key)):
+            continue
+        if is_attribute(one.leaves.paths[key]):
             continue
         found.only_wanted.append(key)
         found.elements_not_restored += 1
@@ -363,9 +452,12 @@ def _new_tensors(
     alike: dict[int, torch.Tensor] = {}
     for key in keys:
         entry = saved.entries[key]
+        path = saved.paths.get(key, ())
         first = alike.get(id(entry))
-        if first is None:
-            tensor = alike[id(entry)] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
+        if path and is_kind_step(path[-1]):
+            tensor = empty_tensor(entry, path)
+        elif first is None:
+            tensor = alike[id(entry)] = empty_tensor(entry)
         else:  # in half of the time
             tensor = torch.empty_like(first)
         made[key] = tensor
@@ -406,9 +498,13 @@ def _claimed_by_none(claimed: Sequence[Sequence[tuple[int, int]] | None], keys: 
     return {key for key, is_open in zip(keys, open_ones, strict=True) if is_open}
 
 
-def _unfit(label: str, dtype: str, shape: tuple[int, ...], saved: ArrayEntry, component: str) -> ShapeMismatchError:
+def _unfit(
+    label: str, dtype: str, shape: tuple[int, ...], saved: ArrayEntry, component: str, *, castable: bool
+) -> ShapeMismatchError:
     """The error for a tensor whose shape or data type is not the saved one."""
     found, wanted, advice = saved.dtype, dtype, "Restore with the data type it was saved in."
+    if castable:
+        advice = f"Restore with the data type it was saved in, or with cast=True, which converts it to {dtype}."
     if saved.shape != shape:
         found, wanted = f"global shape {list(saved.shape)}", f"{list(shape)}"
         advice = f"Restore with the model it was saved from, or leave component {component} out."

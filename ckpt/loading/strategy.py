@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -14,19 +13,20 @@ from ckpt.backends.base import DATABASE, Backend
 from ckpt.backends.registry import backend_of_store
 from ckpt.errors import ConfigurationError
 from ckpt.format.box import Box, overlap, whole
-from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.consistency import check_whole
 from ckpt.format.dtypes import item_bytes
-from ckpt.format.held import NOTHING_HELD, HeldFiles
 from ckpt.format.manifest import ArrayEntry, CheckpointManifest, Index
+from ckpt.format.places import Place
 from ckpt.format.records import ArraySpec, ChunkExtent, stored_shape
-from ckpt.format.stored import read_index
 from ckpt.format.strict_json import refusing
 from ckpt.memory.device import Device
 from ckpt.planning.plan import needed_chunks
 from ckpt.ranks.topology import Topology
 from ckpt.storage.checked_blocks import CheckedBlocks
+from ckpt.storage.files_of import files_below
+from ckpt.storage.held import NOTHING_HELD, HeldFiles
 from ckpt.storage.runs import WantedBox
+from ckpt.storage.stored import files_root, read_index
 
 
 @dataclass(slots=True)  # not frozen: there may be very many, and a frozen one takes three times as long to make
@@ -68,16 +68,18 @@ class Stored(Protocol):
     """A checkpoint whose arrays lie in chunks, open for reading by one rank.
 
     Attributes:
-        root: its folder, to which all paths are relative.
+        root: the place of its files, to which all paths are relative.
         has_digests: its chunks can be checked.
         held: the files that are in memory of this host, too.
         checked: the blocks that ranks of this host have checked in this load; None: each rank checks what it reads.
     """
 
-    root: Path
     has_digests: bool
     held: HeldFiles
     checked: CheckedBlocks | None
+
+    @property
+    def root(self) -> Place: ...
 
     def parts(self, request: ReadRequest) -> Iterable[StoredPart]:
         """Return the parts of the wanted box, one for each chunk that it meets, in storage order.
@@ -91,18 +93,23 @@ class Stored(Protocol):
 
 
 class StoredCheckpoint:
-    """A committed checkpoint, open for reading by one rank. See `Stored`. An index is read, and checked, when first needed."""
+    """A committed checkpoint, open for reading by one rank. See `Stored`. An index is read, and checked, when first needed.
+
+    Attributes:
+        place: of the checkpoint, where its manifest is; `root` is where its files are.
+    """
 
     has_digests = True
 
     def __init__(
         self,
-        root: Path,
+        root: Place,
         manifest: CheckpointManifest,
         held: HeldFiles = NOTHING_HELD,
         checked: CheckedBlocks | None = None,
     ) -> None:
-        self.root = root
+        self.place = root
+        self.root = files_root(root, manifest)
         self.held = held
         self.checked = checked
         self.manifest = manifest
@@ -117,7 +124,7 @@ class StoredCheckpoint:
             CorruptCheckpointError: it is missing or not as it was written.
         """
         if rank not in self._indexes:
-            self._indexes[rank] = read_index(self.root, self.manifest, rank, self.held)
+            self._indexes[rank] = read_index(self.place, self.manifest, rank, self.held)
         return self._indexes[rank]
 
     def require_chunks(self) -> None:
@@ -168,7 +175,7 @@ class StoredCheckpoint:
     def _require_regular(self, path: str) -> None:
         """Refuse links in a folder, once: a library would follow them out of the checkpoint."""
         if path not in self._regular:
-            with CheckpointFolder(self.root) as folder:
+            with files_below(self.root) as folder:
                 folder.require_regular_below(path)
             self._regular.add(path)
 

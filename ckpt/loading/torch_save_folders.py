@@ -27,10 +27,10 @@ from typing import Any
 import torch
 
 from ckpt.errors import CheckpointNotFoundError, MissingStateError, WorldSizeError
-from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import raw_bytes, zarr_name
 from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry, digest_of
-from ckpt.format.unpickling import unpickle_state_dict
+from ckpt.format.places import Place
+from ckpt.format.unpickling import require_repeats_within, unpickle_state_dict
 from ckpt.loading.sources import CheckpointSource, Rows, require_same_kind
 from ckpt.loading.strategy import ReadRequest, ReadStats, bytes_of
 from ckpt.ranks.topology import Topology
@@ -38,6 +38,7 @@ from ckpt.state.abilities import NamedFromPositions, offers
 from ckpt.state.flatten import Leaves, flatten, rows_of
 from ckpt.state.plain import to_json
 from ckpt.state.sharing import OWN_COPIES, Sharing, SharingPattern, StateComponent, find_aliases, holders_of
+from ckpt.storage.checkpoint_files import CheckpointFolder
 
 _FILE = re.compile(r"(?P<key>[A-Za-z0-9_-]+?)_state(?:_[A-Za-z0-9_.-]+)?\.pt")
 _KINDS = {
@@ -53,13 +54,13 @@ _KINDS = {
 _LEADER = "leader-"
 
 
-def old_files(folder: Path, *, allow_pickle: bool) -> list[str]:
-    """The files of an old checkpoint in a folder; [] if it is none. A folder with a manifest is never an old one.
+def old_files(folder: Place, *, allow_pickle: bool) -> list[str]:
+    """The files of an old checkpoint in a folder; [] if it is none. A folder with a manifest is never an old one, nor an address.
 
     Raises:
         CheckpointNotFoundError: it is an old checkpoint, and `allow_pickle` is false.
     """
-    if (folder / MANIFEST_NAME).exists() or not folder.is_dir():
+    if not isinstance(folder, Path) or (folder / MANIFEST_NAME).exists() or not folder.is_dir():
         return []
     files = sorted(name for name in os.listdir(folder) if _FILE.fullmatch(name))
     if files and not allow_pickle:
@@ -233,7 +234,9 @@ class OldSource(CheckpointSource):
             state = unpickle_state_dict(self._folder / name)
             if offers(component.stateful, NamedFromPositions) and isinstance(state.get("param_groups"), list):
                 state = component.stateful.named_from_positions(state)
-            self._leaves[at] = flatten(state, f"{component.key}: {name}")
+            leaves = self._leaves[at] = flatten(state, f"{component.key}: {name}")
+            num_bytes = sum({id(one): _plain_tensor(one).nbytes for one in leaves.tensors.values()}.values())
+            require_repeats_within(num_bytes, (self._folder / name).stat().st_size, f"{self._folder / name} repeats elements")
         return self._leaves[at]
 
 

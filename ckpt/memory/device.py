@@ -273,7 +273,7 @@ def _accelerator_in_use() -> Any:
 
 def pinned(num_bytes: int) -> torch.Tensor:
     """Return page-locked host memory as flat uint8. torch caches freed memory for the next call."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 _streams: dict[tuple[torch.device, str], Any] = {}
@@ -359,12 +359,16 @@ def device_memory_within(least: int, most: int, device: torch.device, *, unit: i
             count = max(count // 2, least // unit)
 
 
-def empty_beside(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialized tensor like this one, on its device, or on the host if the device has no room."""
+def empty_beside(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return an uninitialized tensor like this one, on its device, or on the host if the device has no room.
+
+    Args:
+        dtype: None: its own.
+    """
     try:
-        return torch.empty_like(tensor)
+        return torch.empty_like(tensor, dtype=dtype)
     except torch.OutOfMemoryError:
-        return torch.empty_like(tensor, device="cpu")
+        return torch.empty_like(tensor, dtype=dtype, device="cpu")
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from ckpt.errors import ConfigurationError
-from ckpt.format.held import MemoryFile
 from ckpt.storage import host_memory
+from ckpt.storage.held import MemoryFile
 from ckpt.storage.host_memory import can_be_shared, shared, whole_huge_pages
 
 

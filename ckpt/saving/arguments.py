@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ckpt.backends.base import Backend
 from ckpt.backends.registry import BACKENDS, backend_named
 from ckpt.errors import ConfigurationError
-from ckpt.format.names import local_path
+from ckpt.format.places import ObjectPath, Place, as_place, local_path
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.loading.two_stage.two_stage import TwoStageLoad
@@ -138,11 +138,22 @@ def as_saves(given: SaveSettings) -> SaveSettings:
     return _object(given, SaveSettings, "saves", "a SaveSettings, such as SaveSettings(mode='async')")
 
 
-def as_folder(name: str, given: str | os.PathLike[str]) -> Path:
-    """Return the folder, of a mounted file system, that the argument `name` gives."""
+def as_folder(name: str, given: str | os.PathLike[str] | ObjectPath) -> Path:
+    """Return the folder, of a mounted file system, that the argument `name` gives.
+
+    Raises:
+        ConfigurationError: it is an address in an object store, or no path.
+    """
+    return local_path(as_location(name, given), name)
+
+
+def as_location(name: str, given: str | os.PathLike[str] | ObjectPath) -> Place:
+    """Return the folder, or the address in an object store, that the argument `name` gives."""
+    if isinstance(given, ObjectPath):
+        return given
     if not isinstance(given, str | os.PathLike) or not isinstance(os.fspath(given), str) or not os.fspath(given):
-        raise _refused(name, given, "the path of a folder, as a string or a Path")
-    return local_path(given, name)
+        raise _refused(name, given, "the path of a folder, as a string or a Path, or an address such as s3://bucket/run")
+    return as_place(given, name)
 
 
 def as_checkpoint_id(given: str | int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,15 +16,14 @@ import torch
 
 from ckpt.backends.base import Backend, Previous
 from ckpt.catalog import verify
+from ckpt.catalog.catalog import Catalog, Lock, catalog_at, lock_at
 from ckpt.catalog.incremental import previous_of
-from ckpt.catalog.ledger import ROOT_OWNER, Commit, Ledger, run_owner
-from ckpt.catalog.owner import FolderLock
+from ckpt.catalog.ledger import ROOT_OWNER, Commit, run_owner
 from ckpt.catalog.retention import Retention
 from ckpt.errors import CorruptCheckpointError, StorageError
-from ckpt.format.held import places_from_json
 from ckpt.format.manifest import CheckpointManifest
 from ckpt.format.notes import storable_metadata, storable_metrics
-from ckpt.format.removal import empty, remove
+from ckpt.format.places import Place, place_of
 from ckpt.planning.plan import SavePlan
 from ckpt.ranks.topology import Topology, slowest_rank
 from ckpt.saving.host_cache import HeldStep, HostCache
@@ -34,7 +32,10 @@ from ckpt.saving.prepared_save import Destination, PreparedSave, SaveReport, req
 from ckpt.saving.stale_state_check import StaleStateCheck
 from ckpt.saving.writing import RankWritePlan, WriteResult
 from ckpt.state.sharing import StateComponent
+from ckpt.storage.files_of import same_place
+from ckpt.storage.held import places_from_json
 from ckpt.storage.pool import PooledSave
+from ckpt.storage.removal import empty, remove
 
 _CLOCK_TOLERANCE = timedelta(seconds=1)
 
@@ -56,12 +57,12 @@ class SaveTarget:
         metrics, metadata: stored in the manifest, as the caller gave them.
     """
 
-    root: Path
+    root: Place
     checkpoint_id: str
     validate: bool
-    refused: Mapping[Path, str]
+    refused: Mapping[Place, str]
     retention: Retention
-    condemned: Mapping[Path, str] = field(default_factory=dict)
+    condemned: Mapping[Place, str] = field(default_factory=dict)
     history: Mapping[str | None, int] = field(default_factory=dict)
     remove_others: bool = False
     config_text: str | None = None
@@ -69,7 +70,7 @@ class SaveTarget:
     metadata: Mapping[str, Any] | None = None
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Place:
         return self.root / f"checkpoint-{self.checkpoint_id}"
 
     @property
@@ -95,28 +96,28 @@ class KnownRoots:
         lock: of `home`, from the first save to `close`.
     """
 
-    home: Path
+    home: Place
     run_id: str
     stale_s: float
     shared_root: bool = False
     min_live: float | None = None
     delete: Callable[[Path], None] | None = None
     host_cache: HostCache | None = None
-    in_use: set[Path] = field(default_factory=set)
-    reached: set[Path] = field(default_factory=set)
-    distrusted: set[Path] = field(default_factory=set)
+    in_use: set[Place] = field(default_factory=set)
+    reached: set[Place] = field(default_factory=set)
+    distrusted: set[Place] = field(default_factory=set)
     is_clock_told: bool = False
-    lock: FolderLock | None = None
+    lock: Lock | None = None
 
     def __post_init__(self) -> None:
-        if self.home.is_dir():
+        if isinstance(self.home, Path) and self.home.is_dir():
             self.in_use.add(self.home)
 
-    def is_home(self, root: Path) -> bool:
-        return os.path.realpath(root) == os.path.realpath(self.home)
+    def is_home(self, root: Place) -> bool:
+        return same_place(root, self.home)
 
-    def ledger_of(self, root: Path, retention: Retention | None = None) -> Ledger:
-        return Ledger(
+    def ledger_of(self, root: Place, retention: Retention | None = None) -> Catalog[Any]:
+        return catalog_at(
             root,
             run_id=f"{self.home.absolute()}" + (f", of {self.run_id}" if self.shared_root else ""),
             saves_as=self.run_id,
@@ -125,12 +126,12 @@ class KnownRoots:
             delete=self.delete,
         )
 
-    def lock_of(self, root: Path) -> FolderLock:
+    def lock_of(self, root: Place) -> Lock:
         """Return this run's claim on a root, or on its own checkpoints in a root that several runs share."""
         is_home = self.is_home(root)
         if is_home and self.lock is not None:
             return self.lock
-        lock = FolderLock(
+        lock = lock_at(
             root / (run_owner(self.run_id) if self.shared_root else ROOT_OWNER),
             run_id=self.run_id,
             what=f"checkpoint root {root}",
@@ -146,13 +147,13 @@ class KnownRoots:
         if self.lock is not None:
             self.lock.release()
 
-    def require_not_removed(self, root: Path) -> None:
+    def require_not_removed(self, root: Place) -> None:
         """Refuse a root that was removed with the checkpoints of this run, instead of making it again. Lead rank only.
 
         Raises:
             StorageError: the root existed before.
         """
-        if root in self.in_use and not root.is_dir():
+        if root in self.in_use and isinstance(root, Path) and not root.is_dir():
             raise StorageError(
                 f"checkpoint root {root} was removed while this run was using it; nothing is saved in its place"
             )
@@ -173,9 +174,11 @@ class CheckpointRoot(Destination):
         self._stale_check = stale_check
         self._ledger = roots.ledger_of(target.root, target.retention)
         self._lock = roots.lock_of(target.root)
+        # What is kept in memory equals files of this host.
+        self._host_cache = roots.host_cache if isinstance(target.root, Path) else None
         self._memory: PooledSave | None = None
         self._assigned: tuple[Path, int] | None = None
-        self._previous: Path | None = None
+        self._previous: Place | None = None
         self._notes: dict[str, Any] = {}
 
     def claim(self, topology: Topology) -> None:
@@ -196,15 +199,16 @@ class CheckpointRoot(Destination):
     def unclaimed_if_refused(self) -> Iterator[None]:
         """If the block fails, leave the root as it was before: unlocked, unless an earlier save locked it."""
         was_held = self._lock.is_held
-        was_there = self._target.root.exists()
+        root = self._target.root
+        was_there = not isinstance(root, Path) or root.exists()
         try:
             yield
         except BaseException:
             if self._lock.is_held and not was_held:  # on the lead alone
                 self._lock.release()
-                if not was_there:
+                if isinstance(root, Path) and not was_there:
                     with suppress(OSError):  # something else lies in it by now
-                        remove(self._target.root, empty)
+                        remove(root, empty)
             raise
 
     def rooms(self, share: RankWritePlan, backend: Backend) -> Mapping[int, torch.Tensor]:
@@ -212,10 +216,10 @@ class CheckpointRoot(Destination):
 
         Empty for incremental saves: the chunks that are linked, and so the layout of the files, are not known before the writing.
         """
-        if self._roots.host_cache is None or self._roots.min_live is not None:
+        if self._host_cache is None or self._roots.min_live is not None:
             return {}
-        self._memory = self._roots.host_cache.begin()
-        return self._roots.host_cache.rooms(self._memory, share, backend)
+        self._memory = self._host_cache.begin()
+        return self._host_cache.rooms(self._memory, share, backend)
 
     def open(self, topology: Topology) -> None:
         """Make the unpublished folder, on the lead rank; in the first save into a root every rank checks that it sees it."""
@@ -223,19 +227,20 @@ class CheckpointRoot(Destination):
         with topology.phase("open") as phase:
             if topology.is_lead:
                 self._roots.require_not_removed(root)
-                phase.payload = [self._ledger.open(self._target.checkpoint_id).name, self._newest_sound()]
+                opened = self._ledger.open(self._target.checkpoint_id)
+                phase.payload = [opened.relative_to(root).as_posix(), self._newest_sound()]
         name, previous = phase.payloads[0]
         if root not in self._roots.reached:
             with topology.phase("reach"):
-                require_reachable(root / name, topology)
+                require_reachable(root, partial(self._ledger.is_seen, root / name), topology)
             self._roots.reached.add(root)
             self._roots.in_use.add(root)
         self.folder = root / name
         self._previous = root / previous if previous is not None else None
-        if self._roots.host_cache is not None:
-            self._memory = self._memory or self._roots.host_cache.begin()
+        if self._host_cache is not None and isinstance(self.folder, Path):
+            self._memory = self._memory or self._host_cache.begin()
             self._assigned = self.folder, topology.rank
-            self._roots.host_cache.assign(*self._assigned, self._memory)
+            self._host_cache.assign(*self._assigned, self._memory)
 
     def _newest_sound(self) -> str | None:
         """The newest checkpoint without known damage, which unchanged chunks are linked to."""
@@ -263,7 +268,7 @@ class CheckpointRoot(Destination):
         total, digest = phase.payloads[0]
         with topology.phase("publish") as phase:
 
-            def committed(path: Path) -> None:
+            def committed(path: Place) -> None:
                 phase.stands = _is_committed(path)
 
             if topology.is_lead:
@@ -277,12 +282,12 @@ class CheckpointRoot(Destination):
                 )
             places = None if self._memory is None else self._memory.settle()
             phase.payload = [str(path) if topology.is_lead else None, places]
-        path = Path(phase.payloads[0][0])
+        path = place_of(phase.payloads[0][0])
         held = self._held(path, digest, save, results, [places for _, places in phase.payloads])
         seconds = max(result.write_s for result in results) + time.perf_counter() - started
         alarms = self._settle(topology, path, results)
-        if self._roots.host_cache is not None and held is not None:
-            self._roots.host_cache.keep(held)
+        if self._host_cache is not None and held is not None:
+            self._host_cache.keep(held)
         self._release()
         linked = sum(result.linked_bytes for result in results)
         slowest = slowest_rank([result.write_s for result in results])
@@ -308,9 +313,9 @@ class CheckpointRoot(Destination):
             },
             **self._notes,
         )
-        added = record.write(self._target.checkpoint_id)
+        added = record.write(self._target.checkpoint_id, partial(self._ledger.record, self.folder))
         if self._target.validate:
-            _require_sound(self.folder, topology.progress)
+            _require_sound(*verify.uncommitted(self.folder, record.manifest), topology.progress)
         if self._memory is not None:
             self._memory.add(record.made)
         return [added + sum(result.total_bytes for result in results), record.manifest_digest]
@@ -328,14 +333,14 @@ class CheckpointRoot(Destination):
 
     def _held(
         self,
-        path: Path,
+        path: Place,
         manifest_digest: str,
         save: PreparedSave[Any],
         results: Sequence[WriteResult],
         places: Sequence[Mapping[str, Any] | None],
     ) -> HeldStep | None:
         """The files of this save that all ranks hold in memory, now that it is committed; None: none are kept."""
-        if self._memory is None:
+        if self._memory is None or not isinstance(path, Path):
             return None
         known = self._target.checkpoint_id, results, save.plan, save.mine.components, save.backend.store
         manifest = partial(_known_manifest, *known)
@@ -343,7 +348,7 @@ class CheckpointRoot(Destination):
             known[0], path, manifest_digest, manifest, [places_from_json(one or {}) for one in places], self._memory
         )
 
-    def _settle(self, topology: Topology, path: Path, results: Sequence[WriteResult]) -> list[str]:
+    def _settle(self, topology: Topology, path: Place, results: Sequence[WriteResult]) -> list[str]:
         """After the commit: remove older checkpoints, and return alarms about state that did not change."""
         target = self._target
         if target.retention.removes or target.remove_others or target.condemned:
@@ -360,8 +365,8 @@ class CheckpointRoot(Destination):
     def discard(self, error: BaseException | None = None) -> None:
         """Release the memory of the save, and remove its folder. No thread writes to it any more."""
         memory, self._memory = self._memory, None
-        if self._roots.host_cache is not None and memory is not None:
-            self._roots.host_cache.drop(self._assigned, memory)
+        if self._host_cache is not None and memory is not None:
+            self._host_cache.drop(self._assigned, memory)
         if isinstance(error, CorruptCheckpointError) and error.file is not None and self._previous is not None:
             self._roots.distrusted.add(self._previous)
         self._ledger.discard_all()
@@ -392,14 +397,14 @@ def _known_manifest(
     )
 
 
-def _is_committed(path: Path) -> str:
+def _is_committed(path: Place) -> str:
     """The end of an error that comes too late to undo the save."""
     return f"{path.name} is committed"
 
 
-def _require_sound(folder: Path, progress: Callable[[int], None]) -> None:
+def _require_sound(folder: Place, manifest: CheckpointManifest | None, progress: Callable[[int], None]) -> None:
     """Read everything back. A damaged file may be linked, and is damaged in the earlier checkpoint too then."""
-    found = verify.examine(folder, progress=progress)
+    found = verify.examine(folder, manifest=manifest, progress=progress)
     if found.problems:
         raise CorruptCheckpointError(
             f"what was written does not read back as it should: {found.problems[0]}",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from ckpt.backends.base import Backend
-from ckpt.catalog.ledger import Ledger, is_removable
+from ckpt.catalog.catalog import catalog_at
+from ckpt.catalog.ledger import is_removable, is_there
 from ckpt.errors import ConfigurationError
+from ckpt.format.places import Place
 from ckpt.ranks.topology import Topology
 from ckpt.saving.arguments import as_saves
 from ckpt.saving.background.background import Background
@@ -55,16 +55,16 @@ class FolderSaves:
         self._settings = settings
         self._background: Background | None = None
         self._num_begun = 0
-        self._begun: list[Path] = []
-        self._doomed: dict[Path, int] = {}  # path -> number of saves that had begun when it was to be removed
+        self._begun: list[Place] = []
+        self._doomed: dict[Place, int] = {}  # path -> number of saves that had begun when it was to be removed
 
     @property
-    def unfinished(self) -> list[Path]:
+    def unfinished(self) -> list[Place]:
         """Paths of the saves in the background that no call has taken note of, the oldest first. Equal on all ranks."""
         num = self._background.num_pending if self._background is not None else 0
         return self._begun[len(self._begun) - num :]
 
-    def save(self, path: Path, collected: Callable[[], RankState]) -> None:
+    def save(self, path: Place, collected: Callable[[], RankState]) -> None:
         """Save, or begin to: in the background the state may change as soon as this returns. Collective.
 
         Args:
@@ -92,7 +92,7 @@ class FolderSaves:
         self._begun = [*self.unfinished, path.absolute()]
         self._background.begin(prepared, started, None)
 
-    def remove(self, path: Path) -> None:
+    def remove(self, path: Place) -> None:
         """Remove a checkpoint once all saves that have begun are committed; if one of them fails, it stays. All ranks call it.
 
         What is no checkpoint stays, with a warning.
@@ -145,9 +145,9 @@ class FolderSaves:
         delete = self._background.delete if self._background is not None else None
         for path in [path for path, number in self._doomed.items() if number <= num_ended]:
             del self._doomed[path]
-            if not self._topology.is_lead or not os.path.lexists(path):
+            if not self._topology.is_lead or not is_there(path):
                 continue
             if is_removable(path):
-                Ledger(path.parent, run_id=str(path), delete=delete).remove(path)
+                catalog_at(path.parent, run_id=str(path), delete=delete).remove(path)
             else:
                 _log.warning("%s is not removed: it is no checkpoint of this package, or was saved under another name", path)

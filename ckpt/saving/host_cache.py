@@ -17,12 +17,12 @@ import torch
 
 from ckpt.backends.base import Backend
 from ckpt.errors import ConfigurationError
-from ckpt.format.held import NOTHING_HELD, HeldFiles, MemoryFile
 from ckpt.format.manifest import CheckpointManifest, digest_of
 from ckpt.format.records import Expected
 from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.saving.writing import Pack, RankWritePlan
+from ckpt.storage.held import NOTHING_HELD, HeldFiles, MemoryFile
 from ckpt.storage.pool import Memories, Pool, PooledSave
 
 

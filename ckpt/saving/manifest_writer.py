@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ckpt.backends.base import Backend
+from ckpt.backends.base import Backend, Contents, no_contents
 from ckpt.catalog.ledger import Commit
 from ckpt.errors import StorageError
-from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.consistency import MAX_FILE_BYTES
-from ckpt.format.durable import replace_durably, write_durably
 from ckpt.format.manifest import (
     CONFIG_NAME,
-    MANIFEST_NAME,
     ArrayEntry,
     CheckpointManifest,
     ComponentManifest,
     digest_of,
     index_name,
 )
+from ckpt.format.manifest_parsing import parse_index
 from ckpt.format.names import PLAIN_NAME
+from ckpt.format.places import Place
+from ckpt.format.records import ArraySpec, ChunkExtent
 from ckpt.planning.plan import SavePlan
 from ckpt.ranks.topology import Topology
 from ckpt.saving.prepared_save import PreparedSave
 from ckpt.saving.writing import WriteResult, joined_checksum, path_of
 from ckpt.state.sharing import EQUAL_COPIES, StateComponent, holders_of
+from ckpt.storage.durable import write_durably
+from ckpt.storage.files_of import files_below
 from ckpt.version import __version__
 
 
@@ -48,6 +51,7 @@ class ManifestWriter:
         beside: files that are in the folder already and belong to the checkpoint, relative to it.
         manifest_digest: of the bytes of the manifest, once it is written.
         made: path -> content of the small files that no rank's index lists.
+        manifest: what was written.
         like: the manifest of the checkpoint that is copied: ranks, sharing, commit and notes are as in it; None: they are of this save.
     """
 
@@ -63,37 +67,41 @@ class ManifestWriter:
     beside: Sequence[str] = ()
     manifest_digest: str = ""
     made: dict[str, bytes] = field(default_factory=dict)
+    manifest: CheckpointManifest | None = None
     like: CheckpointManifest | None = None
 
-    def write(self, checkpoint_id: str) -> int:
+    def write(self, checkpoint_id: str, record: Callable[[bytes], None]) -> int:
         """Join the arrays, write the config and, last, the manifest; return the bytes that this adds.
+
+        Args:
+            record: takes the bytes of the manifest: see `ckpt.catalog.catalog.Catalog.record`.
 
         Raises:
             StorageError: the file of some rank is not visible here.
         """
-        folder, beside = self.save.destination.folder, self.beside
+        folder = self.save.destination.folder
         await_indexes(folder, self.results, self.topology)
-        if self.config_text is not None:
-            write_durably(folder / CONFIG_NAME, self.config_text.encode())
-            beside = [CONFIG_NAME, *beside]
-        self.made = join_arrays(folder, self.save.backend, self.results, self.topology.progress, beside)
-        data = self._manifest(checkpoint_id).to_bytes()
+        config = {} if self.config_text is None else {CONFIG_NAME: self.config_text.encode()}
+        for name, text in config.items():
+            write_beside(folder, name, text)
+        entries = entries_of(self.save.plan, self.save.mine.components, self.save.backend.store)
+        contents = partial(contents_of, folder, entries, self.results)
+        made = join_arrays(folder, self.save.backend, self.results, self.topology.progress, self.beside, contents)
+        self.made = made | config
+        self.manifest = self._manifest(checkpoint_id, entries)
+        data = self.manifest.to_bytes()
         self.manifest_digest = digest_of(data)
         self.topology.require_awaited()
-        replace_durably(folder / MANIFEST_NAME, data)
+        record(data)
         plain: int = sum(size for size, _ in self.results[0].plain_files.values())
         return sum(map(len, self.made.values())) + plain + len(data)
 
-    def _manifest(self, checkpoint_id: str) -> CheckpointManifest:
-        topology = self.topology
+    def _manifest(self, checkpoint_id: str, entries: dict[str, ArrayEntry]) -> CheckpointManifest:
+        topology, folder = self.topology, self.save.destination.folder
         config = self.config_text
+        files = listed_files(self.made, self.results)
         if self.like is not None:
-            return copied(
-                self.like,
-                self.results,
-                entries_of(self.save.plan, self.save.mine.components, self.save.backend.store),
-                listed_files(self.made, self.results),
-            )
+            return copied(self.like, self.results, entries, files, folder)
         return CheckpointManifest(
             checkpoint_id=checkpoint_id,
             timestamp=self.commit.timestamp if self.commit is not None else datetime.now(UTC),
@@ -106,8 +114,9 @@ class ManifestWriter:
                 "groups": {name: [list(ranks) for ranks in group.instances] for name, group in topology.groups.items()},
             },
             components={key: self._component(component) for key, component in self.save.mine.components.items()},
-            arrays=entries_of(self.save.plan, self.save.mine.components, self.save.backend.store),
-            files=listed_files(self.made, self.results),
+            arrays=entries,
+            data=data_of(folder),
+            files=files,
             training_args_hash=digest_of(config.encode()) if config is not None else None,
             ckpt_version=__version__,
             pytorch_version=torch.__version__,
@@ -136,8 +145,9 @@ def copied(
     results: Sequence[WriteResult],
     arrays: Mapping[str, ArrayEntry],
     files: Mapping[str, tuple[int, str]],
+    folder: Place,
 ) -> CheckpointManifest:
-    """The manifest of a copy in another format: ranks, sharing, commit and notes are those of the old one.
+    """The manifest of a copy, into a folder, in another format: ranks, sharing, commit and notes are those of the old one.
 
     Args:
         results: of the ranks that wrote the copy.
@@ -152,7 +162,15 @@ def copied(
         )
         for key, one in like.components.items()
     }
-    return replace(like, components=components, arrays=dict(arrays), files=dict(files), ckpt_version=__version__)
+    return replace(
+        like,
+        components=components,
+        arrays=dict(arrays),
+        files=dict(files),
+        data=data_of(folder),
+        fence=None,
+        ckpt_version=__version__,
+    )
 
 
 def plain_in(key: str, results: Sequence[WriteResult]) -> dict[str, int]:
@@ -165,18 +183,60 @@ def plain_in(key: str, results: Sequence[WriteResult]) -> dict[str, int]:
     }
 
 
+def contents_of(
+    folder: Place, entries: Mapping[str, ArrayEntry], results: Sequence[WriteResult]
+) -> Iterator[tuple[ArraySpec, Mapping[int, ChunkExtent]]]:
+    """Yield every array of a save with the extents of its chunks, by the indexes of all ranks. See `ckpt.backends.base.Contents`."""
+    own = {one.path: one for one in entries.values() if one.path is not None}
+    chunks: dict[str, dict[int, ChunkExtent]] = {path: {} for path in own}
+    packed: dict[str, ArraySpec] = {}
+    with files_below(folder) as files:
+        for rank, result in enumerate(results):
+            if result.index is not None:
+                index = parse_index(files.read(index_name(rank), result.index[0]), index_name(rank))
+                for path, by_number in index.chunks.items():
+                    chunks.setdefault(path, {}).update(by_number)
+                dtypes = {piece.packed: entries[name].dtype for name, some in index.pieces.items() for piece in some}
+                packed |= {path: ArraySpec(path, dtypes[path], (n,), (n,)) for path, n in index.packed.items() if n}
+    for path, by_number in chunks.items():
+        entry = own.get(path)
+        if entry is None:
+            yield packed[path], by_number
+        elif entry.grid is not None:
+            yield ArraySpec(path, entry.dtype, entry.shape, entry.grid), by_number
+
+
+def data_of(folder: Place) -> str | None:
+    """Return `CheckpointManifest.data` of a checkpoint whose other files are at a place."""
+    return None if isinstance(folder, Path) else folder.name
+
+
+def write_beside(folder: Place, name: str, data: bytes) -> None:
+    """Write a small file that no rank's index lists, durably."""
+    if isinstance(folder, Path):
+        write_durably(folder / name, data)
+        return
+    with files_below(folder) as files:
+        files.write(name, data)
+
+
 def join_arrays(
-    folder: Path,
+    folder: Place,
     backend: Backend,
     results: Sequence[WriteResult],
     progress: Callable[[int], None],
     beside: Sequence[str] = (),
+    contents: Contents = no_contents,  # of a save into an object store
 ) -> dict[str, bytes]:
     """Join the arrays of all ranks; return path -> content of the small files that this makes, and of those in `beside`."""
     writers = [rank for rank, result in enumerate(results) if result.wrote_arrays]
     found = {}
-    for path in [*backend.join(folder, writers, progress), *beside]:
-        with CheckpointFolder(folder) as below:
+    given = () if isinstance(folder, Path) else (contents,)
+    joined = backend.join(folder, writers, progress, *given)
+    if isinstance(joined, Mapping):
+        return dict(joined)
+    for path in [*joined, *beside]:
+        with files_below(folder) as below:
             found[path] = below.read(path, MAX_FILE_BYTES)
         progress(len(found[path]))
     return found
@@ -217,8 +277,10 @@ def entries_of(plan: SavePlan, components: Mapping[str, StateComponent], store: 
     return arrays
 
 
-def await_indexes(folder: Path, results: Sequence[WriteResult], topology: Topology) -> None:
-    """Wait until the lead sees every index in full length: network file systems show files late."""
+def await_indexes(folder: Place, results: Sequence[WriteResult], topology: Topology) -> None:
+    """Wait until the lead sees every index in full length: network file systems show files late. An object store shows them at once."""
+    if not isinstance(folder, Path):
+        return
     deadline = time.monotonic() + topology.timeout_s
     for rank, result in enumerate(results):
         path = folder / index_name(rank)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ckpt.backends.base import Backend
-from ckpt.catalog.ledger import Ledger, safe_id
-from ckpt.catalog.verify import examine
+from ckpt.catalog.catalog import catalog_at
+from ckpt.catalog.verify import examine, uncommitted
 from ckpt.errors import ConfigurationError, StorageError
 from ckpt.format.manifest import CheckpointManifest
+from ckpt.format.manifest_parsing import parse_manifest
+from ckpt.format.places import Place
 from ckpt.ranks.topology import Topology, first_difference, slowest_rank
 from ckpt.saving.manifest_writer import ManifestWriter
 from ckpt.saving.planner import Planner
@@ -21,7 +24,7 @@ from ckpt.state.collect import RankState
 
 
 def save_into_new_folder(
-    path: Path, topology: Topology, backend: Backend, collected: Callable[[], RankState]
+    path: Place, topology: Topology, backend: Backend, collected: Callable[[], RankState]
 ) -> SaveReport:
     """Save this rank's state, and that of the others, as a checkpoint at `path`. Collective.
 
@@ -51,7 +54,8 @@ def prepare(
     """
     place.claim(topology)
     mine = collected()
-    return Planner(topology, backend, mine.device).collect_and_prepare(place, mine)
+    planner = Planner.for_place(place.path, topology, backend, mine.device)
+    return planner.collect_and_prepare(place, mine)
 
 
 class NewFolder(Destination):
@@ -64,11 +68,14 @@ class NewFolder(Destination):
         delete: deletes what was replaced, now or later; it has been renamed already.
         validate: every rank reads back what it wrote, before the folder gets its name.
         like, config_text: of the checkpoint that is copied: see `ManifestWriter`.
+
+    Attributes:
+        path: where the checkpoint will be.
     """
 
     def __init__(
         self,
-        path: Path,
+        path: Place,
         *,
         replaces: bool = False,
         delete: Callable[[Path], None] | None = None,
@@ -77,19 +84,19 @@ class NewFolder(Destination):
         config_text: str | None = None,
     ) -> None:
         self.what = f"save into {path}"
-        self._path = path
+        self.path = path
         self._replaces = replaces
         self._validate = validate
         self._like = like
         self._config_text = config_text
-        self._ledger = Ledger(path.parent, run_id=str(path), delete=delete)
+        self._ledger = catalog_at(path.parent, run_id=str(path), delete=delete)
 
     def claim(self, topology: Topology) -> None:
         """Refuse a path where something is that is not to be replaced, before anything is collected. Collective."""
         with topology.phase("claim") as phase:
-            phase.payload = {"path": str(self._path)}
+            phase.payload = {"path": str(self.path)}
             if topology.is_lead and not self._replaces:
-                self._ledger.require_free(self._path)
+                self._ledger.require_free(self.path)
         if (difference := first_difference(phase.payloads)) is not None:
             _, rank, here, on_lead = difference
             raise ConfigurationError(
@@ -98,40 +105,44 @@ class NewFolder(Destination):
             )
 
     def open(self, topology: Topology) -> None:
+        root = self.path.parent
         with topology.phase("open") as phase:
             if topology.is_lead:
-                phase.payload = self._ledger.open(safe_id(self._path.name)).name
-        self.folder = self._path.parent / phase.payloads[0]
+                phase.payload = self._ledger.open_at(self.path).relative_to(root).as_posix()
+        self.folder = root / phase.payloads[0]
         with topology.phase("reach"):
-            require_reachable(self.folder, topology)
+            require_reachable(root, partial(self._ledger.is_seen, self.folder), topology)
 
     def publish(self, save: PreparedSave[Any], results: Sequence[WriteResult], topology: Topology) -> None:
         started = time.perf_counter()
         with topology.phase("commit") as phase:
             if topology.is_lead:
                 writer = ManifestWriter(save, results, topology, self._config_text, like=self._like)
-                added = writer.write(self._path.name)
-                phase.payload = added + sum(result.total_bytes for result in results)
-        num_bytes = phase.payloads[0]
+                added = writer.write(self.path.name, partial(self._ledger.record, self.folder))
+                is_unread = self._validate and not isinstance(self.folder, Path)
+                said = writer.manifest.to_bytes().decode() if is_unread and writer.manifest is not None else None
+                phase.payload = [added + sum(result.total_bytes for result in results), said]
+        num_bytes, said = phase.payloads[0]
         if self._validate:
             with topology.phase("validate"):
-                found = examine(self.folder, writers=[topology.rank], progress=topology.progress)
+                place, told = uncommitted(self.folder, said and parse_manifest(said.encode(), self.what))
+                found = examine(place, writers=[topology.rank], manifest=told, progress=topology.progress)
                 if found.problems:
                     raise StorageError(
-                        f"what was written for {self._path} is not what is read back: {found.problems[0]}"
+                        f"what was written for {self.path} is not what is read back: {found.problems[0]}"
                     )
         with topology.phase("publish") as phase:
 
-            def committed(path: Path) -> None:
+            def committed(path: Place) -> None:
                 phase.stands = f"{path} is committed"
 
             if topology.is_lead:
                 topology.require_awaited()
-                self._ledger.publish_at(self.folder, self._path, replaces=self._replaces, committed=committed)
+                self._ledger.publish_at(self.folder, self.path, replaces=self._replaces, committed=committed)
         seconds = max(result.write_s for result in results) + time.perf_counter() - started
         slowest = slowest_rank([result.write_s for result in results])
         self.report = SaveReport(
-            str(self._path), self._path.name, num_bytes, seconds, seconds, num_bytes, slowest_rank=slowest
+            str(self.path), self.path.name, num_bytes, seconds, seconds, num_bytes, slowest_rank=slowest
         )
 
     def discard(self, error: BaseException | None = None) -> None:

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ckpt.backends.base import Backend
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.gc_pause import gc_paused
+from ckpt.format.places import Place
 from ckpt.memory.device import Device
 from ckpt.planning.plan import PACK_BELOW_BYTES, SavePlan, plan_save
 from ckpt.ranks.topology import Topology
-from ckpt.saving.prepared_save import Place, PreparedSave
+from ckpt.saving.prepared_save import PreparedSave, To
 from ckpt.saving.writing import PACKED_BYTES, RankWritePlan, plain_files
 from ckpt.state.collect import MergedRows, RankState, exchange_tables, settle_plain
+
+PACK_BELOW_IN_STORES = 8 << 20
+"""In an object store arrays are packed up to an eighth of a segment: by default they are from 64 KiB on not."""
+
+MANY_OBJECTS = 10_000
+"""Of one save: more are told of."""
+
+_log = logging.getLogger("ckpt")
 
 
 class Planner:
@@ -25,6 +36,17 @@ class Planner:
         pack_below_bytes: arrays whose global size is smaller are packed.
     """
 
+    @classmethod
+    def for_place(
+        cls, place: Place, topology: Topology, backend: Backend, device: Device, *, packed_bytes: int = PACKED_BYTES
+    ) -> Planner:
+        """A planner of saves to a place: in a store, where each object is a request, a format of a file for each chunk packs more."""
+        packs_more = not isinstance(place, Path) and backend.store == "zarr"
+        below = PACK_BELOW_IN_STORES if packs_more else PACK_BELOW_BYTES
+        planner = cls(topology, backend, device, packed_bytes=packed_bytes, pack_below_bytes=below)
+        planner._counts_objects = packs_more
+        return planner
+
     def __init__(
         self,
         topology: Topology,
@@ -34,6 +56,7 @@ class Planner:
         packed_bytes: int = PACKED_BYTES,
         pack_below_bytes: int = PACK_BELOW_BYTES,
     ) -> None:
+        self._counts_objects = False
         self.topology = topology
         self._backend = backend
         self._device = device
@@ -45,11 +68,11 @@ class Planner:
 
     def prepare(
         self,
-        place: Place,
+        place: To,
         mine: RankState,
         summaries: Sequence[Mapping[str, Any]],
         check: Callable[[], object] = lambda: None,
-    ) -> PreparedSave[Place]:
+    ) -> PreparedSave[To]:
         """Agree on plain values and on who writes what. Collective.
 
         Args:
@@ -65,7 +88,7 @@ class Planner:
         files = plain_files(plain, mine.components, self.topology)
         return PreparedSave(place, mine, plan, share, files, self._backend, self._device)
 
-    def collect_and_prepare(self, place: Place, mine: RankState) -> PreparedSave[Place]:
+    def collect_and_prepare(self, place: To, mine: RankState) -> PreparedSave[To]:
         """Exchange summaries, and `prepare`. Collective."""
         with self.topology.phase("collect") as phase:
             phase.payload = mine.summary()
@@ -82,5 +105,17 @@ class Planner:
                 share = RankWritePlan(
                     plan, tasks, mine.components, self.topology, packed_bytes=packed_bytes, store=store
                 )
+            if self._counts_objects and self.topology.is_lead:
+                _tell_of_objects(plan)
             self._key, self._found = table_digests, (plan, share)
         return self._found
+
+
+def _tell_of_objects(plan: SavePlan) -> None:
+    """Warn of a save that makes very many objects: each is a request, and costs money."""
+    count = sum(len(array.writers) + 1 for array in plan.arrays.values() if array.grid is not None)
+    if count > MANY_OBJECTS:
+        _log.warning(
+            "each save in the format zarr makes about %d objects, each of them a request; tensorstore makes one for each segment of a rank",
+            count,
+        )

@@ -9,19 +9,18 @@
 
 from __future__ import annotations
 
-import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from ckpt.backends.base import Backend, Previous
 from ckpt.errors import StorageError
+from ckpt.format.places import Place
 from ckpt.memory.device import Device
 from ckpt.planning.plan import SavePlan
 from ckpt.ranks.topology import Topology
@@ -29,7 +28,7 @@ from ckpt.saving.gathering import ByteSource, LiveTensors
 from ckpt.saving.writing import PlainFiles, RankWritePlan, Write, WriteJob, WriteResult
 from ckpt.state.collect import RankState
 
-Place = TypeVar("Place", bound="Destination")
+To = TypeVar("To", bound="Destination")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ class Destination(ABC):
     """
 
     what: str
-    folder: Path
+    folder: Place
     report: SaveReport | None = None
 
     @abstractmethod
@@ -112,7 +111,7 @@ class Destination(ABC):
 
 
 @dataclass
-class PreparedSave(Generic[Place]):
+class PreparedSave(Generic[To]):
     """One planned save: `run` opens its destination, writes and publishes. Made by `ckpt.saving.planner.Planner`.
 
     Attributes:
@@ -120,7 +119,7 @@ class PreparedSave(Generic[Place]):
         slivers: sender -> the partial chunks that it sent to this rank, end to end. Released by `write`.
     """
 
-    destination: Place
+    destination: To
     mine: RankState
     plan: SavePlan
     share: RankWritePlan
@@ -171,14 +170,17 @@ class PreparedSave(Generic[Place]):
         self.destination.publish(self, [WriteResult(**tree) for tree in results], topology)
 
 
-def require_reachable(folder: Path, topology: Topology) -> None:
-    """Wait at most 30 s until this rank sees the lead's new folder; network file systems show it late, a disk of another host never."""
+def require_reachable(root: Place, is_seen: Callable[[], bool], topology: Topology) -> None:
+    """Wait at most 30 s until this rank sees what the lead has opened; network file systems show it late, a disk of another host never.
+
+    Args:
+        is_seen: see `ckpt.catalog.catalog.Catalog.is_seen`.
+    """
     deadline = time.monotonic() + min(topology.timeout_s / 2, 30.0)
-    while not folder.is_dir():
+    while not is_seen():
         if time.monotonic() > deadline:
             raise StorageError(
-                f"checkpoint root {folder.parent} is not shared by the ranks: rank {topology.rank} does not see the folder that rank 0 "
-                "made there. Put output_dir on a file system that all hosts mount."
+                f"checkpoint root {root} is not shared by the ranks: rank {topology.rank} does not see what rank 0 made there. Put "
+                "output_dir on a file system that all hosts mount, or into one object store."
             )
-        os.listdir(folder.parent)  # makes NFS clients ask again
         time.sleep(0.05)

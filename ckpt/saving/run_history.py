@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+from ckpt.catalog.catalog import Catalog
 from ckpt.catalog.committed import Committed, runs_of
 from ckpt.catalog.incremental import linked_with
-from ckpt.catalog.ledger import Ledger
 from ckpt.catalog.retention import Retention
 from ckpt.errors import CheckpointExistsError, CheckpointGoneError, CheckpointNotFoundError, CorruptCheckpointError
+from ckpt.format.places import Place, place_of
 from ckpt.loading.loader import committed_newest_first
 from ckpt.loading.report import LoadReport, Status, some_of
 from ckpt.ranks.topology import Topology
@@ -45,10 +45,10 @@ class RunHistory:
         self._retention = retention
         self._overwrite = overwrite
         self._loaded_name = ""
-        self._damaged: dict[Path, str] = {}
-        self._condemned: dict[Path, str] = {}
+        self._damaged: dict[Place, str] = {}
+        self._condemned: dict[Place, str] = {}
 
-    def require_no_newer(self, root: Path) -> None:
+    def require_no_newer(self, root: Place) -> None:
         """Refuse a save into output_dir as long as `newer` lists any.
 
         Raises:
@@ -60,7 +60,7 @@ class RunHistory:
                 "now would lie among them, as one history. Set them aside with overwrite=True, or save to another output_dir"
             )
 
-    def target(self, root: Path, checkpoint_id: str, *, validate: bool, **notes: Any) -> SaveTarget:
+    def target(self, root: Place, checkpoint_id: str, *, validate: bool, **notes: Any) -> SaveTarget:
         """Describe a save. Only in output_dir it removes or moves checkpoints of other names.
 
         Args:
@@ -81,7 +81,7 @@ class RunHistory:
 
     def add(self, report: SaveReport) -> None:
         """Note a save that was committed, and with it what was to be removed."""
-        path = Path(report.path)
+        path = place_of(report.path)
         self._damaged.pop(path, None)
         if self._roots.is_home(path.parent):
             self._overwrite = False
@@ -96,7 +96,7 @@ class RunHistory:
         Raises:
             FolderInUseError: they are to be set aside, and another run saves into output_dir.
         """
-        path, home = Path(loaded.path), self._roots.home
+        path, home = place_of(loaded.path), self._roots.home
         ledger = self._roots.ledger_of(home)
         with self._topology.operation(f"load of {path.name}"), self._topology.phase("look for newer") as phase:
             if self._topology.is_lead:
@@ -114,7 +114,7 @@ class RunHistory:
         if phase.payloads[0]["is_here"]:
             self._overwrite = False  # what is left is the history that goes on
 
-    def _of_history(self, newer: Sequence[Committed], loaded: LoadReport, ledger: Ledger) -> list[Committed]:
+    def _of_history(self, newer: Sequence[Committed[Place]], loaded: LoadReport, ledger: Catalog[Any]) -> list[Committed[Place]]:
         """Those of newer checkpoints that go on from the loaded one, or from one before it."""
         if self._roots.shared_root:
             living = ledger.living()
@@ -123,20 +123,20 @@ class RunHistory:
 
     def go_on_from(self, loaded: LoadReport) -> None:
         """Go on with the history of a loaded checkpoint of output_dir: retention counts what is not newer than it as this run's own."""
-        path = Path(loaded.path)
+        path = place_of(loaded.path)
         if self._roots.is_home(path.parent) and not self._overwrite:
             self._history |= loaded.history
         if any(one.status is Status.FAILED for one in loaded.components):
             self._roots.distrusted.add(path)
 
-    def load_newest(self, load: Callable[[Path], LoadReport]) -> LoadReport:
+    def load_newest(self, load: Callable[[Place], LoadReport]) -> LoadReport:
         """Load the newest sound checkpoint of output_dir. If one is removed while it is read, search again. Collective.
 
         Raises:
             CheckpointNotFoundError: there is none.
             CorruptCheckpointError: all are damaged.
         """
-        passed_over: dict[Path, str] = {}
+        passed_over: dict[Place, str] = {}
         paths, num_gone = self._find(), 0
         while (path := next((one for one in paths if one not in passed_over), None)) is not None:
             try:
@@ -162,15 +162,15 @@ class RunHistory:
         reasons = "; ".join(passed_over.values())
         raise CorruptCheckpointError(f"every checkpoint in {self._roots.home} is damaged: {reasons}")
 
-    def _find(self) -> list[Path]:
+    def _find(self) -> list[Place]:
         """The committed checkpoints in output_dir as the lead sees them, the newest first."""
         home = self._roots.home
         with self._topology.operation(f"search for checkpoints in {home}"), self._topology.phase("find") as phase:
             if self._topology.is_lead:
                 phase.payload = [str(path) for path in committed_newest_first(home)]
-        return [Path(path) for path in phase.payloads[0]]
+        return [place_of(path) for path in phase.payloads[0]]
 
-    def _pass_over(self, path: Path, error: CorruptCheckpointError, passed_over: dict[Path, str]) -> None:
+    def _pass_over(self, path: Place, error: CorruptCheckpointError, passed_over: dict[Place, str]) -> None:
         """Note a damaged checkpoint, and those that share the damaged file."""
         passed_over[path] = str(error)
         if self._topology.is_lead:
@@ -180,7 +180,7 @@ class RunHistory:
         if sharing:
             self._condemned |= {path: str(error), **sharing}
 
-    def _sharing_damage(self, path: Path, error: CorruptCheckpointError) -> dict[Path, str]:
+    def _sharing_damage(self, path: Place, error: CorruptCheckpointError) -> dict[Place, str]:
         """The checkpoints that link the damaged file of this one, and what is wrong with them."""
         if error.file is None:
             return {}
@@ -188,6 +188,6 @@ class RunHistory:
             if self._topology.is_lead:
                 phase.payload = [str(other) for other in linked_with(path.parent, path, [error.file])]
         return {
-            Path(other): f"{error.file} is one and the same file as that of {path.name}, which is damaged"
+            place_of(other): f"{error.file} is one and the same file as that of {path.name}, which is damaged"
             for other in phase.payloads[0]
         }

@@ -54,7 +54,9 @@ class Saver:
         self._roots = roots
         self._pattern_check = check_choice(pattern_check)
         self._was_examined = False
-        self._planner = Planner(run.topology, run.backend, run.device, packed_bytes=packed_bytes)
+        self._planner = Planner.for_place(
+            roots.home, run.topology, run.backend, run.device, packed_bytes=packed_bytes
+        )
         self._fits: RankWritePlan | None = None
         self._stale_check = StaleStateCheck(run.components)
         self._sharing = AutoSharing(run.components, run.topology)

@@ -19,7 +19,6 @@ from ckpt.errors import CorruptCheckpointError, MissingStateError
 from ckpt.format.box import whole
 from ckpt.format.digests import BlockDigests
 from ckpt.format.dtypes import torch_dtype
-from ckpt.format.held import HeldFiles
 from ckpt.format.manifest import ArrayEntry, index_name
 from ckpt.format.names import step_of
 from ckpt.format.records import ChunkExtent
@@ -28,6 +27,7 @@ from ckpt.memory.huge_pages import Scratch
 from ckpt.ranks.topology import Topology
 from ckpt.saving.host_cache import HeldStep, HostCache
 from ckpt.state.sharing import OWN_COPIES, SharingPattern
+from ckpt.storage.held import HeldFiles
 
 
 class WeightSender(Protocol):

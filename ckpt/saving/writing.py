@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from json.encoder import encode_basestring_ascii as quoted
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from ckpt.format.dtypes import contiguous, item_bytes, torch_dtype
 from ckpt.format.gc_pause import gc_paused
 from ckpt.format.manifest import Index, PackedPiece, digest_of, index_name
 from ckpt.format.names import PLAIN_NAME, encode_key
+from ckpt.format.places import Place
 from ckpt.format.records import ArraySpec, Content, Expected, FileRecord, changed_in_memory, stored_shape
 from ckpt.planning.plan import ChunkTask, PackTask, RankPlan, SavePlan, SliverTask
 from ckpt.ranks.topology import Topology
@@ -121,7 +121,7 @@ class WriteJob:
         previous: the checkpoint that unchanged chunks are linked to.
     """
 
-    folder: Path
+    folder: Place
     backend: Backend
     plain: PlainFiles
     slivers: Mapping[int, bytes] = field(default_factory=dict)
@@ -372,7 +372,7 @@ def plain_files(
     for key, rows in plain.items():
         component = components[key]
         if rows and topology.rank == next(r for r in holders_of(component, topology) if topology.rank in r)[0]:
-            files[f"{key}/{component.sharing.prefix(topology)}{PLAIN_NAME}"] = (key, _plain_to_bytes(rows))
+            files[f"{key}/{component.sharing.prefix(topology)}{PLAIN_NAME}"] = (key, plain_to_bytes(rows))
     return files
 
 
@@ -458,7 +458,7 @@ def _component_of(name: str) -> str:
     return name.partition("/")[0]
 
 
-def _plain_to_bytes(rows: Mapping[str, Any]) -> bytes:
+def plain_to_bytes(rows: Mapping[str, Any]) -> bytes:
     """One line for each value: `[path, value]`, or `[path]` for a tensor."""
     lines = ",\n".join(map(_row_to_text, rows.values()))
     return f"[\n{lines}\n]\n".encode()

@@ -2,10 +2,11 @@
 
 Files:
 
-    statefuls, wrappers     modules, optimizers and random generators as components; names without wrappers
+    statefuls, optimizer_state, wrappers   modules, optimizers and random generators as components; names without wrappers
     sharing, provider       sharing patterns, which say what ranks hold a component; trainers that declare their components
     abilities               optional methods and attributes of a component's object
     flatten, plain          flattens nested state dicts and rebuilds them; plain values as JSON
+    tensor_classes          tensors of other classes than torch's own, kept or refused
     sharded_base, sharded_tensor   tensors with their position in a global tensor
     address                 position of a leaf in its global array
     collect                 the state of one rank for a save; exchange of plain values and address tables

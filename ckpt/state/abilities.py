@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard, TypeVar
 
 from ckpt.format.manifest import ArrayEntry
@@ -31,18 +31,29 @@ class PreparedFrom(Protocol):
     """Decides from all that was saved what a load fills, and how its tensors are named."""
 
     def prepare_from(
-        self, saved: Mapping[str, ArrayEntry], plain: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]]
+        self,
+        saved: Mapping[str, ArrayEntry],
+        plain: Mapping[str, Any],
+        paths: Mapping[str, tuple[Any, ...]],
+        *,
+        cast: bool = False,
     ) -> None:
         """Make the tensors for a load to fill. Called on every rank before `state_dict()`.
 
         Args:
             saved: joined key -> saved tensor.
             plain: joined key -> plain value.
-            paths: joined key -> path in the nested state dict; of a tensor only if `is_named` did not hold.
+            paths: joined key -> path in the nested state dict; of tensors only those in `paths_to_save`.
+            cast: the load converts state of this object that would otherwise keep the data type it was saved in.
         """
 
-    def is_named(self, key: str, path: tuple[Any, ...]) -> bool:
-        """Whether the object finds the path of a tensor from its joined key, so that it need not be saved."""
+    def paths_to_save(self, tensors: Collection[str], paths: Mapping[str, tuple[Any, ...]]) -> Collection[str]:
+        """Return the joined keys of the tensors whose paths, or whose order among others, the object does not find by itself.
+
+        Args:
+            tensors: joined keys of all tensors.
+            paths: joined key -> path in the nested state dict, of all leaves, in its order.
+        """
 
 
 class Forgetful(Protocol):

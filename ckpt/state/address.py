@@ -8,12 +8,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ckpt.errors import ConfigurationError, ShardingError
+from ckpt.errors import ShardingError
 from ckpt.errors.imports import private_name
 from ckpt.format.box import Box, whole
 from ckpt.format.dtypes import is_dtensor, zarr_name
 from ckpt.planning.tables import Address
 from ckpt.state.sharded_tensor import ShardedTensor
+from ckpt.state.tensor_classes import require_dense
 
 
 def local_tensor(leaf: torch.Tensor | ShardedTensor) -> torch.Tensor:
@@ -29,8 +30,9 @@ def local_tensor(leaf: torch.Tensor | ShardedTensor) -> torch.Tensor:
 
 def _local_part(leaf: Any) -> torch.Tensor:
     if not torch.is_grad_enabled():
-        local: torch.Tensor = leaf.to_local()
-        return local
+        local = leaf.to_local()
+        found: torch.Tensor = local.wait() if hasattr(local, "trigger_wait") else local  # of a collective that is under way
+        return found
     with torch.no_grad():  # otherwise to_local() goes through autograd, and takes ten times as long
         return _local_part(leaf)
 
@@ -51,37 +53,9 @@ def place_of(leaf: torch.Tensor | ShardedTensor, name: str) -> tuple[str, tuple[
         return zarr_name(leaf.dtype), leaf.global_shape, _only_piece(leaf, name)[0]
     if is_dtensor(leaf):
         return zarr_name(leaf.dtype), tuple(leaf.shape), _box_of(leaf, name)
-    require_dense(leaf, name)
+    if leaf.is_meta:
+        require_dense(leaf, name)
     return _all_of(leaf.dtype, leaf.shape)
-
-
-def require_dense(tensor: torch.Tensor, name: str) -> None:
-    """Refuse a tensor whose elements are not memory of its own.
-
-    Raises:
-        ConfigurationError: it is sparse, nested, quantized, of MKL-DNN, without data, or of a class that wraps other tensors.
-    """
-    kind = type(tensor)
-    if kind not in _ORDINARY:
-        if torch.nn.parameter.is_lazy(tensor):
-            raise _no_memory(name, "not initialized yet", "run the model once before the save")
-        if hasattr(kind, "__tensor_flatten__") or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            raise _no_memory(
-                name, f"a {kind.__module__}.{kind.__qualname__}, which wraps other tensors", "give those, or a tensor made of it"
-            )
-    if tensor.layout is not torch.strided:
-        raise _no_memory(name, f"of the layout {tensor.layout}", "give to_dense() of it, or its parts")
-    if tensor.is_quantized:
-        raise _no_memory(name, "quantized", "give int_repr() of it, and scale and zero point")
-    if tensor.is_meta:
-        raise _no_memory(name, "on the device meta, where it has no values", "materialize the model first")
-
-
-def _no_memory(name: str, what: str, advice: str) -> ConfigurationError:
-    return ConfigurationError(f"{name} is {what}, which is not kept: {advice}, or leave it out")
-
-
-_ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
 @lru_cache(maxsize=4096)
@@ -114,9 +88,10 @@ def _box_of(tensor: Any, name: str) -> Box:
     box = known.get(layout)
     if box is None:
         box = known[layout] = _computed_box(tensor, name)
-    local = local_tensor(tensor).shape
-    if local != box.shape:
-        raise ShardingError(f"{name}: the local tensor has shape {tuple(local)}, its placements say {box.shape}")
+    local = local_tensor(tensor)
+    require_dense(local, name)
+    if local.shape != box.shape:
+        raise ShardingError(f"{name}: the local tensor has shape {tuple(local.shape)}, its placements say {box.shape}")
     return box
 
 

@@ -48,6 +48,7 @@ from ckpt.state.sharing import (
     holders_of,
     level_of,
 )
+from ckpt.state.tensor_classes import require_dense
 
 Held = tuple[tuple[Box, torch.Tensor], ...]
 """(Box in global coordinates, this rank's memory) of one array. A leaf is one box, a flattened range several."""
@@ -104,6 +105,7 @@ class RankState:
         addresses = []
         for key, shape, box, values in pieces:
             name = f"{component.key}/{key}"
+            require_dense(values, name)
             addresses.append(Address(name, zarr_name(values.dtype), tuple(shape), box))
             held.setdefault(name, []).append((box, values.detach()))
         return cls(
@@ -329,7 +331,7 @@ def _plain_rows(component: StateComponent, leaves: Leaves, tied: Collection[str]
     stateful = component.stateful
     tensors: Collection[str] = dict.fromkeys((*leaves.tensors, *tied))
     if offers(stateful, PreparedFrom):
-        tensors = {key for key in tensors if not stateful.is_named(key, leaves.paths[key])}
+        tensors = stateful.paths_to_save(tensors, leaves.paths)
     elif offers(stateful, Prepared):
         tensors = ()
     return rows_of(leaves, component.key, paths_of=tensors)

@@ -31,8 +31,8 @@ import msgspec
 import numpy as np
 import torch
 
-from ckpt.errors import ConfigurationError, CorruptCheckpointError, sentence
-from ckpt.format.strict_json import Refused, Shape
+from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, sentence
+from ckpt.format.strict_json import Refused, Shape, fraction
 
 if TYPE_CHECKING:
     from ckpt.format.unpickling import UnknownObject
@@ -109,7 +109,7 @@ def refusing_values(label: str) -> Iterator[None]:
     except RecursionError:
         raise CorruptCheckpointError(f"{label} is nested too deeply") from None
     except (msgspec.MsgspecError, *_INVALID_DATA) as error:
-        if isinstance(error, CorruptCheckpointError):
+        if isinstance(error, CheckpointError):
             raise
         reason = str(error) if isinstance(error, Refused) else sentence(error)
         raise CorruptCheckpointError(f"{label} is invalid: {reason}") from error
@@ -119,6 +119,17 @@ def filled(namespace: Any, attributes: Mapping[Any, Any]) -> Any:
     """Set attributes. The constructor of a namespace refuses names such as `self`, or that are not strings."""
     vars(namespace).update(attributes)
     return namespace
+
+
+def imported(module: str, qualname: str) -> Any:
+    """Return what a module that this process has imported holds under a name; None if there is nothing.
+
+    Loading a checkpoint must not import anything. So this reads `__dict__`: a module's `__getattr__` may import.
+    """
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, "__dict__", {}).get(part)
+    return found
 
 
 def factory_name(value: defaultdict[Any, Any], label: str) -> str:
@@ -239,9 +250,14 @@ def _sorted(value: Any, label: str) -> list[Any]:
     return sorted(_list(value, label), key=json.dumps)
 
 
+def with_attributes(value: Any, label: str) -> ConfigurationError:
+    """The error for a dictionary that has attributes beside its items."""
+    return ConfigurationError(f"{label} is a {type(value).__name__} with attributes of its own; give a plain one")
+
+
 def _pairs(value: Any, label: str) -> list[Any]:
     if getattr(value, "__dict__", None):
-        raise ConfigurationError(f"{label} is a {type(value).__name__} with attributes of its own; give a plain one")
+        raise with_attributes(value, label)
     return [[_json(key, label), _json(item, label)] for key, item in value.items()]
 
 
@@ -295,9 +311,11 @@ def _isoformat(value: Any, label: str) -> str:
     text: str = value.isoformat()
     back = type(value).fromisoformat(text)
     zones = [getattr(one, "tzinfo", None) for one in (value, back)]
-    if repr(zones[0]) != repr(zones[1]) or getattr(value, "fold", 0) != getattr(back, "fold", 0):
+    has_fold = getattr(value, "fold", 0) != getattr(back, "fold", 0)
+    if has_fold or repr(zones[0]) != repr(zones[1]):
+        what = "with fold=1" if has_fold else f"of the time zone {zones[0]!r}"
         raise ConfigurationError(
-            f"{label} is a {type(value).__name__} of the time zone {zones[0]!r}; give it without one, in UTC, or with a fixed offset"
+            f"{label} is a {type(value).__name__} {what}; give it without one, in UTC, or with a fixed offset"
         )
     return text
 
@@ -331,6 +349,13 @@ def _from_scalar(data: Any) -> Any:
 def _from_complex(data: Any) -> complex:
     real, imaginary = msgspec.convert(data, tuple[str, str])
     return complex(float(real), float(imaginary))
+
+
+def _decimal(text: str) -> Decimal:
+    made = Decimal(text)
+    if str(made) != text:
+        raise Refused(f"{text!r:.40} is not what a Decimal is written as")
+    return made
 
 
 def _named(value: Any, label: str) -> str:
@@ -369,8 +394,8 @@ KINDS = (
     Kind(io.BytesIO, lambda value, label: _base64(value.getvalue(), label), lambda data: io.BytesIO(_bytes(data)), "BytesIO"),
     Kind(complex, lambda value, label: [repr(value.real), repr(value.imag)], _from_complex, "complex"),
     Kind(range, lambda value, label: [value.start, value.stop, value.step], lambda data: range(*msgspec.convert(data, list[int])), "range"),
-    Kind(Decimal, _text, _of_text(Decimal), "Decimal"),
-    Kind(Fraction, _text, _of_text(Fraction), "Fraction"),
+    Kind(Decimal, _text, _of_text(_decimal), "Decimal"),
+    Kind(Fraction, _text, _of_text(fraction), "Fraction"),
     Kind(uuid.UUID, _text, _of_text(uuid.UUID), "UUID"),
     Kind(type(Path()), _text, _of_text(Path), "Path"),
     Kind(PurePosixPath, _text, _of_text(PurePosixPath), "PurePosixPath"),
@@ -408,13 +433,8 @@ def _enum_from_json(data: Any) -> enum.Enum | UnknownObject:
 
 
 def _enum_member(module: str, qualname: str, given: str | int) -> enum.Enum | None:
-    """Return the member of this name, or the flags of this value, of a class that this process has imported; None if not found.
-
-    Loading a checkpoint must not import anything. So this reads `__dict__`: a module's `__getattr__` may import.
-    """
-    found: Any = sys.modules.get(module)
-    for part in qualname.split("."):
-        found = getattr(found, "__dict__", {}).get(part)
+    """Return the member of this name, or the flags of this value, of a class that this process has imported; None if not found."""
+    found = imported(module, qualname)
     if not (isinstance(found, type) and issubclass(found, enum.Enum)):
         return None
     if isinstance(given, str):

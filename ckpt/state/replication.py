@@ -24,7 +24,7 @@ import torch
 import xxhash
 
 from ckpt.errors import ConfigurationError, ReplicationError
-from ckpt.format.dtypes import as_integers, is_dtensor, raw_bytes
+from ckpt.format.dtypes import as_integers, is_dtensor, raw_bytes, real_numbers
 from ckpt.state.abilities import RankPrivate, offers
 from ckpt.state.address import address_of, local_tensor
 from ckpt.state.flatten import TensorLeaf
@@ -464,7 +464,7 @@ def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     if a.dtype.is_complex:
         gaps = (a.to(torch.complex128) - b.to(torch.complex128)).abs().numpy()
     elif a.dtype.is_floating_point:
-        gaps = (a.to(torch.float64) - b.to(torch.float64)).abs().numpy()
+        gaps = (real_numbers(a) - real_numbers(b)).abs().flatten().numpy()
     else:
         left, right = (t.to(torch.uint8).numpy() if t.dtype is torch.bool else t.numpy() for t in (a, b))
         gaps = np.where(left > right, left, right).astype(np.uint64) - np.where(left > right, right, left).astype(

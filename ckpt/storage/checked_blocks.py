@@ -24,8 +24,8 @@ from mmap import mmap
 
 import xxhash
 
-from ckpt.format.held import MemoryFile
 from ckpt.format.records import ChunkExtent
+from ckpt.storage.held import MemoryFile
 from ckpt.storage.host_memory import can_be_shared, mapped, mapped_at, shared
 
 _NUM_MARKS = 1 << 17

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt.errors import CheckpointError, ConfigurationError
-from ckpt.format.checkpoint_files import CheckpointFolder
-from ckpt.format.removal import empty, remove
 from ckpt.ranks.waiting import start
+from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.files import naming, reserve, start_writeback, write_all
 from ckpt.storage.host_memory import private
 from ckpt.storage.pool import PoolFile
+from ckpt.storage.removal import empty, remove
 
 ALIGNED = 4096
 """Direct I/O needs memory, offsets and lengths in multiples of the disk's block, which is at most this."""
@@ -55,14 +55,21 @@ class Buffers:
     Args:
         buffer_mib: of all buffers of one writer together, in MiB.
         direct_io: False: no file is written directly.
+        segment_mib: in an object store, length of an object that holds several values, and of each buffer for one.
+
+    Attributes:
+        segment_bytes: `segment_mib` in bytes.
 
     Raises:
-        ConfigurationError: `buffer_mib` is below 1.
+        ConfigurationError: `buffer_mib` or `segment_mib` is below 1.
     """
 
-    def __init__(self, *, buffer_mib: int, direct_io: bool) -> None:
-        if buffer_mib < 1:
-            raise ConfigurationError(f"buffer_mib={buffer_mib}: give 1 or more")
+    def __init__(self, *, buffer_mib: int, direct_io: bool, segment_mib: int = 64) -> None:
+        for name, mib in (("buffer_mib", buffer_mib), ("segment_mib", segment_mib)):
+            if mib < 1:
+                raise ConfigurationError(f"{name}={mib}: give 1 or more")
+        self.segment_bytes = segment_mib << 20
+        self._idle_segments: list[memoryview] = []
         self._num_bytes = (buffer_mib << 20) // NUM_BUFFERS
         self._idle: list[list[memoryview]] = []
         self._told_of_links = False
@@ -77,6 +84,15 @@ class Buffers:
 
     def give_back(self, buffers: list[memoryview]) -> None:
         self._idle.append(buffers)
+
+    def take_segment(self) -> memoryview:
+        """Return memory for an object; pass it to `give_back_segment` later. Any thread."""
+        with suppress(IndexError):
+            return self._idle_segments.pop()
+        return memoryview(private(self.segment_bytes))
+
+    def give_back_segment(self, segment: memoryview) -> None:
+        self._idle_segments.append(segment)
 
     def refuse(self, path: Path, error: OSError, *, tell: bool) -> None:
         """Use the page cache from now on; log a warning once."""
@@ -103,7 +119,8 @@ class Buffers:
     def __reduce__(self) -> tuple[Callable[[], Buffers], tuple[()]]:
         """A copy, for another process, gets its own memory."""
         mib = self._num_bytes * NUM_BUFFERS >> 20
-        return partial(Buffers, buffer_mib=mib, direct_io=self.direct_io), ()
+        segment_mib = self.segment_bytes >> 20
+        return partial(Buffers, buffer_mib=mib, direct_io=self.direct_io, segment_mib=segment_mib), ()
 
 
 class NewFile(NamedTuple):

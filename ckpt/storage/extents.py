@@ -22,11 +22,14 @@ import numpy as np
 import torch
 
 from ckpt.errors import CorruptCheckpointError
-from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.digests import BlockDigests
-from ckpt.format.held import NOTHING_HELD, HeldFiles
+from ckpt.format.places import Place
 from ckpt.format.records import ALIGNMENT, ChunkExtent
 from ckpt.storage.checked_blocks import CheckedBlocks
+from ckpt.storage.checkpoint_files import CheckpointFolder
+from ckpt.storage.files_of import files_below
+from ckpt.storage.held import NOTHING_HELD, HeldFiles
+from ckpt.storage.objects.files import ObjectFiles
 from ckpt.storage.runs import TensorRun, WantedBox
 from ckpt.storage.wanted_bytes import Span, WantedBytes, first_name, is_on_host, memory_of, scatter
 
@@ -42,6 +45,9 @@ PROBED_BYTES = 2 << 20
 """The page cache is asked for one byte of so many. The kernel reads ahead, and drops, less at once."""
 
 _CAN_READ_AHEAD = hasattr(os, "posix_fadvise") and hasattr(os, "RWF_NOWAIT")
+_OBJECT = -1
+"""In place of a descriptor: the file is an object, which is not opened."""
+
 _Array = np.ndarray[Any, Any]
 
 
@@ -67,7 +73,7 @@ class ExtentReader:
     """Reads raw chunks of one checkpoint, for one rank and one load. A context manager: it keeps files open.
 
     Args:
-        root: the checkpoint folder, to which extents are relative.
+        root: the place of the checkpoint's files, to which extents are relative.
         verify: read whole blocks and compare their digests; if not, read little more than what is wanted.
         progress: called with a number of bytes as they arrive.
         read_at: reads an open file, as `os.preadv` does.
@@ -84,7 +90,7 @@ class ExtentReader:
 
     def __init__(
         self,
-        root: Path,
+        root: Place,
         *,
         verify: bool = True,
         progress: Callable[[int], None] = _nothing,
@@ -97,13 +103,14 @@ class ExtentReader:
     ) -> None:
         self._in_order = in_order
         self._held = held
-        self._checked = checked
+        self._checked = checked if isinstance(root, Path) else None
         self._slab_bytes = slab_bytes or SLAB_BYTES
         self._landing = landing
         self.bytes_read = 0
-        self._read_at = read_at
         self._root = root
-        self._folder = CheckpointFolder(root)
+        self._folder = files_below(root)
+        self._read_at = read_at
+        self._read_object = self._folder.read_at if isinstance(self._folder, ObjectFiles) else None
         self._verify = verify
         self._progress = progress
         self._files: OrderedDict[str, int] = OrderedDict()
@@ -182,7 +189,8 @@ class ExtentReader:
 
     def _is_read_through_cache(self, chunk: ChunkExtent) -> bool:
         """Whether reads of a chunk go through the kernel's page cache, and the kernel can be asked about it."""
-        return self._read_at is os.preadv and _CAN_READ_AHEAD and chunk.file not in self._held
+        is_read_here = self._read_at is os.preadv and self._read_object is None
+        return is_read_here and _CAN_READ_AHEAD and chunk.file not in self._held
 
     def unit_of(self, chunk: ChunkExtent) -> int:
         """Return the granularity of reads of a chunk, in bytes: a block under one digest, if digests are checked."""
@@ -322,9 +330,13 @@ class ExtentReader:
         missing = list(pieces)
         is_held = chunk.file in self._held
         read_at = self._held.read_at(chunk.file) if is_held else self._read_at
+        if self._read_object is not None and not is_held:
+            read_at = partial(_read_from, self._read_object, chunk.file)
         while missing:
             try:
                 got = read_at(fd, missing[:1024], at)
+            except FileNotFoundError as error:  # an object is looked for when it is read
+                raise self._missing(chunk.file, name) from error
             except OSError as error:
                 raise OSError(error.errno, error.strerror, str(self._root / chunk.file)) from error
             if got == 0:
@@ -369,20 +381,29 @@ class ExtentReader:
         try:
             fd = self._held.open(file)
             if fd is None:
-                fd = self._folder.open(file)
+                fd = self._folder.open(file) if isinstance(self._folder, CheckpointFolder) else _OBJECT
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise CorruptCheckpointError(
-                f"{name}: {self._root / file} is missing. Load an earlier checkpoint.", file=file
-            ) from error
+            raise self._missing(file, name) from error
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{name}: {error}", file=file) from error
-        if self._in_order and _CAN_READ_AHEAD and file not in self._held:
+        if self._in_order and _CAN_READ_AHEAD and file not in self._held and fd != _OBJECT:
             with suppress(OSError):  # a sandbox may refuse this call
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        if fd == _OBJECT:
+            return fd
         if len(self._files) >= MAX_OPEN_FILES:
             os.close(self._files.popitem(last=False)[1])
         self._files[file] = fd
         return fd
+
+    def _missing(self, file: str, name: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{name}: {self._root / file} is missing. Load an earlier checkpoint.", file=file)
+
+
+def _read_from(
+    read: Callable[[str, Sequence[memoryview], int], int], file: str, _: int, buffers: Sequence[memoryview], at: int
+) -> int:
+    return read(file, buffers, at)
 
 
 def _is_cached(fd: int, at: int) -> bool:

@@ -14,13 +14,13 @@ from functools import partial
 from pathlib import Path
 
 from ckpt.errors import CorruptCheckpointError, free_bytes, needing
-from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.names import is_inner_path
-from ckpt.format.records import Expected
-from ckpt.format.removal import Same, remove
+from ckpt.format.places import Place
+from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.direct_io import NEW, O_DIRECT, Buffers, Direct, Kept, NewFile, OpenFile, Paged, WriterThreads
 from ckpt.storage.files import FolderTree, make_durable, naming, write_all
 from ckpt.storage.pool import PooledSave, PoolFile
+from ckpt.storage.removal import Same, remove
 
 DIRECT_BYTES = 1 << 20
 """Smaller files go through the page cache: copying them takes less time than a direct write."""
@@ -49,6 +49,8 @@ class FileSink:
         self._buffers = buffers
         self._folders = FolderTree(root)
         self._sizes: dict[str, int] = {}
+        self._heads: dict[str, bytes] = {}
+        self.segment_bytes: int | None = None
         self._linked: dict[str, Same] = {}
         self._streams: dict[str, Stream] = {}
         self._threads: WriterThreads | None = None
@@ -84,7 +86,7 @@ class FileSink:
         self._streams[name] = Stream(opened, partial(self._close, name), self._noting)
         return self._streams[name]
 
-    def link(self, name: str, checkpoint: Path, size: int) -> bool:
+    def link(self, name: str, checkpoint: Place, size: int) -> bool:
         """Hard-link a durable file of another checkpoint to the same path below the root; return whether that worked.
 
         False: the file system has no such link, the file has the most links possible, or it is no regular file of this size any
@@ -93,6 +95,8 @@ class FileSink:
         Raises:
             FileExistsError: the name is taken. Writing to it could change another checkpoint's file.
         """
+        if not isinstance(checkpoint, Path):
+            return False
         path = self._make_folder_of(name)
         if self._before is None or self._before.root != checkpoint:
             self._before = CheckpointFolder(checkpoint)
@@ -114,12 +118,8 @@ class FileSink:
         self._progress(1)
         return True
 
-    def overwrite(self, name: str, data: bytes) -> None:
-        """Replace the first bytes of a file that has been closed and flushed.
-
-        Raises:
-            OSError: it names the file.
-        """
+    def _overwrite(self, name: str, data: bytes) -> None:
+        """Replace the first bytes of a file that has been closed and written."""
         with naming(self._root / name):
             fd = self._folder.open(name, os.O_WRONLY)
             try:
@@ -146,6 +146,8 @@ class FileSink:
             with self._noting():
                 self._threads.finish()
             self._threads = None
+        while self._heads:
+            self._overwrite(*self._heads.popitem())
 
     def make_durable(self) -> None:
         """Make all files and their folders survive a power cut, with one sync.
@@ -187,9 +189,11 @@ class FileSink:
         self._folders.make(path.parent)
         return path
 
-    def _close(self, name: str, size: int) -> None:
+    def _close(self, name: str, size: int, head: bytes) -> None:
         del self._streams[name]
         self._sizes[name] = size
+        if head:
+            self._heads[name] = head
 
     def _open_direct(self, name: NewFile, num_bytes: int | None, memory: PoolFile | None) -> Direct | Kept | None:
         """Open a new file with O_DIRECT; where the file system refuses, log it and return None."""
@@ -207,28 +211,6 @@ class FileSink:
         return Direct(self._threads, file) if memory is None else Kept(self._threads, file, memory)
 
 
-class FileSinkWriter:
-    """Base of the writers of all formats: the parts of `ckpt.backends.base.Writer` that need only a sink."""
-
-    def __init__(self, sink: FileSink) -> None:
-        self._sink = sink
-
-    def expect(self, chunks: Iterable[Expected]) -> None:
-        """Do nothing: most formats take chunks as they come. See `ckpt.backends.base.Writer.expect`."""
-
-    def add(self, file: str, data: bytes) -> None:
-        """Write a small file of the caller's own."""
-        self._sink.write(file, [memoryview(data)], len(data))
-
-    def make_durable(self) -> None:
-        """Make all files and folders durable, once for all of them."""
-        self._sink.make_durable()
-
-    def abort(self) -> None:
-        """Stop writing. The files stay until their folder is removed."""
-        self._sink.abort()
-
-
 class Stream:
     """One open file to append to. Used by the sink's thread.
 
@@ -239,7 +221,7 @@ class Stream:
     def __init__(
         self,
         file: Direct | Kept | Paged,
-        closed: Callable[[int], None],
+        closed: Callable[[int, bytes], None],
         noting: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._file = file
@@ -258,7 +240,7 @@ class Stream:
                 self._file.append(piece)
                 self.size += len(piece)
 
-    def close(self) -> None:
-        """End the file. Its last bytes may still be in flight."""
-        self._closed(self.size)
+    def close(self, head: bytes = b"") -> None:
+        """End the file. Its last bytes may still be in flight, and its first ones, if `head` replaces them, until `FileSink.flush`."""
+        self._closed(self.size, head)
         self._file.close()

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ckpt.format.places import Place
+
 PIECE_BYTES = 8 << 20
 """Bytes per write: large enough for the disk, small enough for frequent progress."""
 
@@ -32,7 +34,7 @@ _SYNCFS_TELLS = (5, 8)
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming(path: Place) -> Iterator[None]:
     """Add the file's name to an `OSError` of a call on a descriptor."""
     try:
         yield
@@ -40,6 +42,14 @@ def naming(path: Path) -> Iterator[None]:
         if error.filename is not None or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def is_shown(folder: Path) -> bool:
+    """Whether a folder that another host has made is there; network file systems show it late."""
+    if folder.is_dir():
+        return True
+    os.listdir(folder.parent)  # makes NFS clients ask again
+    return False
 
 
 def write_all(fd: int, piece: memoryview) -> None:

@@ -11,7 +11,7 @@ import os
 import sys
 from contextlib import suppress
 
-from ckpt.format.held import MemoryFile, open_memory
+from ckpt.storage.held import MemoryFile, open_memory
 
 HUGE_PAGE = 2 << 20
 _MADV_POPULATE_WRITE = 23

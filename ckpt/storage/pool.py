@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt.format.held import MemoryFile
+from ckpt.storage.held import MemoryFile
 from ckpt.storage.host_memory import HUGE_PAGE, mapped, shared
 
 _PAGE = 4096

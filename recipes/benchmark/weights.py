@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ckpt.format.dtypes import raw_bytes, torch_dtype, zarr_name
-from ckpt.format.manifest import digest_of
+from ckpt.format.manifest import ArrayEntry, digest_of
 
 VOCABULARY = 16
 """Rows of the embedding for each of the model's columns."""
@@ -32,9 +32,13 @@ class NamedTensors:
     def state_dict(self) -> dict[str, Any]:
         return dict(self.tensors)
 
+    def prepare_to_load(self, saved: Mapping[str, ArrayEntry]) -> None:
+        """Do nothing: a load fills the tensors in place, as those of a module."""
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for name, tensor in self.tensors.items():
-            tensor.copy_(state_dict[name])
+            if tensor is not state_dict[name]:
+                tensor.copy_(state_dict[name])
 
     def change(self, frozen: float = 0.0) -> None:
         """Give every byte another value, the same on all that held equal ones; none that it had in the last 200 changes.

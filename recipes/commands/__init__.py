@@ -1,6 +1,6 @@
 """Commands that read, compare or convert checkpoints.
 
-reading         inspect, verify
+reading, reading_others   inspect, verify
 planning        plan
 patterns        doctor
 comparing       diff

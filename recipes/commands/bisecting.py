@@ -21,19 +21,20 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ckpt.catalog.ledger import Ledger
+from ckpt.catalog.catalog import catalog_at
 from ckpt.convert.comparing import Difference, compare
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
-from ckpt.format.manifest import MANIFEST_NAME
-from ckpt.format.names import local_path, step_of
-from ckpt.format.stored import noticing_removal, read_manifest
+from ckpt.format.names import step_of
+from ckpt.format.places import Place, as_place, local_path, place_of
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import source_at
 from ckpt.loading.report import some_of
 from ckpt.loading.sources import CheckpointSource
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.topology import Topology
+from ckpt.storage.stored import noticing_removal, read_manifest
 from recipes.commands.comparing import as_json, listed, of_configs
+from recipes.commands.reading import is_checkpoint
 from recipes.support import CONF
 from recipes.support.config import GIVEN, by_dotted_key, checked, command_keys, values_of
 from recipes.support.launch import launch
@@ -78,7 +79,8 @@ def keys_of(cfg: DictConfig) -> BisectKeys:
         raise ConfigurationError(
             "bisect starts the ranks of its replays: run it as one process, without torchrun or Slurm"
         )
-    keys = command_keys(cfg, BisectKeys, dict.fromkeys(("run", "bad"), "the folder of a run"))
+    paths = dict.fromkeys(("run", "bad"), "the folder of a run, or the address of its checkpoints")
+    keys = command_keys(cfg, BisectKeys, paths, anywhere=("run", "bad"))
     if keys.work_dir is not None:
         local_path(keys.work_dir, "work_dir")
     return keys
@@ -155,7 +157,7 @@ def bisect(keys: BisectKeys) -> int:
     Raises:
         CheckpointError: a folder is no run, a checkpoint is damaged, or a run cannot be replayed here.
     """
-    runs = _Run("run", Path(keys.run)), _Run("bad", Path(keys.bad))
+    runs = _Run("run", as_place(keys.run, "run")), _Run("bad", as_place(keys.bad, "bad"))
     found = _scan(*runs)
     if not found.is_equal:
         with _folder(keys.work_dir) as work:
@@ -179,17 +181,17 @@ def _show(found: Parting, *, all: bool) -> None:
 class _Run:
     """What a run left: its checkpoints by step, those from which it was resumed included, and the losses of its summary by step."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Place) -> None:
         self.name = name
         below = folder / "checkpoints"
-        self.checkpoints = _history(below if below.is_dir() else folder)
+        self.checkpoints = _history(below if isinstance(below, Path) and below.is_dir() else folder)
         if not self.checkpoints:
             raise CheckpointNotFoundError(
                 f"{folder} is no run: neither it nor its folder checkpoints holds a checkpoint; give {name}=<the folder of a run>"
             )
-        self.losses = _losses(folder / SUMMARY_NAME)
+        self.losses = _losses(folder / SUMMARY_NAME) if isinstance(folder, Path) else {}
 
-    def checkpoint_of(self, step: int) -> Path:
+    def checkpoint_of(self, step: int) -> Place:
         """The first checkpoint at or after a step: the process that saved it made the step. Else the last one."""
         return self.checkpoints[min((one for one in self.checkpoints if one >= step), default=max(self.checkpoints))]
 
@@ -209,13 +211,13 @@ class _Run:
             )
 
 
-def _history(root: Path) -> dict[int, Path]:
-    committed = ((step_of(one.id), one.path) for one in Ledger(root, run_id="reader").committed())
+def _history(root: Place) -> dict[int, Place]:
+    committed = ((step_of(one.id), one.path) for one in catalog_at(root).committed())
     found = {step: path for step, path in committed if step is not None}
     if not found:
         return found
-    before = Path(_config(found[min(found)]).get("resume") or "latest")
-    if before.name != "latest" and (before / MANIFEST_NAME).is_file():
+    before = place_of(_config(found[min(found)]).get("resume") or "latest")
+    if before.name != "latest" and is_checkpoint(before):
         step = step_of(read_manifest(before).checkpoint_id)
         if step is not None and step < min(found):
             found |= {one: path for one, path in _history(before.parent).items() if one < step} | {step: before}
@@ -234,7 +236,7 @@ def _losses(summary: Path) -> dict[int, str]:
 
 
 @functools.cache
-def _config(checkpoint: Path) -> Mapping[str, Any]:
+def _config(checkpoint: Place) -> Mapping[str, Any]:
     """The config of the run that saved a checkpoint, nested."""
     text = _opened(checkpoint).config_text
     if "train.seed" not in values_of(text):
@@ -243,11 +245,11 @@ def _config(checkpoint: Path) -> Mapping[str, Any]:
     return config
 
 
-def _opened(checkpoint: Path) -> CheckpointSource:
+def _opened(checkpoint: Place) -> CheckpointSource:
     return source_at(checkpoint, Topology.alone(), DirectLoad())
 
 
-def _compared(a: Path, b: Path) -> list[Difference]:
+def _compared(a: Place, b: Place) -> list[Difference]:
     """The differences of two checkpoints. Those that recorded the same digests of the same arrays are equal, and not read."""
     with noticing_removal(a), noticing_removal(b):
         one, other = read_manifest(a), read_manifest(b)
@@ -281,7 +283,7 @@ def _replay_both(runs: Sequence[_Run], found: Parting, work: Path, *, quiet: boo
     """Replay both runs to where they differ, then to the middle, until one step is left; write into `found`."""
     low, high = found.equal_up_to, found.losses_part_at if found.differ_at is None else found.differ_at
     assert high is not None
-    starts: Sequence[Path | None] = [None if low is None else run.checkpoints[low] for run in runs]
+    starts: Sequence[Place | None] = [None if low is None else run.checkpoints[low] for run in runs]
     if low is None:
         low = _BEFORE
         for run in runs:
@@ -323,10 +325,10 @@ class _Replay:
         self.run = run
         self.folder = folder
         self.quiet = quiet
-        self.states: dict[int, Path] = {}
+        self.states: dict[int, Place] = {}
         self.losses: dict[int, str] = {}
 
-    def to(self, step: int, low: int, start: Path | None) -> Path:
+    def to(self, step: int, low: int, start: Place | None) -> Place:
         """Train from the state `start` of step `low` up to `step`, and return its checkpoint.
 
         At each checkpoint of the run between it saves and begins anew: the run may have been resumed there with another config.
@@ -337,7 +339,7 @@ class _Replay:
                 print(f"replaying {self.run.name} from {begin} to step {end}", flush=True)
             done = launch(replay, self._config(end, start, self.folder / f"{low + 1:08d}-{end:08d}"))
             assert done is not None
-            start, low = Path(done["path"]), end
+            start, low = place_of(done["path"]), end
             self.states.setdefault(end, start)
             self.losses = {int(one): repr(loss) for one, loss in done["losses"].items()} | self.losses
         assert start is not None
@@ -352,7 +354,7 @@ class _Replay:
                 return min([*steps, step]), run, differences
         return (steps[0], run, []) if steps else None
 
-    def _config(self, end: int, start: Path | None, folder: Path) -> dict[str, Any]:
+    def _config(self, end: int, start: Place | None, folder: Path) -> dict[str, Any]:
         """The config of the run at a step, with folders of the replay, and without what saves do beside training."""
         checkpoint = self.run.checkpoint_of(end)
         cfg = dict(_config(checkpoint))

@@ -7,16 +7,17 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, DictConfig
 
 from ckpt.convert.comparing import Difference, compare
-from ckpt.format.stored import noticing_removal
+from ckpt.format.places import as_place
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import source_at
+from ckpt.loading.other_formats.other_source import OtherSource
 from ckpt.ranks.topology import Topology
+from ckpt.storage.stored import noticing_removal
 from recipes.support.config import command_keys, values_of
 from recipes.support.tables import Listing, counted, first_rows, more, most_rows, print_json, show
 
@@ -45,9 +46,9 @@ def keys_of(cfg: DictConfig) -> DiffKeys:
     """Return the config of the command, its types checked.
 
     Raises:
-        ConfigurationError: a or b is missing, or the URL of an object store.
+        ConfigurationError: a or b is missing, or no path and no address.
     """
-    return command_keys(cfg, DiffKeys, {"a": "a checkpoint", "b": "a checkpoint"})
+    return command_keys(cfg, DiffKeys, {"a": "a checkpoint", "b": "a checkpoint"}, anywhere=("a", "b"))
 
 
 def diff(keys: DiffKeys) -> int:
@@ -56,15 +57,18 @@ def diff(keys: DiffKeys) -> int:
     Raises:
         CheckpointGoneError: one was removed or replaced while it was read.
     """
-    with noticing_removal(Path(keys.a)), noticing_removal(Path(keys.b)):
+    with noticing_removal(as_place(keys.a, "a")), noticing_removal(as_place(keys.b, "b")):
         return _diff(keys)
 
 
 def _diff(keys: DiffKeys) -> int:
     a, b = (
-        source_at(Path(path), Topology.alone(), DirectLoad(), allow_pickle=keys.load.allow_pickle)
+        source_at(as_place(path, "a or b"), Topology.alone(), DirectLoad(), allow_pickle=keys.load.allow_pickle)
         for path in (keys.a, keys.b)
     )
+    for one in (a, b):
+        if isinstance(one, OtherSource):
+            one.leaves_out_unknown = True
     configs = (values_of(a.config_text), values_of(b.config_text)) if a.config_text and b.config_text else ({}, {})
     found = [*of_configs(*configs), *compare(a, b)]
     if keys.json:

@@ -18,21 +18,30 @@ from ckpt.backends.base import Backend
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.registry import BACKENDS, backend_named
 from ckpt.convert.atomic_directory import require_free
-from ckpt.convert.exporting_safetensors import export, model_files_in, select, select_of_megatron, select_of_other
+from ckpt.convert.exporting_safetensors import (
+    export,
+    model_files_in,
+    select,
+    select_of_megatron,
+    select_of_other,
+    values_beside,
+)
 from ckpt.convert.importing import import_checkpoint
 from ckpt.convert.opened import Opened
 from ckpt.convert.rewriting import rewrite
 from ckpt.dist_checkpointing.megatron.zarr import is_megatron_zarr
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, printable
-from ckpt.format.manifest import MANIFEST_NAME, SHARDED
-from ckpt.format.metadata import maybe_load_config, other_format
-from ckpt.format.stored import checkpoints_below, noticing_removal
+from ckpt.format.manifest import MANIFEST_NAME, SHARDED, STATE
+from ckpt.format.places import ObjectPath, Place, as_place, local_path
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import source_at
-from ckpt.loading.other_formats.other_source import format_at
+from ckpt.loading.other_formats.other_source import OtherSource, format_at
+from ckpt.loading.other_formats.recognised import recognised
 from ckpt.loading.sources import CheckpointSource
 from ckpt.ranks.topology import Topology
 from ckpt.storage.files import read_once
+from ckpt.storage.metadata import maybe_load_config
+from ckpt.storage.stored import checkpoints_below, noticing_removal, read_manifest_bytes
 from recipes.commands.converting_megatron import Converted, convert_megatron, described
 from recipes.support.config import command_keys
 from recipes.support.progress import progress_bar
@@ -92,7 +101,8 @@ def keys_of(cfg: DictConfig) -> ConvertKeys:
     Raises:
         ConfigurationError: src or dst is missing or a URL, or `to`, `max_shard_size` or `config_from` has a wrong value.
     """
-    keys = command_keys(cfg, ConvertKeys, {"src": "the old checkpoint", "dst": "a folder for the new one"})
+    paths = {"src": "the old checkpoint", "dst": "a folder for the new one"}
+    keys = command_keys(cfg, ConvertKeys, paths, anywhere=("src", "dst"))
     if keys.to not in DESTINATIONS:
         raise ConfigurationError(
             f"to={keys.to} is not known; choose {', '.join(BACKENDS)}, {SAFETENSORS}, {DCP} or {TORCH}"
@@ -133,8 +143,11 @@ def run_of(keys: ConvertKeys) -> dict[str, Any]:
         CheckpointNotFoundError: there is no checkpoint at `src`.
         CheckpointExistsError: `dst` exists and is not empty.
     """
-    source_format = _format_of(Path(keys.src))
-    require_free(Path(keys.dst))
+    src, dst = as_place(keys.src, "src"), as_place(keys.dst, "dst")
+    if isinstance(dst, ObjectPath) and keys.to not in BACKENDS:
+        raise ConfigurationError(f"dst={dst}: to={keys.to} writes folders alone; give a path, or to={' or to='.join(BACKENDS)}")
+    source_format = _format_of(src)
+    require_free(dst)
     device = {"_target_": "ckpt.memory.device.Device", "type": "cpu", "collectives": "gloo"}
     launch = {"nproc_per_node": keys.launch.nproc_per_node}
     agree = {"timeout_s": 300.0, "grace_s": 20.0}
@@ -158,13 +171,13 @@ def convert_on_ranks(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
     """
     keys = msgspec.convert(cfg["keys"], ConvertKeys)
     work = _work(keys, cfg["format"], topology)
-    with noticing_removal(Path(keys.src)):
+    with noticing_removal(as_place(keys.src, "src")):
         return asdict(work())
 
 
 def _work(keys: ConvertKeys, source_format: str, topology: Topology) -> Callable[[], Converted]:
     """Choose how to convert."""
-    src, is_megatron = Path(keys.src), source_format == _MEGATRON
+    is_megatron = source_format == _MEGATRON
     if keys.to == SAFETENSORS:
         return partial(_export, keys, source_format, topology)
     if keys.to in (DCP, TORCH) and not is_megatron:
@@ -173,12 +186,13 @@ def _work(keys: ConvertKeys, source_format: str, topology: Topology) -> Callable
         return partial(_rewrite if source_format == _OURS else _import, keys, topology)
     if keys.to not in _OF_SHARDED:
         raise ConfigurationError(
-            f"{src} is a sharded state dict of Megatron-Core's, which to={keys.to} cannot hold: choose to={' or to='.join(_OF_SHARDED)}, "
-            f"or to={SAFETENSORS} for the tensors alone"
+            f"{keys.src} is a sharded state dict of Megatron-Core's, which to={keys.to} cannot hold: choose "
+            f"to={' or to='.join(_OF_SHARDED)}, or to={SAFETENSORS} for the tensors alone"
         )
     options = {"allow_pickle": keys.load.allow_pickle, "leave_out_unknown": keys.leave_out_unknown}
     shown = partial(_shown, keys, topology, moves=2)  # mapped files are read without notice
-    return partial(convert_megatron, src, Path(keys.dst), keys.to, topology, shown, **options)
+    src, dst = local_path(keys.src, "src"), local_path(keys.dst, "dst")
+    return partial(convert_megatron, src, dst, keys.to, topology, shown, **options)
 
 
 def show(found: Converted, keys: ConvertKeys) -> None:
@@ -200,21 +214,24 @@ def show(found: Converted, keys: ConvertKeys) -> None:
     show_parts(first, *found.lines, *listed)
 
 
-def _format_of(src: Path) -> str:
+def _format_of(src: Place) -> str:
     """Return the format of the checkpoint at `src`.
 
     Raises:
         CheckpointNotFoundError: there is none that is known.
     """
+    if not isinstance(src, Path):
+        read_manifest_bytes(src)
+        return _OURS
     if not src.exists():
         raise CheckpointNotFoundError(f"src={src} does not exist")
     if _is_checkpoint(src):
         return _OURS if (src / MANIFEST_NAME).is_file() else _MEGATRON
     if (found := format_at(src)) is not None:
         return found
-    if (other := other_format(src)) is not None:
+    if (other := recognised(src)) is not None:
         raise CheckpointNotFoundError(f"src: {other}")
-    below = sorted(path for path in src.iterdir() if _is_checkpoint(path) or format_at(path)) if src.is_dir() else []
+    below = sorted(path for path in src.iterdir() if _is_checkpoint(path)) if src.is_dir() else []
     below = below or checkpoints_below(src)[:1]
     hint = f"; below it there is src={below[-1]}" if below else ""
     raise CheckpointNotFoundError(
@@ -246,7 +263,10 @@ def _shown(keys: ConvertKeys, topology: Topology, num_bytes: int, *, moves: int 
 
 
 def _opened(keys: ConvertKeys, topology: Topology) -> CheckpointSource:
-    return source_at(Path(keys.src), topology, DirectLoad(read_at=read_once), allow_pickle=keys.load.allow_pickle)
+    source = source_at(as_place(keys.src, "src"), topology, DirectLoad(read_at=read_once), allow_pickle=keys.load.allow_pickle)
+    if isinstance(source, OtherSource):
+        source.leaves_out_unknown = keys.leave_out_unknown or keys.to == SAFETENSORS
+    return source
 
 
 def _import(keys: ConvertKeys, topology: Topology) -> Converted:
@@ -258,10 +278,13 @@ def _to_dcp(keys: ConvertKeys, topology: Topology) -> Converted:
     from ckpt.convert.exporting_dcp import export_dcp  # it imports DCP, which takes a second
 
     source = _opened(keys, topology)
-    src = Path(keys.src)
-    is_sharded = (src / MANIFEST_NAME).is_file() and source.holds(SHARDED) and maybe_load_config(src) is not None
-    sharded = src if is_sharded else None
+    src = as_place(keys.src, "src")
+    sharded = src if isinstance(src, Path) and _is_sharded(src, source) else None
     return _on_ranks(keys, source, topology, lambda dst: export_dcp(source, dst, topology, sharded=sharded))
+
+
+def _is_sharded(src: Path, source: CheckpointSource) -> bool:
+    return (src / MANIFEST_NAME).is_file() and source.holds(SHARDED) and maybe_load_config(src) is not None
 
 
 def _to_torch(keys: ConvertKeys, topology: Topology) -> Converted:
@@ -272,17 +295,26 @@ def _to_torch(keys: ConvertKeys, topology: Topology) -> Converted:
 
 
 def _on_ranks(
-    keys: ConvertKeys, source: CheckpointSource, topology: Topology, work: Callable[[Path], object]
+    keys: ConvertKeys, source: CheckpointSource, topology: Topology, work: Callable[[Any], object]
 ) -> Converted:
     """Let every rank do its share of the work, and describe the result."""
-    opened, dst = Opened(source), Path(keys.dst)
+    opened, dst = Opened(source), as_place(keys.dst, "dst")
     tensors = opened.every_tensor()
     array_bytes = sum(one.entry.num_bytes for one in tensors)
     with _shown(keys, topology, array_bytes):
         work(dst)
-    held = {"components": opened.keys, "arrays": len(tensors), "array_bytes": array_bytes}
-    lines = [f"  components {', '.join(opened.keys)}", f"  arrays     {len(tensors)}, {decimal(array_bytes)}"]
-    return described(keys.src, Path(keys.dst), keys.to, topology, held, lines)
+    components = Opened(source, by_component=True).keys
+    held: dict[str, Any] = {"components": components, "arrays": len(tensors), "array_bytes": array_bytes}
+    if isinstance(source, OtherSource) and source.left_out:
+        held["left_out"] = source.left_out
+    if as_bytes := _as_bytes(opened):
+        held["changed"] = as_bytes
+    lines = [f"  components {', '.join(components)}", f"  arrays     {len(tensors)}, {decimal(array_bytes)}"]
+    return described(keys.src, as_place(keys.dst, "dst"), keys.to, topology, held, lines)
+
+
+def _as_bytes(opened: Opened) -> list[str]:
+    return [f"{name} {why}: its bytes alone, as uint8" for name, why in opened.bytes_alone().items()]
 
 
 def _backend(name: str) -> Backend:
@@ -292,29 +324,35 @@ def _backend(name: str) -> Backend:
 
 def _rewrite(keys: ConvertKeys, topology: Topology) -> Converted:
     source = _opened(keys, topology)
-    src, backend = Path(keys.src), _backend(keys.to)
+    src, backend = as_place(keys.src, "src"), _backend(keys.to)
     return _on_ranks(keys, source, topology, lambda dst: rewrite(src, dst, backend, topology))
 
 
 def _export(keys: ConvertKeys, source_format: str, topology: Topology) -> Converted:
-    src, dst = Path(keys.src), Path(keys.dst)
-    other = None if source_format in _SELECT else _opened(keys, topology)
+    src, dst = as_place(keys.src, "src"), local_path(keys.dst, "dst")
+    source = _opened(keys, topology) if source_format != _MEGATRON else None
     with topology.phase("select"):
-        selection = (
-            select_of_other(other, src, keys.component)
-            if other is not None
-            else _SELECT[source_format](src, keys.component, topology)
-        )
-        has_files_beside = source_format == SAFETENSORS and src.is_dir()
+        if source is not None and (source_format != _OURS or source.holds(STATE)):
+            selection = select_of_other(source, src, keys.component)
+        else:
+            selection = _SELECT[source_format](src, keys.component, topology)  # type: ignore[arg-type]  # Megatron-Core's is a folder
+        values = values_beside(source, keys.component) if source is not None else []
+        has_files_beside = isinstance(src, Path) and source_format == SAFETENSORS and src.is_dir()
         folder = Path(keys.config_from) if keys.config_from is not None else src if has_files_beside else None
         beside = None if folder is None else model_files_in(folder)
     tensor_bytes = sum(tensor.num_bytes for tensor in selection.tensors)
     with _shown(keys, topology, tensor_bytes):
         done = export(selection, dst, shard_bytes(keys.max_shard_size), topology, beside=beside)
     left_out = [f"{alias} (tied: it is {first})" for alias, first in selection.aliases.items()]
+    left_out += [f"{name} (no tensor)" for name in values]
+    left_out += source.left_out if isinstance(source, OtherSource) else []
     changed = [
+        *([] if source is None else _as_bytes(Opened(source))),
         *(f"{name}: called {theirs}, for the format cannot call it so" for name, theirs in done.renamed.items()),
-        *(f"{name}: float64 in a dimension more, for the format has no complex128" for name in done.as_pairs),
+        *(
+            f"{name}: real numbers in a dimension more, for the format has no {dtype}"
+            for name, dtype in done.as_pairs.items()
+        ),
     ]
     held: dict[str, Any] = {
         "component": keys.component,
@@ -327,4 +365,4 @@ def _export(keys: ConvertKeys, source_format: str, topology: Topology) -> Conver
     if beside is not None and beside.places:
         held["copied"] = list(beside.places)
         lines.append(f"  copied   {', '.join(held['copied'])}")
-    return described(keys.src, Path(keys.dst), keys.to, topology, held, lines)
+    return described(keys.src, as_place(keys.dst, "dst"), keys.to, topology, held, lines)

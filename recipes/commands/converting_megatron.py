@@ -27,6 +27,7 @@ from ckpt.dist_checkpointing.serialization import save
 from ckpt.errors import ConfigurationError, StorageError
 from ckpt.format.box import Box, whole
 from ckpt.format.dtypes import torch_dtype
+from ckpt.format.places import Place
 from ckpt.format.unpickling import UnknownObject
 from ckpt.loading.other_formats.megatron_folders import common_state, is_megatron, open_sharded
 from ckpt.loading.report import some_of
@@ -34,6 +35,7 @@ from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
 from ckpt.state.plain import to_json
 from ckpt.state.sharded_tensor import ShardedTensor
+from ckpt.storage.objects.files import ObjectFiles
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,12 @@ class Converted:
 
 
 def described(
-    src: str | Path, dst: Path, to: str, topology: Topology, held: dict[str, Any], lines: Sequence[str]
+    src: str | Path, dst: Place, to: str, topology: Topology, held: dict[str, Any], lines: Sequence[str]
 ) -> Converted:
     """Return the result, with the files as the lead finds them."""
+    if not isinstance(dst, Path):
+        in_store = ObjectFiles(dst).sizes() if topology.is_lead else []
+        return Converted(str(src), str(dst), to, len(in_store), sum(in_store), held, lines)
     files = [dst] if dst.is_file() else dst.rglob("*")
     sizes = [file.stat().st_size for file in files if file.is_file()] if topology.is_lead else []
     return Converted(str(src), str(dst), to, len(sizes), sum(sizes), held, lines)
@@ -154,6 +159,8 @@ def _of_zarr(src: Path, allow_pickle: bool) -> _Old:
 
 def _of_torch_dist(src: Path, allow_pickle: bool) -> _Old:
     stored = open_sharded(src, allow_pickle=allow_pickle)
+    for (key,), why in stored.unread.items():
+        raise ConfigurationError(f"{src}: {key} {why}: leave it out where it is written")
     objects = {str(key): read for (key,), read in stored.values.items()}
     tensors = {key: _sharded(key, tensor.shape, stored.mapped(key)) for key, tensor in stored.tensors.items()}
     return _Old(common_state(src), objects, tensors)

@@ -10,11 +10,13 @@ from rich.filesize import decimal
 
 from ckpt.catalog.committed import Committed
 from ckpt.catalog.incremental import DiskUse, disk_use, files_of
-from ckpt.errors import CheckpointError, CheckpointNotFoundError, printable, sentence
+from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, printable, sentence
 from ckpt.format.manifest import CheckpointManifest
-from ckpt.format.stored import noticing_removal, read_manifest
+from ckpt.format.places import local_path
+from ckpt.storage.stored import noticing_removal, read_manifest
 from recipes.commands.checkpoint_page import checkpoint_sections
 from recipes.commands.reading import InspectKeys, committed_below, is_checkpoint, manifests_below
+from recipes.commands.reading_others import other_at
 from recipes.support.page import (
     Cell,
     Column,
@@ -74,7 +76,11 @@ def leave_page(keys: InspectKeys) -> None:
         CheckpointError: there is no checkpoint at the path, it is damaged, or the page cannot be written there.
     """
     assert keys.html is not None
-    path, target = Path(keys.path), Path(keys.html)
+    path, target = local_path(keys.path, "path"), Path(keys.html)
+    if other_at(path, allow_pickle=keys.load.allow_pickle) is not None:
+        raise ConfigurationError(
+            f"html={keys.html}: a page shows a checkpoint of this project, and {path} is none; leave html out"
+        )
     text = checkpoint_page(path) if is_checkpoint(path) else folder_page(path)
     write_page(target, text)
     if not keys.json:

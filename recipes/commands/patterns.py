@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from ckpt.catalog.ledger import Ledger
+from ckpt.catalog.catalog import catalog_at
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError
+from ckpt.format.places import place_of
 from ckpt.ranks.topology import Topology
 from ckpt.state.doctor import PatternVerdict
 from recipes.support.sentences import in_config_words
@@ -55,7 +55,7 @@ def require_resume(cfg: dict[str, Any]) -> dict[str, Any]:
     """
     require_named_checkpoint(cfg)
     root = cfg["checkpoint_root"]
-    if cfg["resume"] == "latest" and Ledger(Path(root), run_id="reader").newest() is None:
+    if cfg["resume"] == "latest" and catalog_at(place_of(root)).newest() is None:
         raise CheckpointNotFoundError(
             f"resume=latest: there is no checkpoint in {root}. The doctor writes no run folder: give that of the run to examine as "
             "run_dir=outputs/<run_name>, or a checkpoint as resume=<path>"
@@ -68,7 +68,7 @@ def examine(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
     training, coordinator = set_up(cfg, topology)
     if cfg["resume"] is not None:
         path = None if cfg["resume"] == "latest" else cfg["resume"]
-        coordinator.load_checkpoint(path, strict=cfg["load"]["strict"], leave_out=training.left_out)
+        coordinator.load_checkpoint(path, strict=cfg["load"]["strict"], leave_out=training.left_out, cast=cfg["load"]["cast"])
     for _ in range(cfg["doctor"]["steps"]):
         training.step()
     return {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
@@ -13,14 +12,14 @@ from rich.filesize import decimal
 
 from ckpt.errors import ConfigurationError
 from ckpt.format.manifest import CheckpointManifest
-from ckpt.format.names import local_path
-from ckpt.format.stored import read_manifest
+from ckpt.format.places import Place, as_place
 from ckpt.loading.forecast import Forecast, LoadPreview, Rank, forecast
 from ckpt.loading.loader import require_checkpoint
 from ckpt.loading.report import Misfits, Status
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import OWN_COPIES, SharingPattern, default_elastic
 from ckpt.state.statefuls import RNGState, as_stateful
+from ckpt.storage.stored import read_manifest
 from recipes.commands.reading import is_checkpoint
 from recipes.support.config import OWN_COMPONENTS, checked, made
 from recipes.support.tables import Listing, counted, first_rows, more, most_rows, print_json
@@ -50,7 +49,7 @@ class Plan:
         bytes_are_exact: the components whose bytes are known for each rank; of the others, only those of a whole copy are.
     """
 
-    path: Path
+    path: Place
     manifest: CheckpointManifest | None
     topology: Topology
     layout: str
@@ -82,7 +81,7 @@ def plan(keys: PlanKeys, cfg: DictConfig) -> Plan:
         CheckpointNotFoundError: there is no checkpoint at the path.
         ConfigurationError: the run could not start in this layout, with any checkpoint.
     """
-    path = local_path(keys.checkpoint, "checkpoint")
+    path = as_place(keys.checkpoint, "checkpoint")
     given = cfg.launch.nproc_per_node
     num_ranks = keys.nodes * given if isinstance(given, int) else 0
     run = checked(cfg, num_ranks=num_ranks)
@@ -99,6 +98,7 @@ def plan(keys: PlanKeys, cfg: DictConfig) -> Plan:
         strict=load["strict"],
         allow_pickle=load["allow_pickle"],
         leave_out=parts[0].left_out,
+        cast=load["cast"],
         verify=load["verify"],
     )
     if found.loads:

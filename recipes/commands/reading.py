@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from glob import escape
 from pathlib import Path
@@ -15,18 +15,18 @@ from typing import Any, TypeVar
 from omegaconf import MISSING, DictConfig
 from rich.filesize import decimal
 
-from ckpt.catalog.committed import Committed
+from ckpt.catalog.catalog import catalog_at
+from ckpt.catalog.committed import Committed, look
 from ckpt.catalog.incremental import DiskUse, disk_use, linked_with
-from ckpt.catalog.ledger import Ledger
 from ckpt.catalog.verify import Verification, examine
-from ckpt.dist_checkpointing.megatron.layout import is_megatron_zarr
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, printable, sentence
-from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry, CheckpointManifest, ComponentManifest
-from ckpt.format.metadata import other_format
-from ckpt.format.names import local_path
-from ckpt.format.stored import checkpoints_below, gone, identity_of, not_a_checkpoint, noticing_removal, read_manifest
+from ckpt.format.places import Place, as_place, local_path
+from ckpt.loading.other_formats.recognised import recognised
 from ckpt.loading.report import some_of
+from ckpt.storage.files_of import files_below
+from ckpt.storage.stored import checkpoints_below, gone, identity_of, not_a_checkpoint, noticing_removal, read_manifest
+from recipes.commands.reading_others import OtherAt, other_at
 from recipes.support.config import command_keys
 from recipes.support.page import refuse_other_files
 from recipes.support.progress import SHOWN_AFTER_S, progress_bar
@@ -38,10 +38,18 @@ _HEAD = ("checkpoint_id", *_VERSIONS, "world_size", "topology", "training_args_h
 
 
 @dataclass
+class LoadKeys:
+    """The keys of `load`."""
+
+    allow_pickle: bool = False
+
+
+@dataclass
 class ReadingKeys:
     """The keys of a command that only reads."""
 
     path: str = MISSING
+    load: LoadKeys = field(default_factory=LoadKeys)
     all: bool = False
     json: bool = False
 
@@ -76,7 +84,7 @@ def keys_of(cfg: DictConfig, kind: type[Keys]) -> Keys:
     Raises:
         ConfigurationError: no path is given, or the URL of an object store, or a limit below 1.
     """
-    keys = command_keys(cfg, kind, {"path": "a checkpoint or a folder of checkpoints"})
+    keys = command_keys(cfg, kind, {"path": "a checkpoint or a folder of checkpoints"}, anywhere=("path",))
     if isinstance(keys, InspectKeys) and keys.limit is not None and keys.limit < 1:
         raise ConfigurationError(f"limit={keys.limit}: expected at least 1, or null for all")
     return keys
@@ -84,8 +92,12 @@ def keys_of(cfg: DictConfig, kind: type[Keys]) -> Keys:
 
 def verify(keys: ReadingKeys) -> int:
     """Read every byte of every checkpoint at the path, print the problems, and return the exit code."""
-    results, removed = [], []
-    for path in checkpoints_at(Path(keys.path)):
+    results: list[dict[str, Any]] = []
+    removed = []
+    at = as_place(keys.path, "path")
+    if (other := _other_at(at, keys)) is not None:
+        return _verify_other(other, keys)
+    for path in checkpoints_at(at):
         began = time.monotonic()
         found = _examined(path)
         seconds = time.monotonic() - began
@@ -100,7 +112,7 @@ def verify(keys: ReadingKeys) -> int:
             counts_text = f"{found.num_files} files, {found.num_bytes} bytes{speed}"
             _tell_result(path, found.problems, counts_text, others, all=keys.all)
     if removed == [keys.path]:
-        raise gone(Path(keys.path))
+        raise gone(at)
     is_sound = not any(result["problems"] for result in results)
     if keys.json:
         print_json({"ok": is_sound, "checkpoints": results, "removed": removed})
@@ -111,7 +123,7 @@ def verify(keys: ReadingKeys) -> int:
 
 def show(keys: InspectKeys) -> None:
     """Show what a checkpoint holds, or which checkpoints a folder holds."""
-    path = Path(keys.path)
+    path = as_place(keys.path, "path")
     if is_checkpoint(path):
         with noticing_removal(path):
             manifest = read_manifest(path)
@@ -120,6 +132,9 @@ def show(keys: InspectKeys) -> None:
                 print_json(_checkpoint_as_json(path, manifest) | asdict(use))
             else:
                 _show_checkpoint(path, manifest, use, keys)
+        return
+    if (other := _other_at(path, keys)) is not None:
+        _show_other(other, keys)
         return
     committed = committed_below(path)
     each, on_disk = disk_use(one.path for one in committed)
@@ -130,25 +145,28 @@ def show(keys: InspectKeys) -> None:
         _show_root(path, rows, on_disk, keys)
 
 
-def is_checkpoint(path: Path) -> bool:
-    return (path / MANIFEST_NAME).is_file()
+def is_checkpoint(path: Place) -> bool:
+    return (path / MANIFEST_NAME).is_file() if isinstance(path, Path) else look(path) is not None
 
 
-def committed_below(root: Path) -> list[Committed]:
+def _other_at(path: Place, keys: ReadingKeys) -> OtherAt | None:
+    """See `other_at`. Files of other programs are looked for in folders alone."""
+    return other_at(path, allow_pickle=keys.load.allow_pickle) if isinstance(path, Path) else None
+
+
+def committed_below(root: Place) -> Sequence[Committed[Place]]:
     """Return the checkpoints of a folder, the oldest commit first.
 
     Raises:
         CheckpointNotFoundError: there are none, or no such folder.
     """
-    committed = Ledger(root, run_id="reader").committed() if root.is_dir() else []
+    committed = catalog_at(root).committed() if not isinstance(root, Path) or root.is_dir() else []
     if committed:
         return committed
-    if root.is_dir() and is_megatron_zarr(root):
-        raise CheckpointNotFoundError(
-            f"{root} was written by Megatron-Core's zarr strategy; convert it with python -m recipes.convert src={root} dst=<a new folder>"
-        )
-    if (other := other_format(root)) is not None:
-        raise CheckpointNotFoundError(other)
+    if not isinstance(root, Path):
+        raise CheckpointNotFoundError(f"there is no checkpoint at {root}, and none below it; give one, or the address of a run's, as path=")
+    if (said := recognised(root)) is not None:
+        raise CheckpointNotFoundError(said)
     if not root.exists():
         raise CheckpointNotFoundError(f"{root} does not exist; give a checkpoint or a folder of checkpoints as path=")
     if found := checkpoints_below(root):
@@ -161,15 +179,17 @@ def committed_below(root: Path) -> list[Committed]:
     )
 
 
-def checkpoints_at(path: Path) -> list[Path]:
+def checkpoints_at(path: Place) -> list[Place]:
     """Return the checkpoint at a path, or all in it: committed ones, then folders named checkpoint-* that are not committed."""
     if is_checkpoint(path):
         return [path]
     committed = [one.path for one in committed_below(path)]
+    if not isinstance(path, Path):
+        return committed
     return committed + sorted(one for one in path.glob("checkpoint-*") if one.is_dir() and one not in committed)
 
 
-def _examined(path: Path) -> Verification | None:
+def _examined(path: Place) -> Verification | None:
     """Examine a checkpoint; None: it was removed meanwhile."""
     before = identity_of(path)
     try:
@@ -177,12 +197,14 @@ def _examined(path: Path) -> Verification | None:
             found = examine(path, progress=advance)
     except CheckpointError as error:
         found = Verification([str(error)])
-    is_gone = identity_of(path) != before or not path.exists()
+    is_gone = identity_of(path) != before or (isinstance(path, Path) and not path.exists())
     return None if found.problems and is_gone else found
 
 
-def _bytes_below(path: Path) -> int:
+def _bytes_below(path: Place) -> int:
     """The bytes of all files in a folder, or of those that were seen before another process removed it."""
+    if not isinstance(path, Path):
+        return disk_use([path])[1]
     total = 0
     with suppress(OSError):
         for file in path.rglob("*"):
@@ -190,7 +212,7 @@ def _bytes_below(path: Path) -> int:
     return total
 
 
-def _tell_result(path: Path, problems: Sequence[str], counts: str, others: Sequence[str], *, all: bool) -> None:
+def _tell_result(path: Place, problems: Sequence[str], counts: str, others: Sequence[str], *, all: bool) -> None:
     if not problems:
         show_parts(f"{path}: ok, {counts}")
         return
@@ -201,7 +223,50 @@ def _tell_result(path: Path, problems: Sequence[str], counts: str, others: Seque
     show_parts(*lines)
 
 
-def _row(one: Committed) -> dict[str, Any] | None:
+def _verify_other(other: OtherAt, keys: ReadingKeys) -> int:
+    """Read all tensors and values of a checkpoint without digests: what is missing, cut off or undecodable is found."""
+    tensors = other.tensors
+    num_bytes = sum(one.num_bytes for one in tensors.values())
+    with progress_bar(f"read {printable(other.path.name)}", num_bytes) as advance:
+        problems = other.problems(advance)
+    if keys.json:
+        row = {
+            "path": str(other.path),
+            "problems": problems,
+            "num_tensors": len(tensors),
+            "num_bytes": num_bytes,
+            "digests": False,
+        }
+        print_json({"ok": not problems, "checkpoints": [row], "removed": []})
+    elif problems:
+        _tell_result(other.path, problems, "", [], all=keys.all)
+    else:
+        read = f"{counted(len(tensors), 'tensor')}, {num_bytes} bytes, can be read"
+        show_parts(f"{other.path}: {other.kind} has no digests: nothing to verify; {read}")
+    return 1 if problems else 0
+
+
+def _show_other(other: OtherAt, keys: InspectKeys) -> None:
+    tensors, values = other.tensors, other.values
+    if keys.json:
+        arrays = {name: one.to_json() | {"size_bytes": one.num_bytes} for name, one in tensors.items()}
+        print_json(
+            {"path": str(other.path), "format": other.kind, "arrays": arrays, "values": values, "unread": other.unread}
+        )
+        return
+    size = decimal(sum(one.num_bytes for one in tensors.values()))
+    head = f"{other.path}: {other.kind}, {counted(len(tensors), 'tensor')}, {size}, no digests"
+    head += f"; {counted(len(values), 'plain value')}: {some_of(values, MOST_ROWS)}" if values else ""
+    named = [(name, one) for name, one in tensors.items() if _is_chosen(name, keys.filter)]
+    arrays_table = Listing("array", "dtype", "shape", "size", "", right=(3,), text=(4,), bare=(1, 2, 3))
+    for name, entry in first_rows(named, most=None if keys.all else keys.limit):
+        tied = f"is {entry.alias_of}" if entry.alias_of is not None else ""
+        arrays_table.add(name, entry.dtype, shape_text(entry.shape), decimal(entry.num_bytes), tied)
+    below = _left_out(list(tensors), len(named), len(arrays_table), "array", "", keys)
+    show_parts(head, *(["", arrays_table] if named else []), *(["", *below] if below else []), *other.unread)
+
+
+def _row(one: Committed[Place]) -> dict[str, Any] | None:
     """Return the row of a checkpoint in the table; None: it was removed since it was listed."""
     row: dict[str, Any] = {"id": one.id, "path": str(one.path), "timestamp": one.timestamp.isoformat()}
     try:
@@ -219,16 +284,16 @@ def _row(one: Committed) -> dict[str, Any] | None:
     }
 
 
-def manifests_below(path: Path, manifest: CheckpointManifest) -> dict[str, CheckpointManifest]:
+def manifests_below(path: Place, manifest: CheckpointManifest) -> dict[str, CheckpointManifest]:
     """The manifests of checkpoints inside of a checkpoint, by folder."""
     folders = [str(Path(file).parent) for file in manifest.files if Path(file).name == MANIFEST_NAME]
-    with CheckpointFolder(path) as above:
+    with files_below(path) as above:
         for folder in folders:
             above.require_folder(folder)
     return {folder: read_manifest(path / folder) for folder in folders}
 
 
-def _checkpoint_as_json(path: Path, manifest: CheckpointManifest) -> dict[str, Any]:
+def _checkpoint_as_json(path: Place, manifest: CheckpointManifest) -> dict[str, Any]:
     return {
         "path": str(path),
         **{name: getattr(manifest, name) for name in _HEAD},
@@ -241,7 +306,7 @@ def _checkpoint_as_json(path: Path, manifest: CheckpointManifest) -> dict[str, A
     }
 
 
-def _show_root(root: Path, rows: Sequence[dict[str, Any]], on_disk: int, keys: InspectKeys) -> None:
+def _show_root(root: Place, rows: Sequence[dict[str, Any]], on_disk: int, keys: InspectKeys) -> None:
     """Components that all checkpoints share are shown once above the table, problems below it, in the whole width."""
     names = [Path(row["path"]).name for row in rows]
     named = [row for row, name in zip(rows, names, strict=True) if _is_chosen(name, keys.filter)]

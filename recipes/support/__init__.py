@@ -2,6 +2,7 @@
 
 cli             the decorator `recipe`, which runs a main function under Hydra
 sentences       errors of Hydra and of the library as one sentence
+path_values     paths on a command line, taken literally
 config          the schema of a config, and its checks
 run_folder      the folder of a run, and its lock
 launch          joins ranks that exist, or starts them

@@ -28,6 +28,7 @@ from ckpt.errors.imports import private_name
 from recipes.support import CONF
 from recipes.support.completion import script
 from recipes.support.help import help_text
+from recipes.support.path_values import with_literal_paths
 from recipes.support.sentences import sentence_of, sentence_of_arguments, sentence_of_choices
 
 Work = Callable[[DictConfig], int | None]
@@ -143,7 +144,8 @@ class _Command:
         given, _ = parser.parse_known_args([word for word in words if word not in _HELP])
         folders = [f"hydra.searchpath=[file://{Path(given.config_dir).absolute()}]"] if given.config_dir else []
         name = given.config_name or self.config_name
-        return help_text(CONF, name, [*given.overrides, *folders], everything="--help-all" in words)
+        overrides = with_literal_paths(given.overrides, swept=given.multirun)
+        return help_text(CONF, name, [*overrides, *folders], everything="--help-all" in words)
 
     def begin(self, folder: Path, hydra_files: Iterable[str]) -> None:
         """Note the folder that Hydra is about to make, and the files that it will write there."""
@@ -360,11 +362,12 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _arguments(overrides: tuple[str, ...]) -> Iterator[None]:
-    """Add overrides to the command line, and put all overrides first: argparse refuses `a=1 -m b=2,3`."""
+    """Add overrides to the command line, and put all overrides first: argparse refuses `a=1 -m b=2,3`. Paths are quoted for Hydra."""
     before = sys.argv
     given = [word for word in before[1:] if not word.startswith("-") and ("=" in word or word.startswith("~"))]
     others = [word for word in before[1:] if word not in given]
-    sys.argv = [before[0], *given, *overrides, *others]
+    literal = with_literal_paths(given, swept=not {"-m", "--multirun"}.isdisjoint(others))
+    sys.argv = [before[0], *literal, *overrides, *others]
     try:
         yield
     finally:

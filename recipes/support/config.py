@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.errors.imports import import_failure
-from ckpt.format.names import local_path
+from ckpt.format.places import as_place, local_path
 from ckpt.memory.device import Device
 from ckpt.saving.arguments import as_backend, as_strategy
 from ckpt.saving.host_cache import memories_of
@@ -77,6 +77,7 @@ SaveKeys = make_dataclass(
 class LoadKeys:
     verify: bool = MISSING
     strict: bool = MISSING
+    cast: Any = MISSING
     allow_pickle: bool = MISSING
     reread: bool | None = MISSING
 
@@ -141,15 +142,18 @@ Keys = TypeVar("Keys")
 Kind = TypeVar("Kind")
 
 
-def command_keys(cfg: DictConfig, schema: type[Keys], paths: Mapping[str, str]) -> Keys:
+def command_keys(
+    cfg: DictConfig, schema: type[Keys], paths: Mapping[str, str], *, anywhere: Collection[str] = ()
+) -> Keys:
     """Return the config of a command that works on files, its types checked.
 
     Args:
         schema: dataclass of its keys.
-        paths: keys that name a local path -> what is at it, for errors.
+        paths: keys that name a path -> what is at it, for errors.
+        anywhere: those of them that may be an address in an object store.
 
     Raises:
-        ConfigurationError: a path is not given, or is the URL of an object store.
+        ConfigurationError: a path is not given, or is an address where none may be.
     """
     for name, what in paths.items():
         if OmegaConf.is_missing(cfg, name):
@@ -157,7 +161,7 @@ def command_keys(cfg: DictConfig, schema: type[Keys], paths: Mapping[str, str]) 
     keys = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), cfg))
     assert isinstance(keys, schema)
     for name in paths:
-        local_path(getattr(keys, name), name)
+        as_place(getattr(keys, name), name) if name in anywhere else local_path(getattr(keys, name), name)
     return keys
 
 
@@ -513,20 +517,23 @@ def _check_start(run: dict[str, Any]) -> None:
     """Make paths absolute, because ranks may have other working folders. Refuse contradicting or empty keys of where a run begins."""
     require_names(run)
     local_path(run["output_dir"], "output_dir")
-    for key in ("run_dir", "checkpoint_root"):
-        make_absolute(run, key)
+    make_absolute(run, "run_dir")
+    make_absolute(run, "checkpoint_root", anywhere=True)
     if run["resume"] == "latest" and run["overwrite"]:
         raise ConfigurationError(
             "resume=latest goes on from the newest checkpoint, so overwrite=true has nothing to overwrite: give one of the two"
         )
     if run["resume"] not in (None, "latest"):
-        make_absolute(run, "resume")
+        make_absolute(run, "resume", anywhere=True)
 
 
-def make_absolute(run: dict[str, Any], key: str) -> None:
+def make_absolute(run: dict[str, Any], key: str, *, anywhere: bool = False) -> None:
     """Make a path in the config absolute.
 
+    Args:
+        anywhere: it may be an address in an object store.
+
     Raises:
-        ConfigurationError: the path is the address of an object store.
+        ConfigurationError: it is an address, where none may be.
     """
-    run[key] = str(local_path(run[key], key).absolute())
+    run[key] = str((as_place if anywhere else local_path)(run[key], key).absolute())

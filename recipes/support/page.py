@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.errors import ConfigurationError, printable
-from ckpt.format.durable import replace_durably
 from ckpt.format.manifest import MANIFEST_NAME
+from ckpt.storage.durable import replace_durably
 from ckpt.version import __version__
 
 _OURS = '<meta name="generator" content="ckpt '

@@ -15,10 +15,10 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from ckpt.errors import CorruptCheckpointError, StorageError, sentence
-from ckpt.format.durable import replace_durably
 from ckpt.loading.report import LoadReport
 from ckpt.ranks.topology import Topology
 from ckpt.saving.prepared_save import SaveReport
+from ckpt.storage.durable import replace_durably
 from recipes.support import CONF
 from recipes.support.config import GIVEN, by_dotted_key, values_of
 from recipes.support.live_line import LiveLine, samples_a_second

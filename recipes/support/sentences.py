@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
 from omegaconf import BooleanNode, DictConfig, FloatNode, IntegerNode, ListConfig, OmegaConf, StringNode
 from omegaconf.errors import (
@@ -67,7 +68,7 @@ _CONFIG_WORDS: tuple[tuple[str, str], ...] = (
     (r"(?<![\w.])backend=", "ckpt="),
     (r"(?<![\w.])saves\.(?=\w)", "save."),
     (r"(?<![\w.])(max_in_flight_mib|cpu_transfer)\b", r"strategy.\1"),
-    (r"(?<![\w.])(strict|allow_pickle)=", r"load.\1="),
+    (r"(?<![\w.])(strict|cast|allow_pickle)=", r"load.\1="),
     (r"\bRun on (\d+) ranks(?! \()", r"Run on \1 ranks (launch.nproc_per_node=\1)"),
     (r"(?<![\w.])(kvstore|compressors|buffer_mib)=", r"ckpt.\1="),
     (r"(?<![\w.])rollout_dtype=", "engine.rollout_dtype="),
@@ -116,12 +117,13 @@ def _of_hydra(error: HydraException, conf: Path, config_name: str) -> str:
         return f"{several[1]}: several values are a sweep, which needs -m; one value that is a list is {key}=[a,b]"
     text = " ".join(re.sub(r"See https://hydra\.cc\S* for details", "", str(error)).split())
     if isinstance(error, OverrideParseException):
-        if "=" not in error.override:
-            hint = (
-                f", such as path={error.override}" if "path" in _keys(conf, config_name) else "; --help shows the keys"
-            )
+        key, _, value = error.override.partition("=")
+        has_path = "path" in _keys(conf, config_name)
+        if "=" not in error.override or (has_path and "/" in key):
+            hint = f", such as path={error.override}" if has_path else "; --help shows the keys"
             return f"{error.override}: expected key=value{hint}"
-        return f"{error.override}: cannot be read as key=value: {text}"
+        quoted = f'"{key}={QuotedString(value, Quote.single).with_quotes()}"'
+        return f"{error.override}: cannot be read as key=value: {text}; in quotes a value, or each of a sweep, is taken as it is: {quoted}"
     return text or type(error).__name__
 
 

@@ -21,7 +21,7 @@ from rich.console import Group
 from rich.filesize import decimal
 
 from ckpt.errors import printable
-from ckpt.format.durable import replace_durably
+from ckpt.storage.durable import replace_durably
 from recipes.support.report import SUMMARY_NAME
 from recipes.support.sweep_advice import differing
 from recipes.support.sweep_page import seconds, sweep_page

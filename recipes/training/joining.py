@@ -20,8 +20,10 @@ from ckpt.engine.elastic.elastic import ElasticEngine
 from ckpt.engine.elastic.membership import Rendezvous
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, RankAbsentError
 from ckpt.format.names import step_of
+from ckpt.format.places import Place, place_of
 from ckpt.loading.direct import DirectLoad
-from ckpt.loading.loader import Loader, committed_newest_first, components_of
+from ckpt.loading.loader import Loader, committed_newest_first
+from ckpt.loading.parts_of_state import by_component_of
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import StateComponent
@@ -135,7 +137,7 @@ def _catch_up(live: LiveModel, member: ElasticEngine, job: RunOfRollouts, device
             return f"caught up with version {version.step} out of the trainers' memory"
         except (CorruptCheckpointError, RankAbsentError, ConfigurationError) as error:
             told.append(str(error))
-    for path in committed_newest_first(Path(job.checkpoint_root)):
+    for path in committed_newest_first(place_of(job.checkpoint_root)):
         if (found := member.news()) is None:
             break
         try:
@@ -152,7 +154,7 @@ def _reader(peers: Any, device: Device) -> Callable[[Any], None]:
     return partial(read_from_peers, peers, device_type=device.type, device_index=device.torch_device.index or 0)
 
 
-def _model_in(path: Path, model: Mapping[str, Any]) -> tuple[int, dict[str, torch.Tensor]]:
+def _model_in(path: Place, model: Mapping[str, Any]) -> tuple[int, dict[str, torch.Tensor]]:
     """Load the model component of a checkpoint, and no other, in the trainers' own types; return its step and its tensors."""
     step = step_of(path.name.removeprefix("checkpoint-"))
     if step is None:
@@ -162,5 +164,6 @@ def _model_in(path: Path, model: Mapping[str, Any]) -> tuple[int, dict[str, torc
     component = StateComponent("model", state, "global")
     with Topology.alone() as topology:
         loader = Loader([component], topology, DirectLoad(), host, verify=True, allow_pickle=False)
-        loader.load(path, strict=True, leave_out=components_of(path).keys() - {component.key})
+        others = {*by_component_of(loader.open(path)).component_keys()} - {component.key}
+        loader.load(path, strict=True, leave_out=others)
     return step, state.state_dict()

@@ -10,7 +10,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import ConfigurationError
-from ckpt.format.names import local_path
+from ckpt.format.places import local_path
 from recipes.support import config
 from recipes.support.metrics import check_report
 from recipes.training.facts import ENGINE_AT_RUN_TIME

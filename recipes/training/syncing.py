@@ -18,12 +18,12 @@ from ckpt.engine.elastic.elastic import ElasticEngine
 from ckpt.engine.elastic.membership import Rendezvous
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import CorruptCheckpointError
-from ckpt.format.durable import replace_durably
 from ckpt.memory.device import Device
 from ckpt.ranks.sigterm import sigterm_noted
 from ckpt.ranks.topology import Topology
 from ckpt.state.state_digest import state_digest
 from ckpt.state.statefuls import ModelState
+from ckpt.storage.durable import replace_durably
 from recipes.support.config import made
 from recipes.support.report import SUMMARY_NAME, Report, Summary, write_summary
 from recipes.training.facts import facts_of

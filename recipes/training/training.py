@@ -14,7 +14,7 @@ import torch.distributed
 from hydra.utils import instantiate
 
 from ckpt import CheckpointCoordinator, StateComponent
-from ckpt.catalog.ledger import Ledger
+from ckpt.catalog.catalog import Catalog, catalog_at
 from ckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -23,6 +23,7 @@ from ckpt.errors import (
     printable,
 )
 from ckpt.format.names import step_of
+from ckpt.format.places import place_of
 from ckpt.loading.compatibility import goes_on
 from ckpt.loading.loader import LoadReport, require_checkpoint
 from ckpt.loading.report import some_of
@@ -65,12 +66,14 @@ def settle_start(cfg: dict[str, Any]) -> dict[str, Any]:
     """
     root, resumed = cfg["checkpoint_root"], cfg["resume"]
     require_named_checkpoint(cfg)
-    ledger = Ledger(Path(root), run_id="reader")
+    place = place_of(root)
+    ledger = catalog_at(place)
     committed = ledger.committed()
     if not cfg["overwrite"]:
         _require_own_history(cfg, ledger)
-    with writing("the checkpoint root", Path(root), "checkpoint_root"):
-        Path(root).mkdir(parents=True, exist_ok=True)
+    if isinstance(place, Path):
+        with writing("the checkpoint root", place, "checkpoint_root"):
+            place.mkdir(parents=True, exist_ok=True)
     if resumed == "latest" and not committed:
         print(
             printable(f"resume=latest: there is no checkpoint in {root} yet, so the run begins at step 1"), flush=True
@@ -85,14 +88,14 @@ def require_named_checkpoint(cfg: Mapping[str, Any]) -> None:
     if resumed in (None, "latest"):
         return
     try:
-        require_checkpoint(Path(resumed), allow_pickle=cfg["load"]["allow_pickle"])
+        require_checkpoint(place_of(resumed), allow_pickle=cfg["load"]["allow_pickle"])
     except CheckpointNotFoundError as error:
         if not difflib.get_close_matches(Path(resumed).name, ["latest"], cutoff=0.7):
             raise
         raise CheckpointNotFoundError(f"{error} Did you mean resume=latest?") from error
 
 
-def _require_own_history(cfg: Mapping[str, Any], ledger: Ledger) -> None:
+def _require_own_history(cfg: Mapping[str, Any], ledger: Catalog[Any]) -> None:
     """Refuse to save beside checkpoints of another run: a later `resume=latest` would mix both.
 
     Raises:
@@ -109,7 +112,7 @@ def _require_own_history(cfg: Mapping[str, Any], ledger: Ledger) -> None:
     step = step_of(Path(resumed).name.removeprefix("checkpoint-"))
     if step is not None and step >= cfg["train"]["steps"]:
         return  # a run that is resumed at its last step saves nothing
-    newer = ledger.newer_than(Path(resumed))
+    newer = ledger.newer_than(place_of(resumed))
     others = [one.path.name for one in (committed if newer is None else newer)]
     if others:
         foreign = ("checkpoints of another history", "remove")
@@ -384,7 +387,7 @@ def resume(training: Training, coordinator: CheckpointCoordinator, summary: Summ
     """
     cfg = training.cfg
     path = None if cfg["resume"] == "latest" else cfg["resume"]
-    loaded = _load(training, coordinator, report, path, strict=cfg["load"]["strict"])
+    loaded = _load(training, coordinator, report, path, strict=cfg["load"]["strict"], cast=cfg["load"]["cast"])
     digest = training.digest()
     restored = {one.key for one in loaded.components if goes_on(one)}
     lines = training.go_on_from(loaded.path, loaded.checkpoint_id, restored, loaded.config_text)
@@ -411,10 +414,16 @@ def _reread(training: Training, coordinator: CheckpointCoordinator, summary: Sum
 
 
 def _load(
-    training: Training, coordinator: CheckpointCoordinator, report: Report, path: str | None, *, strict: bool
+    training: Training,
+    coordinator: CheckpointCoordinator,
+    report: Report,
+    path: str | None,
+    *,
+    strict: bool,
+    cast: bool | list[str] = False,
 ) -> LoadReport:
     with report.moving(f"loading {'the newest checkpoint' if path is None else Path(path).name}"):
-        coordinator.load_checkpoint(path, strict=strict, leave_out=training.left_out)
+        coordinator.load_checkpoint(path, strict=strict, leave_out=training.left_out, cast=cast)
     assert coordinator.last_load is not None
     return coordinator.last_load
 

@@ -19,7 +19,7 @@ from ckpt.errors import CheckpointError
 from ckpt.format.dtypes import raw_bytes
 from ckpt.loading.report import LoadReport
 from ckpt.ranks.topology import Topology
-from tests.states import Held, coordinator, random_bits
+from tests.states import Fitted, coordinator, random_bits
 
 ROWS = 96
 COLUMNS = 200
@@ -62,7 +62,7 @@ def blank(state: Any) -> Any:
 
 def components(state: dict[str, dict[str, Any]]) -> list[StateComponent]:
     patterns = {"model": "replicated", "optimizer": "sharded", "rng": "per_rank"}
-    return [StateComponent(key, Held(state[key]), patterns[key]) for key in state]
+    return [StateComponent(key, Fitted(state[key]), patterns[key]) for key in state]
 
 
 def trainer(topology: Topology, root: Path, checkpoint_id: str, backend: str, **options: Any) -> CheckpointCoordinator:

@@ -129,8 +129,14 @@ def python(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complet
         (["load=null"], "load=null: expected keys with values"),
         (["ckpt.buffer_mib={}"], "ckpt.buffer_mib={}: expected a whole number"),
         (["train.seed=18446744073709551616"], "train.seed=18446744073709551616: expected less than 2**63"),
-        (["data._target_=builtins.dict"], "data: builtins.dict makes an object without a method loader(context, batch_size"),
-        (["parallel._target_=builtins.dict"], "parallel: builtins.dict makes a dict; expected a recipes.training.parallel."),
+        (
+            ["data._target_=builtins.dict"],
+            "data: builtins.dict makes an object without a method loader(context, batch_size",
+        ),
+        (
+            ["parallel._target_=builtins.dict"],
+            "parallel: builtins.dict makes a dict; expected a recipes.training.parallel.",
+        ),
         (["train.steps=three"], "train.steps=three: expected a whole number"),
         (
             ["parallel=single", "launch.nproc_per_node=2"],
@@ -313,6 +319,15 @@ def test_a_resumed_run_equals_the_straight_one_bit_for_bit_and_says_what_has_cha
     assert (resumed["first_step"], resumed["final_step"]) == (4, 6)
     assert resumed["resumed_from"].endswith("outputs/dev/checkpoints/checkpoint-00000003")
     assert resumed["loaded_digest"] is not None and resumed["bytes_read"] == resumed["bytes_needed"] > BYTES
+
+
+def test_paths_are_taken_as_they_were_typed_and_a_sweep_keeps_its_commas(command: Command) -> None:
+    assert command(*SMALL, "train.steps=1", "output_dir=runs/lr=1e-3,(é)", "checkpoint_root=kept/[a]=b").code == 0
+    saved = Path("kept/[a]=b/checkpoint-00000001")
+    assert saved.is_dir() and Path("runs/lr=1e-3,(é)/summary.json").is_file()
+    resumed = command(*SMALL, "-m", "train.steps=2", f"resume={saved}", "run_name=a,b")
+    assert resumed.code == 0, resumed.err
+    assert {path.parent.parent.name for path in Path("outputs").rglob("checkpoint-00000002")} == {"0", "1"}
 
 
 def test_resuming_where_there_is_nothing_says_so_and_begins(command: Command) -> None:

@@ -283,10 +283,16 @@ def test_a_checkpoint_named_relative_to_here_is_made_absolute(tmp_path: Path) ->
     assert config(tmp_path, "resume=somewhere/checkpoint-3")["resume"] == str(Path.cwd() / "somewhere" / "checkpoint-3")
 
 
-@pytest.mark.parametrize("key", ["output_dir", "checkpoint_root", "resume", "run_dir"])
-def test_the_address_of_an_object_store_is_refused(tmp_path: Path, key: str) -> None:
-    assert complaint(tmp_path, f"{key}=s3://b/x").startswith(f"{key} is s3://b/x: checkpoints are written to mounted")
-    assert complaint(tmp_path, f"{key}=file:///a/b") == f"{key} is file:///a/b: give the path alone, /a/b"
+@pytest.mark.parametrize("key", ["output_dir", "run_dir"])
+def test_the_address_of_an_object_store_is_refused_where_a_run_writes_its_log(tmp_path: Path, key: str) -> None:
+    assert complaint(tmp_path, f"{key}=s3://b/x").startswith(f"{key} is s3://b/x: expected a folder of a mounted")
+
+
+@pytest.mark.parametrize("key", ["checkpoint_root", "resume"])
+def test_checkpoints_may_be_in_an_object_store(tmp_path: Path, key: str) -> None:
+    assert config(tmp_path, f"{key}=s3://b/x")[key] == "s3://b/x"
+    assert config(tmp_path, f"{key}=file:///a/b")[key] == "/a/b"
+    assert complaint(tmp_path, f"{key}=s3a://b/x").startswith(f"{key} is s3a://b/x: expected the path of a folder, or an")
 
 
 def test_a_text_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from recipes.support.help import commands, help_text
 from recipes.support.keys import by_dotted_key, keys_of_command, read
 from recipes.support.report import Summary
 from tests.conf.configs import composed
+from tests.doc_scripts import doc_script
 
 SCREEN = 45
 COMMANDS = {name: module for module, (name, _) in commands(CONF).items()}
@@ -254,9 +254,4 @@ def test_the_page_on_json_has_every_field(reported: Any) -> None:
 
 
 def _write_reference() -> ModuleType:
-    place = CONF.parent / "docs" / "write_reference.py"
-    spec = importlib.util.spec_from_file_location("write_reference", place)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return doc_script("write_reference")

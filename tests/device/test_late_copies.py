@@ -38,7 +38,7 @@ from tests.device.devices import ADVERSARY, CUDA, NPU, why_too_many
 from tests.device.memory import AWKWARD, Kind, Memory, require_same, state_of, tiny, values_of
 from tests.device.saves import Saved, coordinator, require_saved, torch_device
 from tests.ranks import run_ranks
-from tests.states import Held, random_bits, spreading
+from tests.states import Fitted, random_bits, spreading
 
 pytestmark = pytest.mark.parametrize("device", [NPU, CUDA])
 
@@ -89,7 +89,7 @@ def test_a_save_holds_what_was_on_its_way_when_it_began_and_nothing_later(
 
 def _change_and_save(topology: Topology, root: Path, device: str, backend: str, pinned_mib: int) -> list[str]:
     memory = Memory(AWKWARD, 1, torch_device(device, topology))
-    made = coordinator(topology, root, Held(memory.tensors()), device=device, backend=backend, pinned_mib=pinned_mib)
+    made = coordinator(topology, root, Fitted(memory.tensors()), device=device, backend=backend, pinned_mib=pinned_mib)
     paths = []
     for seed in (2, 3, 4):
         memory.change(seed, on_new_streams=seed == 3)
@@ -108,7 +108,7 @@ def test_ranks_compare_and_save_what_was_on_its_way_to_each(tmp_path: Path, devi
 def _change_and_save_replicas(topology: Topology, root: Path, device: str) -> str:
     memory = Memory(AWKWARD, topology.rank, torch_device(device, topology))
     validated = {"validate_replication": True, "validation_level": "full"}
-    made = coordinator(topology, root, Held(memory.tensors()), device=device, component=validated)
+    made = coordinator(topology, root, Fitted(memory.tensors()), device=device, component=validated)
     memory.change(2, on_new_streams=True)
     path = made.save_checkpoint(checkpoint_id="1")
     memory.change(2 + topology.rank, on_new_streams=True)
@@ -119,7 +119,7 @@ def _change_and_save_replicas(topology: Topology, root: Path, device: str) -> st
 
 def test_views_that_are_no_memory_of_their_own_are_saved_as_what_they_stand_for(tmp_path: Path, device: str) -> None:
     (path,) = run_ranks(1, _save_views, tmp_path, device, device=device, environment=ADVERSARY)
-    held = Held({key: torch.empty_like(one) for key, one in views(torch.device("cpu")).items()})
+    held = Fitted({key: torch.empty_like(one) for key, one in views(torch.device("cpu")).items()})
     coordinator(Topology.alone(), tmp_path, held).load_checkpoint(path)
     assert held.loaded is not None
     require_same(
@@ -143,19 +143,19 @@ def views(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def _save_views(topology: Topology, root: Path, device: str) -> str:
-    held = Held(views(torch_device(device, topology)))
+    held = Fitted(views(torch_device(device, topology)))
     return coordinator(topology, root, held, device=device).save_checkpoint(checkpoint_id="1")
 
 
 def test_a_digest_is_that_of_what_was_on_its_way(tmp_path: Path, device: str) -> None:
     (found,) = run_ranks(1, _digest, device, device=device, environment=ADVERSARY)
-    assert found == state_digest({"model": Held(state_of(AWKWARD, 2))}, Topology.alone())
+    assert found == state_digest({"model": Fitted(state_of(AWKWARD, 2))}, Topology.alone())
 
 
 def _digest(topology: Topology, device: str) -> str:
     memory = Memory(AWKWARD, 1, torch_device(device, topology))
     memory.change(2)
-    return state_digest({"model": Held(memory.tensors())}, topology)
+    return state_digest({"model": Fitted(memory.tensors())}, topology)
 
 
 # Loads
@@ -193,7 +193,7 @@ def _load(topology: Topology, paths: list[Path], device: str, cpu_transfer: bool
     """Loads one right after the other through the same memory, after changes on the stream in use and on others."""
     memory = Memory(AWKWARD, 1, torch_device(device, topology))
     loader = coordinator(
-        topology, paths[0].parent, Held(memory.tensors()), device=device, strategy=_strategy(cpu_transfer)
+        topology, paths[0].parent, Fitted(memory.tensors()), device=device, strategy=_strategy(cpu_transfer)
     )
     for on_new_streams, some in ((False, paths), (True, paths[:1])):
         memory.change(7, on_new_streams=on_new_streams)
@@ -217,7 +217,7 @@ def test_an_optional_component_is_whole_when_the_load_returns(saved: Saved, devi
 def _load_optional(topology: Topology, path: Path, device: str) -> None:
     memory = Memory(AWKWARD, 1, torch_device(device, topology))
     optional = {"required": False}
-    loader = coordinator(topology, path.parent, Held(memory.tensors()), device=device, component=optional)
+    loader = coordinator(topology, path.parent, Fitted(memory.tensors()), device=device, component=optional)
     memory.change(7, on_new_streams=True)
     loader.load_checkpoint(path)
     memory.require_filled(values_of(AWKWARD, 2), around=7)
@@ -241,7 +241,7 @@ def test_a_load_that_fails_leaves_no_copy_under_way(
 
 def _load_in_vain(topology: Topology, path: Path, device: str, cpu_transfer: bool | None) -> None:
     memory = Memory(AWKWARD, 1, torch_device(device, topology))
-    loader = coordinator(topology, path.parent, Held(memory.tensors()), device=device, strategy=_strategy(cpu_transfer))
+    loader = coordinator(topology, path.parent, Fitted(memory.tensors()), device=device, strategy=_strategy(cpu_transfer))
     with pytest.raises(CorruptCheckpointError):
         loader.load_checkpoint(path)
     memory.change(8, late=False, on_new_streams=True)
@@ -262,7 +262,7 @@ def test_tensors_of_several_devices_and_of_the_host_are_one_state(tmp_path: Path
 
 def _load_and_save_on_two(topology: Topology, path: Path, root: Path, device: str) -> str:
     memory = Memory(AWKWARD, 1, *(torch.device(one) for one in (f"{device}:1", f"{device}:0", "cpu")))
-    made = coordinator(topology, root, Held(memory.tensors()), device=device)
+    made = coordinator(topology, root, Fitted(memory.tensors()), device=device)
     memory.change(7, on_new_streams=True)
     with Undisturbed(device):
         made.load_checkpoint(path)
@@ -284,7 +284,7 @@ def test_a_thread_whose_current_device_is_another_one_saves_and_loads_all_the_sa
 
 def _load_and_save_in_a_thread(topology: Topology, path: Path, root: Path, device: str) -> str:
     memory = Memory(AWKWARD, 1, torch_device(device, topology))
-    made = coordinator(topology, root, Held(memory.tensors()), device=device)
+    made = coordinator(topology, root, Fitted(memory.tensors()), device=device)
     outcomes: list[Any] = []
 
     def load_and_save() -> None:
@@ -317,7 +317,7 @@ def test_very_many_small_tensors_travel_together(tmp_path: Path, saved: Saved, d
 def _load_and_save_many(topology: Topology, path: Path, root: Path, device: str) -> str:
     many = tiny(20_000)
     memory = Memory(many, 1, torch_device(device, topology))
-    made = coordinator(topology, root, Held(memory.tensors()), device=device)
+    made = coordinator(topology, root, Fitted(memory.tensors()), device=device)
     made.load_checkpoint(path)
     memory.require_filled(values_of(many, 2), around=1)
     memory.change(3, late=False)
@@ -398,7 +398,7 @@ def saved_whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     @functools.cache
     def save(backend: str) -> Path:
         whole = matrices()
-        held = Held({name: whole[key] for name, (key, _, _, _) in cuts(0, 2).items()})
+        held = Fitted({name: whole[key] for name, (key, _, _, _) in cuts(0, 2).items()})
         host = coordinator(Topology.alone(), tmp_path_factory.mktemp("whole"), held, backend=backend)
         return Path(host.save_checkpoint(checkpoint_id="1"))
 
@@ -419,7 +419,7 @@ def test_every_cut_of_a_tensor_is_loaded_into_device_memory(
 def _load_pieces(topology: Topology, path: Path, device: str, cpu_transfer: bool | None) -> None:
     pieces = Pieces(topology, device)
     loader = coordinator(
-        topology, path.parent, Held(pieces.sharded()), device=device, strategy=_strategy(cpu_transfer),
+        topology, path.parent, Fitted(pieces.sharded()), device=device, strategy=_strategy(cpu_transfer),
         pattern="sharded",
     )  # fmt: skip
     pieces.memory.change(7, on_new_streams=True)
@@ -522,7 +522,7 @@ def _load_old(topology: Topology, path: Path, device: str) -> None:
     """On two devices, where there are two."""
     count = min(torch.get_device_module(device).device_count(), 2)
     memory = Memory(AWKWARD, 1, *(torch.device(device, at) for at in range(count)))
-    loader = coordinator(topology, path.parent, Held(memory.tensors()), device=device, allow_pickle=True)
+    loader = coordinator(topology, path.parent, Fitted(memory.tensors()), device=device, allow_pickle=True)
     memory.change(7, on_new_streams=True)
     loader.load_checkpoint(path)
     memory.require_filled(values_of(AWKWARD, 2), around=7)

@@ -17,7 +17,7 @@ from tests.device.devices import ADVERSARY
 from tests.device.memory import AWKWARD, Filled, Heard, Memory, values_of
 from tests.device.saves import Saved, coordinator, require_saved, torch_device
 from tests.ranks import run_ranks
-from tests.states import Held, spreading
+from tests.states import Fitted, spreading
 
 pytestmark = pytest.mark.npu
 
@@ -38,7 +38,7 @@ def test_a_load_takes_a_smaller_bucket_and_says_so(saved: Saved, strategy: Loadi
 def _load_with_little_room(topology: Topology, path: Path, strategy: LoadingStrategy) -> list[str]:
     device, heard = torch_device("npu", topology), Heard()
     memory = Memory(AWKWARD, 1, device)
-    loader = coordinator(topology, path.parent, Held(memory.tensors()), device="npu", strategy=strategy)
+    loader = coordinator(topology, path.parent, Fitted(memory.tensors()), device="npu", strategy=strategy)
     filled = Filled(device, ENOUGH)
     loader.load_checkpoint(path)
     assert filled.free() < 2 * ENOUGH, "it would have had room"
@@ -55,7 +55,7 @@ def test_a_device_without_any_room_is_one_error_of_all_ranks_and_the_next_load_s
 def _load_where_rank_1_is_full(topology: Topology, path: Path) -> str:
     device = torch_device("npu", topology)
     memory = Memory(AWKWARD, 1, device)
-    loader = coordinator(topology, path.parent, Held(memory.tensors()), device="npu")
+    loader = coordinator(topology, path.parent, Fitted(memory.tensors()), device="npu")
     filled = Filled(device, 0 if topology.rank == 1 else 32 << 20)
     with pytest.raises(DeviceMemoryError) as caught:
         loader.load_checkpoint(path)
@@ -74,7 +74,7 @@ def test_a_save_needs_no_room_on_the_device(tmp_path: Path) -> None:
 def _save_without_room(topology: Topology, root: Path) -> str:
     device = torch_device("npu", topology)
     memory = Memory(AWKWARD, 1, device)
-    saver = coordinator(topology, root, Held(memory.tensors()), device="npu")
+    saver = coordinator(topology, root, Fitted(memory.tensors()), device="npu")
     memory.change(3, on_new_streams=True)
     filled = Filled(device, 0)
     path = saver.save_checkpoint(checkpoint_id="3")
@@ -89,7 +89,7 @@ def test_an_optional_component_is_read_beside_its_memory_on_the_host_if_need_be(
 def _load_optional_without_room(topology: Topology, path: Path) -> None:
     device = torch_device("npu", topology)
     memory = Memory(AWKWARD, 1, device)
-    loader = coordinator(topology, path.parent, Held(memory.tensors()), device="npu", component={"required": False})
+    loader = coordinator(topology, path.parent, Fitted(memory.tensors()), device="npu", component={"required": False})
     filled = Filled(device, 2 << 20)  # for a bucket, and not for the largest tensor once more
     loader.load_checkpoint(path)
     assert filled.free() < 5 << 20

@@ -155,8 +155,8 @@ MUTANTS = [
     ),
     Mutant(
         "an optional component is still being copied when the load returns",
-        "ckpt/loading/loader.py: Loader._read",
-        "wait_for_all((own.out for own in one.requests))",
+        "ckpt/loading/casting.py: convert_into",
+        "wait_for_all(outs)",
         "",
         (f"{LATE}::test_an_optional_component_is_whole_when_the_load_returns",),
     ),

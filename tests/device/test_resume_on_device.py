@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from ckpt.format.stored import read_manifest
 from ckpt.ranks.topology import Topology
+from ckpt.storage.stored import read_manifest
 from recipes.support.config import checked
 from recipes.training.training import train
 from tests.conf.configs import composed

@@ -22,7 +22,7 @@ from tests.device.devices import ADVERSARY
 from tests.device.memory import AWKWARD, Memory, values_of
 from tests.device.saves import Saved, coordinator, torch_device
 from tests.ranks import run_ranks
-from tests.states import Held, spreading
+from tests.states import Fitted, spreading
 
 pytestmark = pytest.mark.npu
 
@@ -37,7 +37,7 @@ def test_once_ranks_wait_for_each_other_none_waits_for_its_whole_device(saved: S
 def _load_and_watch(topology: Topology, path: Path, cpu_transfer: bool) -> None:
     memory = Memory(AWKWARD, 1, torch_device("npu", topology))
     strategy = spreading(cpu_transfer=cpu_transfer, max_in_flight_mib=8)
-    loader = coordinator(topology, path.parent, Held(memory.tensors()), device="npu", strategy=strategy)
+    loader = coordinator(topology, path.parent, Fitted(memory.tensors()), device="npu", strategy=strategy)
     run, wait_for = SpreadWorker.run, ckpt.memory.device.wait_for
     waited: list[torch.device] = []
 

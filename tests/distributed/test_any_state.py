@@ -29,11 +29,11 @@ from ckpt.errors import ReplicationError, ShardingError
 from ckpt.format.box import Box, num_chunks, whole
 from ckpt.format.dtypes import item_bytes, torch_dtype, zarr_name
 from ckpt.format.manifest import ArrayEntry, CheckpointManifest, Index, digest_of
-from ckpt.format.stored import read_index, read_listed_file, read_manifest
 from ckpt.planning.plan import plan_save
 from ckpt.ranks.topology import Topology
 from ckpt.state.flatten import flatten
 from ckpt.state.plain import to_json
+from ckpt.storage.stored import read_index, read_listed_file, read_manifest
 from recipes.benchmark.plan_costs import SyntheticGPT
 from tests import plain_safetensors
 from tests.ranks import run_threads

@@ -16,9 +16,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt import StateComponent
 from ckpt.errors import ConfigurationError, ReplicationError
-from ckpt.format.stored import read_manifest
 from ckpt.ranks.topology import Topology
 from ckpt.state.statefuls import ModelState
+from ckpt.storage.stored import read_manifest
 from tests.ranks import run_ranks, run_threads
 from tests.states import Held, coordinator, same_bits
 

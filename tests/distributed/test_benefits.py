@@ -16,8 +16,8 @@ from ckpt import StateComponent
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, ReplicationError
 from ckpt.format.manifest import Index
-from ckpt.format.stored import read_index, read_manifest
 from ckpt.ranks.topology import Topology
+from ckpt.storage.stored import read_index, read_manifest
 from recipes.support import CONF
 from recipes.training.training import Training
 from tests.conf.configs import config

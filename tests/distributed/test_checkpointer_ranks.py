@@ -21,13 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 import ckpt
 from ckpt import Checkpointer
 from ckpt.errors import CheckpointError, ConfigurationError, ReplicationError, WorldSizeError
-from ckpt.format.stored import read_manifest
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import source_at
 from ckpt.memory.device import Device
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.topology import Phase, Topology
 from ckpt.saving.manifest_writer import ManifestWriter
+from ckpt.storage.stored import read_manifest
 from recipes.commands.converting import ConvertKeys, convert_on_ranks, run_of
 from recipes.training.training import Training
 from tests.conf.configs import config
@@ -36,7 +36,7 @@ from tests.e2e.runs import SMALL
 from tests.ranks import run_ranks
 from tests.states import Held
 
-SAMPLE = ("ddp 2", "fsdp 3", "hsdp 4", "ddp_tp 4", "pipeline 2", "ddp_pipeline 4")
+SAMPLE = ("ddp 2", "fsdp 3", "pipeline 2", "ddp_tp 4")
 
 
 def patterns_of(path: Path) -> dict[str, str]:

@@ -40,8 +40,8 @@ from ckpt.errors import (
     ConfigurationError,
     MissingStateError,
 )
-from ckpt.format.stored import read_manifest
 from ckpt.saving.background.async_utils import AsyncCallsQueue, AsyncRequest
+from ckpt.storage.stored import read_manifest
 from tests.cuts import CUTS
 from tests.ranks import Topology, run_ranks
 from tests.sharded_saves import (

@@ -18,10 +18,10 @@ import recipes.doctor
 from ckpt import StateComponent
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import CheckpointError, ConfigurationError, ReplicationError
-from ckpt.format.stored import read_manifest
 from ckpt.ranks.topology import Topology
 from ckpt.state import replication
 from ckpt.state.pattern_check import examine
+from ckpt.storage.stored import read_manifest
 from recipes.commands import patterns
 from tests.conf.configs import config
 from tests.ranks import run_ranks, run_threads

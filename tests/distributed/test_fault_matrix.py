@@ -205,7 +205,7 @@ def _check_what_is_committed(outcome: Outcome, message: str) -> None:
         assert committed[0][0] in message
 
 
-@pytest.mark.parametrize("together", range(len(TOGETHER)))
+@pytest.mark.parametrize("together", [0, *(pytest.param(at, marks=pytest.mark.full) for at in range(1, len(TOGETHER)))])
 def test_every_phase_that_goes_wrong_on_one_rank_raises_one_error_that_names_both(
     tmp_path: Path, worst: _Worst, together: int
 ) -> None:

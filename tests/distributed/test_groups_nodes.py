@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from ckpt import SharingPattern, StateComponent
 from ckpt.errors import CheckpointError, ConfigurationError, MissingStateError, ReplicationError, WorldSizeError
 from ckpt.format.manifest import CheckpointManifest
-from ckpt.format.stored import read_manifest
 from ckpt.ranks.topology import Topology
 from ckpt.state.statefuls import ModelState, OptimizerState
+from ckpt.storage.stored import read_manifest
 from tests.ranks import run_threads
 from tests.states import Held, coordinator, random_bits, same_bits
 

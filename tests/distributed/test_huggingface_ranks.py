@@ -15,10 +15,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckpt.errors import CheckpointError, ConfigurationError
-from ckpt.format.stored import read_manifest
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.topology import Topology
 from ckpt.saving.manifest_writer import ManifestWriter
+from ckpt.storage.stored import read_manifest
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]

@@ -19,9 +19,9 @@ from ckpt.catalog.incremental import disk_use
 from ckpt.catalog.ledger import Ledger
 from ckpt.catalog.verify import verify_checkpoint
 from ckpt.errors import CorruptCheckpointError
-from ckpt.format.stored import read_index, read_manifest
 from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings
+from ckpt.storage.stored import read_index, read_manifest
 from tests import plain_safetensors
 from tests.incremental_saves import bytes_on_disk
 from tests.ranks import run_ranks

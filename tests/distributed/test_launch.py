@@ -87,7 +87,7 @@ def _check_stopped(job: Any, num_ranks: int, stopped: int, place: str, **more: A
 
 
 @pytest.mark.usefixtures("launched_once")
-@pytest.mark.parametrize(("num_ranks", "stopped"), [(2, 0), (2, 1), pytest.param(8, 5, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("num_ranks", "stopped"), [(2, 1), *(pytest.param(*one, marks=pytest.mark.full) for one in [(2, 0), (8, 5)])])
 @pytest.mark.parametrize(
     ("job", "place"),
     [
@@ -103,7 +103,7 @@ def test_a_run_ends_in_time_and_names_the_rank_that_stands_still(
 
 
 @pytest.mark.usefixtures("launched_once")
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("stopped", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_rank_that_stands_still_while_the_process_group_is_made_is_named(stopped: int) -> None:
     device = config(1)["device"] | {"_target_": "tests.jobs.StoppingDevice", "stopped": stopped}
     _check_stopped(adds_up, 2, stopped, "has been silent for 3 s, last seen", device=device)

@@ -89,8 +89,8 @@ def straight_and_resumed(folder: Path, backend: str, tied: bool) -> list[tuple[P
     ("layout", "backend", "tied"),
     [
         ("fsdp 3", "zarr", True),
-        ("pipeline 3", "zarr", True),
-        ("accelerate 3", "tensorstore", False),
+        pytest.param("pipeline 3", "zarr", True, marks=pytest.mark.full),
+        pytest.param("accelerate 3", "tensorstore", False, marks=pytest.mark.full),
         ("hsdp 3", "kimi-engine", True),
     ],
 )

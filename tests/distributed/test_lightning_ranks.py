@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -226,9 +227,9 @@ def test_what_cannot_be_is_refused_in_words_and_what_is_no_checkpoint_stays(run:
 
 
 _REFUSALS = [
-    "ConfigurationError: save into F/odd: trainer: hyper_parameters.cfg.x[0] is a tests.lightning_runs.refusals.<locals>.Odd, which is",
+    "ConfigurationError: save into F/odd: hyper_parameters: cfg.x[0] is a tests.lightning_runs.refusals.<locals>.Odd, which is",
     "ConfigurationError: storage_options have no effect here",
-    "ConfigurationError: path is s3://bucket/x: checkpoints are written to mounted file systems only",
+    "ConfigurationError: path is hdfs://bucket/x: expected the path of a folder, or an address",
     "CheckpointNotFoundError: load of F/nothing: F/nothing is not a checkpoint",
     "ConfigurationError: F/of another is a checkpoint, but none of Lightning's: it holds a",
     "ConfigurationError: map_location is a function; expected a device, or None",
@@ -242,3 +243,23 @@ _REFUSALS = [
     "notes.txt",
     "of another",
 ]
+
+
+@pytest.mark.parametrize(("kind", "num_ranks", "steps"), [("ddp", 2, 0), ("fsdp", 2, 0), ("plugin alone", 1, 2)])
+def test_hyperparameters_that_are_not_plain_are_refused_by_name_as_training_begins(
+    run: RunForked, tmp_path: Path, kind: str, num_ranks: int, steps: int
+) -> None:
+    for said, trained in run(num_ranks, "hyperparameters_kept", kind, tmp_path, ()):
+        assert re.search(
+            r"hyper_parameters: act is a builtins.type, .* self.save_hyperparameters\(ignore=\['act', 'cfg'\]\)", said
+        )
+        assert trained == steps
+    assert list(tmp_path.iterdir()) == []
+    for kept in run(num_ranks, "hyperparameters_kept", kind, tmp_path, ("act", "cfg")):
+        assert kept == {"folder": tmp_path, "device": torch.device("cpu")}
+        assert type(kept["folder"]) is type(tmp_path)
+
+
+def test_hyperparameters_that_are_one_container_of_another_library_are_refused(run: RunForked, tmp_path: Path) -> None:
+    for said in run(2, "hyperparameters_in_a_container", tmp_path):
+        assert "hyper_parameters are one DictConfig" in said and "OmegaConf.to_container" in said

@@ -17,7 +17,7 @@ from ckpt.loading.direct import DirectLoad
 from ckpt.ranks.topology import Topology
 from recipes.benchmark.measuring import PeakMemory
 from tests.ranks import run_ranks
-from tests.states import Held, coordinator, random_bits
+from tests.states import Fitted, coordinator, random_bits
 
 BUFFER_MIB = PACKED_MIB = IN_FLIGHT_MIB = 8
 SLACK_MIB = 10  # Python's own
@@ -54,7 +54,7 @@ def _coordinator(topology: Topology, root: Path, state: dict[str, torch.Tensor],
     return coordinator(
         topology,
         root,
-        [StateComponent("model", Held(state), "per_rank")],
+        [StateComponent("model", Fitted(state), "per_rank")],
         backend=_backend(backend),
         strategy=DirectLoad(max_in_flight_mib=IN_FLIGHT_MIB),
         packed_mib=PACKED_MIB,

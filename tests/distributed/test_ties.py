@@ -11,8 +11,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt import StateComponent
 from ckpt.errors import ShardingError
-from ckpt.format.stored import read_manifest
 from ckpt.ranks.topology import Topology
+from ckpt.storage.stored import read_manifest
 from tests.ranks import run_ranks, run_threads
 from tests.states import Held, coordinator, random_bits, same_bits
 

@@ -18,7 +18,6 @@ from ckpt.backends.base import Backend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, RankAbsentError
 from ckpt.format.manifest import CheckpointManifest, Index
-from ckpt.format.stored import read_index, read_manifest
 from ckpt.loading.chunk_reader import ChunkReader
 from ckpt.loading.report import Status
 from ckpt.loading.two_stage import two_stage
@@ -30,10 +29,21 @@ from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.memory.copies import Filling
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
+from ckpt.storage.stored import read_index, read_manifest
 from ckpt.storage.wanted_bytes import WantedBytes
 from recipes.benchmark.measuring import PeakMemory
 from tests.ranks import Dead, run_ranks
-from tests.states import ALL_DTYPES, BACKENDS, Held, coordinator, global_index, random_bits, same_bits, spreading
+from tests.states import (
+    ALL_DTYPES,
+    BACKENDS,
+    Fitted,
+    Held,
+    coordinator,
+    global_index,
+    random_bits,
+    same_bits,
+    spreading,
+)
 
 HOSTS = {"one host": [4], "two and two": [2, 2], "one and three": [1, 3], "each its own": [1, 1, 1, 1]}
 _PATTERNS = ("replicated", "per_rank", "global", "per_group")
@@ -198,7 +208,7 @@ def test_each_instance_of_a_group_reads_for_itself(tmp_path: Path) -> None:
 
 def _grown(topology: Topology, root: Path, mib: int) -> tuple[float, int]:
     """Load, and return how much this rank's memory grew at most, in MiB, and the size of what it loaded."""
-    held = Held({f"w{n}": random_bits((64, 1 << 16), torch.float32, n) for n in range(7)})
+    held = Fitted({f"w{n}": random_bits((64, 1 << 16), torch.float32, n) for n in range(7)})
     strategy = spreading(max_in_flight_mib=mib)
     made = coordinator(topology, root, [StateComponent("model", held, "replicated")], strategy=strategy)
     path = made.save_checkpoint(checkpoint_id="1")

@@ -11,13 +11,13 @@ from ckpt import StateComponent
 from ckpt.catalog.verify import examine, verify_checkpoint
 from ckpt.errors import CheckpointError
 from ckpt.format.manifest import MANIFEST_NAME
-from ckpt.format.stored import read_manifest
 from ckpt.loading.direct import DirectLoad, DirectReading
 from ckpt.loading.loader import Loader
 from ckpt.loading.sources import CommittedSource
 from ckpt.loading.strategy import ReadStats
 from ckpt.ranks.topology import Topology
 from ckpt.storage import extents
+from ckpt.storage.stored import read_manifest
 from tests.async_runs import until
 from tests.ranks import run_ranks
 from tests.states import BACKENDS, Held, coordinator, cpu

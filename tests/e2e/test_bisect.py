@@ -225,7 +225,7 @@ def test_what_cannot_be_told_is_one_sentence_and_exit_code_2(
 
     other = tmp_path / "other"
     other.mkdir()
-    assert refused() == "no bad is given; add bad=<the folder of a run>"
+    assert refused() == "no bad is given; add bad=<the folder of a run, or the address of its checkpoints>"
     assert refused(f"bad={other}") == (
         f"{other} is no run: neither it nor its folder checkpoints holds a checkpoint; give bad=<the folder of a run>"
     )
@@ -233,7 +233,7 @@ def test_what_cannot_be_told_is_one_sentence_and_exit_code_2(
     assert refused(f"bad={other}") == (
         f"{other}/checkpoint-1 has no config of recipes.train: bisect replays its runs, and no others"
     )
-    assert refused("bad=s3://bucket/run").startswith("bad is s3://bucket/run: ")
+    assert refused("bad=hdfs://bucket/run").startswith("bad is hdfs://bucket/run: ")
     monkeypatch.setenv("RANK", "0")
     assert refused(f"bad={good}").startswith("bisect starts the ranks of its replays")
 

@@ -31,8 +31,8 @@ from ckpt.dist_checkpointing.serialization import (
     load_sharded_metadata,
 )
 from ckpt.errors import StorageError
-from ckpt.format.stored import read_manifest
 from ckpt.state.sharded_tensor import ShardedTensor
+from ckpt.storage.stored import read_manifest
 from recipes.commands.converting import shard_bytes
 from tests.anonymous_memory import most_anonymous_bytes
 from tests.covering import covering
@@ -415,7 +415,7 @@ def test_tied_weights_stay_tied(convert: Command, tmp_path: Path) -> None:
     torch.save({"model": net.state_dict()}, tmp_path / "net.pt")
     code, _, err = convert(f"src={tmp_path / 'net.pt'}", f"dst={tmp_path / '100'}", "load.allow_pickle=true")
     assert code == 0, err
-    assert read_manifest(tmp_path / "100").arrays["model/1.weight"].alias_of == "model/0.weight"
+    assert read_manifest(tmp_path / "100").arrays["state/model.1.weight"].alias_of == "state/model.0.weight"
     fresh = tied()
     Checkpointer(tmp_path / "root", model=fresh, save_rng=False).restore(tmp_path / "100")
     assert same_bits(fresh[0].weight, net[0].weight) and fresh[1].weight is fresh[0].weight

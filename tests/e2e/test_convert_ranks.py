@@ -16,8 +16,8 @@ from ckpt.catalog.verify import verify_checkpoint
 from ckpt.convert import exporting_safetensors, exporting_torch
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
-from ckpt.format.stored import read_index, read_manifest
 from ckpt.ranks.topology import Topology
+from ckpt.storage.stored import read_index, read_manifest
 from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert_on_ranks, run_of
 from tests.anonymous_memory import growth
 from tests.e2e.test_convert import require_all_of

@@ -22,7 +22,7 @@ LAYOUTS = {
     "ddp_pipeline 4": (4, ["parallel=ddp_pipeline"]),
     "accelerate 2": (2, ["parallel=accelerate"]),
 }
-FAST = [("single", "torch"), ("ddp 2", "dcp"), ("fsdp 2", "dcp"), ("pipeline 2", "torch")]
+FAST = [("single", "torch"), ("fsdp 2", "dcp")]
 
 
 def convert(src: Path, dst: Path, to: str) -> None:

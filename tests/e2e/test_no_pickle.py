@@ -17,8 +17,8 @@ import yaml
 
 import ckpt
 from ckpt.format.manifest import CONFIG_NAME, MANIFEST_NAME
-from ckpt.format.stored import read_index, read_manifest
 from ckpt.ranks.topology import Topology
+from ckpt.storage.stored import read_index, read_manifest
 from recipes.training.training import train
 from tests.e2e.conftest import STEPS, Run
 from tests.e2e.runs import checkpoint, run

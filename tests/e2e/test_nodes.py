@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from ckpt import StateComponent
-from ckpt.format.stored import read_manifest
 from ckpt.ranks.topology import Topology
+from ckpt.storage.stored import read_manifest
 from recipes.support.ranks import RANK_VARIABLES
 from recipes.training.training import train
 from tests.conf.configs import config

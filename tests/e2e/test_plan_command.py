@@ -133,12 +133,13 @@ def test_what_does_not_fit_is_listed_key_by_key(plan: Plan, saved: str) -> None:
     tree = json.loads(as_json)
     assert (code, tree["loads"]) == (1, False)
     model, optimizer = tree["components"]["model"], tree["components"]["optimizer"]
-    assert (model["verdict"], model["only_in_checkpoint"], model["only_wanted"]) == ("refused", ["lm_head.weight"], [])
+    assert (model["verdict"], model["only_in_checkpoint"], model["only_wanted"]) == ("refused", [], [])
+    assert model["does_not_fit"] == {"lm_head.weight": "differs from wte.weight, and they are one tensor in this run"}
     own = {"state.lm_head.weight.exp_avg", "state.lm_head.weight.exp_avg_sq", "state.lm_head.weight.step"}
     assert set(optimizer["only_in_checkpoint"]) == own
     code, out, _ = plan(saved, "model.tie_embeddings=true")
     assert code == 1
-    assert re.search(r"model +lm_head\.weight +only in the checkpoint", out)
+    assert re.search(r"model +lm_head\.weight +differs from wte\.weight", out)
     assert out.splitlines()[1].strip() == "It would not load."
     tree = plan.json(saved, "model.size=tiny", "~components.optimizer")
     unfit = tree["components"]["model"]["does_not_fit"]

@@ -151,12 +151,13 @@ def _recipe(folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("num", "events"),
     [
         (1, ["kill-0.1-4", "fail-0.0-6"]),
-        pytest.param(2, ["kill-0.1-4", "agent-1.1-6"], marks=pytest.mark.full),
-        pytest.param(2, ["kill-1.1-4", "fail-0.0-6"], marks=pytest.mark.full),
+        (2, ["kill-0.1-4", "agent-1.1-6"]),
+        (2, ["kill-1.1-4", "fail-0.0-6"]),
     ],
 )
 def test_a_recipe_whose_ranks_are_restarted_in_saves_ends_as_if_undisturbed(

@@ -20,8 +20,8 @@ from ckpt.errors import (
     WorldSizeError,
 )
 from ckpt.format.manifest import digest_of
-from ckpt.format.stored import read_manifest
 from ckpt.ranks.topology import Topology
+from ckpt.storage.stored import read_manifest
 from recipes.training.training import Training, learning_rate_factor
 from tests.conf.configs import config
 from tests.covering import rows

@@ -336,10 +336,10 @@ def _meets_incomplete(topology: Topology, folder: Path) -> list[str]:
 
 
 def test_what_a_killed_save_of_torchtitans_own_left_is_set_aside(tmp_path: Path) -> None:
-    for names in run_ranks(2, _meets_incomplete, tmp_path, process_group=True):
-        assert [name.split("-")[:2] for name in names] == [
-            ["step", "4"], ["step", "6"], ["step", "6.incomplete"], ["step", "8.incomplete"]
-        ]  # fmt: skip
+    names = run_ranks(2, _meets_incomplete, tmp_path, process_group=True)[0]  # of the lead, which removes: rank 1 may look before
+    assert [name.split("-")[:2] for name in names] == [
+        ["step", "4"], ["step", "6"], ["step", "6.incomplete"], ["step", "8.incomplete"]
+    ]  # fmt: skip
     (kept,) = tmp_path.glob("checkpoint/step-6.incomplete-*/sharded/*")
     assert kept.read_text() == "cut short"
 

@@ -10,13 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from ckpt.format.dtypes import contiguous, raw_bytes
+
 
 def same(a: Any, b: Any) -> bool:
     """Whether two state dicts are equal in every respect that a program can see."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and _bits(a) == _bits(b)
+        if hasattr(a, "__tensor_flatten__"):
+            return same(_in_parts(a), _in_parts(b))
+        alike = a.dtype == b.dtype and a.shape == b.shape and a.requires_grad == b.requires_grad
+        return alike and (a.stride() == b.stride() or not (_fills_its_memory(a) and _fills_its_memory(b))) and _bits(a) == _bits(b)
     if isinstance(a, np.ndarray):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if isinstance(a, defaultdict) and a.default_factory is not b.default_factory:
@@ -46,6 +51,16 @@ def _same_attributes(a: Any, b: Any) -> bool:
     return same(dict(mine or {}), dict(theirs or {})) if mine or theirs else True
 
 
+def _in_parts(wrapper: Any) -> Any:
+    names, context = wrapper.__tensor_flatten__()
+    return wrapper.shape, context, {name: getattr(wrapper, name) for name in names}
+
+
+def _fills_its_memory(tensor: torch.Tensor) -> bool:
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).is_contiguous() and 1 not in tensor.shape and tensor.numel() > 0
+
+
 def _bits(tensor: torch.Tensor) -> bytes:
-    data: bytes = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    data: bytes = raw_bytes(contiguous(tensor.cpu())).numpy().tobytes()
     return data

@@ -323,3 +323,22 @@ def test_a_saved_state_without_entries_or_without_options_is_taken() -> None:
     options = {name: {**one, "lr": 0.25} for name, one in saved["param_groups"].items()}
     stateful.load_state_dict({"param_groups": options})
     assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.25
+
+
+class Shared(torch.optim.SGD):
+    """Keeps a count under a key of `state` that comes before those of the parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.state["shared"] = {"k": torch.zeros(1)}
+
+
+def test_the_state_of_an_optimizer_keeps_its_order(tmp_path: Path) -> None:
+    net, fresh = Net("", seed=1), Net("", seed=2)
+    optimizer, other = Shared(net.parameters()), Shared(fresh.parameters())
+    train(net, optimizer, 0, 2)
+    with Checkpointer(tmp_path, model=net, optimizer=optimizer) as saving:
+        saving.save(2)
+    with Checkpointer(tmp_path, model=fresh, optimizer=other) as loading:
+        loading.restore()
+    assert list(other.state_dict()["state"]) == list(optimizer.state_dict()["state"]) == ["shared", 0, 1, 2, 3]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 import ckpt
+from tests.doc_scripts import doc_script
 
 DOCS = Path(ckpt.__file__).parents[1] / "docs"
 MACHINE = {
@@ -19,11 +19,7 @@ MACHINE = {
 
 @pytest.fixture(scope="module")
 def writer() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("write_figures", DOCS / "write_figures.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return doc_script("write_figures")
 
 
 def test_the_page_has_the_tables_of_the_committed_results(writer: ModuleType) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 import re
 import shutil
@@ -19,6 +18,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from ckpt.version import __version__
+from tests.doc_scripts import doc_script
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
@@ -155,9 +155,6 @@ def test_an_import_of_a_package_above_is_found_and_named(tmp_path: Path) -> None
 
 
 def test_the_handbook_shows_the_imports_between_packages_of_today() -> None:
-    spec = importlib.util.spec_from_file_location("draw_imports", CHECKOUT / "docs" / "draw_imports.py")
-    assert spec is not None and spec.loader is not None
-    draw_imports = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(draw_imports)
+    draw_imports = doc_script("draw_imports")
     assert draw_imports.PICTURE.read_text() == draw_imports.drawing(), "run python docs/draw_imports.py"
     assert draw_imports.PICTURE.read_text().count("marker-end") == len(draw_imports.arrows()) > 10

@@ -26,6 +26,7 @@ GUARDED = {
     },
     "ckpt/convert/exporting_torch.py": {
         "torch._subclasses.fake_tensor:FakeTensorMode": "torch.save lays out a file for fake tensors alone without their bytes",
+        "torch._utils:_rebuild_parameter": "a parameter of a fake tensor is pickled as a tensor",
     },
     "ckpt/ranks/default_topology.py": {
         "torch.distributed.distributed_c10d:_get_default_store": "the store of init_process_group has no public name",
@@ -65,9 +66,11 @@ IN_TESTS = {
     "hydra._internal.": "each file of conf/ is read once, and each choice merged once, for all tests of a process",
     "megatron.core.": "a program of its own, which has written a golden checkpoint",
     "numpy._core.multiarray._reconstruct": "the name that pickles of arrays hold",
+    "torch.Tensor._make_wrapper_subclass": "what classes of wrappers are made by; documented, and has no other name",
     "torch._C._accelerator_emptyHostCache": "a hook that a device's plugin fills",
     "torch._foreach_copy_": "what the product calls",
-    "torch._neg_view": "a tensor of this kind has no other maker",
+    "torch._efficientzerotensor": "a tensor of this kind has no other maker",
+    "torch._neg_view": "the same",
     "torch._register_device_module": "the way in for a device's plugin",
     "torch._utils._rebuild_tensor_v2": "the name that pickles of tensors hold",
     "torch.cuda._sleep": "keeps a device busy",
@@ -79,6 +82,7 @@ IN_TESTS = {
     "torch.npu._is_in_bad_fork": "of the stand-in",
     "torch.ops.aten._to_copy": "an operation, as a mode sees it",
     "torch.storage._load_from_bytes": "the name that pickles of storages hold",
+    "torch.testing._internal.two_tensor.TwoTensor": "the wrapper of tensors that torch tests its own programs with",
     "torch.utils._python_dispatch.TorchDispatchMode": "counts operations; documented, and has no other name",
     "torch_npu._C.": "of the stand-in",
 }

@@ -12,6 +12,7 @@ import os
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,17 @@ from ckpt.backends.base import DATABASE
 from ckpt.backends.zarr_format import DOCUMENT
 from ckpt.dist_checkpointing.folder.save_marker import INDEX, Making, SaveMarker, given_mark, lines_of
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
-from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.consistency import MAX_FILE_BYTES
-from ckpt.format.manifest import COMMON, MANIFEST_NAME, OBJECTS, SHARDED, CheckpointManifest, digest_of
-from ckpt.format.metadata import CONFIG_FNAME
-from ckpt.format.removal import Proof, Same, empty, listed, remove
+from ckpt.format.manifest import COMMON, MANIFEST_NAME, OBJECTS, SHARDED, ArrayEntry, CheckpointManifest, digest_of
 from ckpt.ranks.topology import Topology
 from ckpt.saving.manifest_writer import ManifestWriter
 from ckpt.saving.prepared_save import Destination, PreparedSave, require_reachable
 from ckpt.saving.writing import WriteResult
+from ckpt.storage.checkpoint_files import CheckpointFolder
+from ckpt.storage.durable import replace_durably
+from ckpt.storage.files import is_shown
+from ckpt.storage.metadata import CONFIG_FNAME
+from ckpt.storage.removal import Proof, Same, empty, listed, remove
 
 _log = logging.getLogger("ckpt")
 _NAMES = (COMMON, OBJECTS, SHARDED, DOCUMENT, DATABASE, MANIFEST_NAME)
@@ -42,7 +45,7 @@ class GivenFolder(Destination):
     """
 
     def __init__(self, folder: Path, *, is_marked: bool = False) -> None:
-        self.folder = folder
+        self.folder: Path = folder
         self.what = f"save into {folder}"
         self._is_marked = is_marked
         self._making = Making(base="")
@@ -74,7 +77,7 @@ class GivenFolder(Destination):
                 if self._mark is not None:
                     self._mark.add(self._making)
         with topology.phase("reach"):
-            require_reachable(self.folder, topology)
+            require_reachable(self.folder.parent, partial(is_shown, self.folder), topology)
 
     def publish(self, save: PreparedSave[Any], results: Sequence[WriteResult], topology: Topology) -> None:
         """Write the manifest.
@@ -91,7 +94,7 @@ class GivenFolder(Destination):
                 write = _AnnouncedManifest(save, results, topology, beside=beside)
                 if self._mark is not self._own_mark:  # with its own, the manifest makes the checkpoint complete
                     write.mark, write.base = self._mark, self._making.base
-                write.write(self.folder.name)
+                write.write(self.folder.name, partial(replace_durably, self.folder / MANIFEST_NAME))
                 if self._own_mark is not None:
                     self._own_mark.remove()
 
@@ -107,8 +110,8 @@ class _AnnouncedManifest(ManifestWriter):
     mark: SaveMarker | None = None
     base = ""
 
-    def _manifest(self, checkpoint_id: str) -> CheckpointManifest:
-        manifest = super()._manifest(checkpoint_id)
+    def _manifest(self, checkpoint_id: str, entries: dict[str, ArrayEntry]) -> CheckpointManifest:
+        manifest = super()._manifest(checkpoint_id, entries)
         if self.mark is not None:
             self.mark.add(Making(base=self.base, manifest=digest_of(manifest.to_bytes())))
         return manifest

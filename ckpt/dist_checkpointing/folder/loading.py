@@ -21,7 +21,6 @@ from ckpt.format.box import Box, overlap, whole
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.manifest import MANIFEST_NAME, SHARDED, ArrayEntry
 from ckpt.format.manifest_parsing import parse_manifest
-from ckpt.format.stored import read_manifest, read_manifest_bytes
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint, OtherTensor
 from ckpt.loading.report import some_of
@@ -35,6 +34,7 @@ from ckpt.state.flatten import path_from_json, unflatten
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import SharingPattern, StateComponent
 from ckpt.state.statefuls import Given
+from ckpt.storage.stored import read_manifest, read_manifest_bytes
 
 _log = logging.getLogger("ckpt")
 

@@ -16,9 +16,7 @@ from ckpt.dist_checkpointing.folder.destination import Owned
 from ckpt.dist_checkpointing.folder.save_marker import INDEX, dead_marks, is_beside
 from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr, is_megatron_zarr
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
-from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.consistency import MAX_FILE_BYTES
-from ckpt.format.durable import replace_durably, write_durably
 from ckpt.format.manifest import (
     MANIFEST_NAME,
     SHARDED,
@@ -31,10 +29,12 @@ from ckpt.format.manifest import (
 )
 from ckpt.format.manifest_parsing import parse_index
 from ckpt.format.records import FileRecord
-from ckpt.format.removal import empty, listed, remove
-from ckpt.format.stored import read_index, read_listed_file, read_manifest, rest_digest
 from ckpt.ranks.topology import Topology
 from ckpt.saving.writing import checksums_of, joined_checksum
+from ckpt.storage.checkpoint_files import CheckpointFolder
+from ckpt.storage.durable import replace_durably, write_durably
+from ckpt.storage.removal import empty, listed, remove
+from ckpt.storage.stored import read_index, read_listed_file, read_manifest, rest_digest
 
 _HEAD = f"{DATABASE}/manifest.ocdbt"
 _LOCK = re.compile(r"(manifest\.ocdbt|[0-9a-f]+)\.__lock")

@@ -25,18 +25,18 @@ from ckpt.backends.base import DATABASE
 from ckpt.backends.zarr_format import DOCUMENT
 from ckpt.catalog.owner import is_held, new_lock_file
 from ckpt.errors import CheckpointExistsError, CorruptCheckpointError, free_bytes, needing
-from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.consistency import MAX_FILE_BYTES
 from ckpt.format.manifest import COMMON, MANIFEST_NAME, OBJECTS, SHARDED
-from ckpt.format.metadata import CONFIG_FNAME
 from ckpt.format.names import PLAIN_NAME
-from ckpt.format.removal import Same, remove
 from ckpt.format.strict_json import read
 from ckpt.ranks.addresses import machine
 from ckpt.saving.writing import path_of
 from ckpt.state.sharing import SharingPattern, StateComponent
 from ckpt.state.statefuls import Given
+from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.files import naming, write_all
+from ckpt.storage.metadata import CONFIG_FNAME
+from ckpt.storage.removal import Same, remove
 
 MARK = re.compile(r"\.saving-[0-9a-f]{8}")
 INDEX = re.compile(r"index-([0-9]{5,})(\.[0-9]+)?\.json")

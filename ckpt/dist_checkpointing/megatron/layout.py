@@ -26,11 +26,11 @@ import numpy as np
 
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError, sentence
 from ckpt.format.box import chunk_box, num_chunks
-from ckpt.format.checkpoint_files import CheckpointFolder, link_in_checkpoint
 from ckpt.format.dtypes import item_bytes, torch_dtype
 from ckpt.format.manifest import MANIFEST_NAME
-from ckpt.format.metadata import CONFIG_FNAME, maybe_load_config
 from ckpt.format.strict_json import MAX_INT, Shape, corrupt, read
+from ckpt.storage.checkpoint_files import CheckpointFolder, link_in_checkpoint
+from ckpt.storage.metadata import CONFIG_FNAME, maybe_load_config
 
 COMMON_STATE_FNAME = "common.pt"
 ARRAY_FILE = ".zarray"

@@ -32,14 +32,14 @@ from ckpt.dist_checkpointing.megatron.layout import is_megatron_zarr as is_megat
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingStateError, StorageError, sentence
 from ckpt.errors.imports import importing
 from ckpt.format.box import Box, chunk_box, chunks_meeting
-from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import bits_of, torch_dtype
-from ckpt.format.held import NOTHING_HELD
 from ckpt.format.records import ArraySpec, ChunkExtent
 from ckpt.format.unpickling import Unknown, unpickle
 from ckpt.loading.strategy import ReadRequest, StoredPart
 from ckpt.planning.plan import needed_chunks
 from ckpt.storage.checked_blocks import CheckedBlocks
+from ckpt.storage.checkpoint_files import CheckpointFolder
+from ckpt.storage.held import NOTHING_HELD
 from ckpt.storage.runs import WantedBox
 
 _log = logging.getLogger("ckpt")
@@ -182,7 +182,7 @@ class MegatronZarr:
             )
         if array.codecs:
             try:
-                require_decodes_within(file, array.codecs, array.chunk_bytes)
+                require_decodes_within(self._files, path, array.codecs, array.chunk_bytes)
             except CorruptCheckpointError as error:
                 raise CorruptCheckpointError(
                     f"{array.key}: {self._library} cannot read chunk {array.chunk_file(number)} of {self.root / array.key}: {error}"

@@ -27,14 +27,14 @@ from ckpt.dist_checkpointing.strategies.base import (
     register_default_strategy,
 )
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingStateError, logger_of
-from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.manifest import COMMON, MANIFEST_NAME, OBJECTS
-from ckpt.format.stored import read_listed_file, read_manifest
 from ckpt.format.unpickling import unknown_in
 from ckpt.loading.report import some_of
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import SharingPattern
+from ckpt.storage.checkpoint_files import CheckpointFolder
+from ckpt.storage.stored import read_listed_file, read_manifest
 
 logger = logger_of(__name__)
 

@@ -11,12 +11,12 @@ from ckpt.dist_checkpointing.strategies.base import StrategyAction, register_def
 from ckpt.dist_checkpointing.strategies.common import tell_of_unknown
 from ckpt.dist_checkpointing.strategies.sharded import LoadTensors
 from ckpt.errors import ConfigurationError, MissingStateError
-from ckpt.format.metadata import TORCH_DIST
 from ckpt.loading.other_formats.megatron_folders import open_sharded
 from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
+from ckpt.storage.metadata import TORCH_DIST
 
 
 def register_default_torch_strategies() -> None:

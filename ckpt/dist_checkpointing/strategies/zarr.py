@@ -17,17 +17,19 @@ from ckpt.dist_checkpointing.megatron.layout import layout_of
 from ckpt.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
 from ckpt.dist_checkpointing.strategies.sharded import LoadTensors, SaveTensors, uncut
 from ckpt.errors import ConfigurationError, ShapeMismatchError, logger_of
-from ckpt.format.dtypes import STORABLE, zarr_name
+from ckpt.format.dtypes import AS_INTEGERS, STORABLE, zarr_name
 from ckpt.format.manifest import MANIFEST_NAME, SHARDED
-from ckpt.format.stored import read_manifest
 from ckpt.state.sharded_tensor import ShardedTensor
+from ckpt.storage.stored import read_manifest
 
 logger = logger_of(__name__)
 
 numpy_to_torch_dtype_dict: dict[np.dtype[Any], torch.dtype] = {
-    np.dtype(getattr(ml_dtypes, zarr_name(dtype), zarr_name(dtype))): dtype for dtype in STORABLE
+    np.dtype(getattr(ml_dtypes, zarr_name(dtype), zarr_name(dtype))): dtype
+    for dtype in STORABLE
+    if zarr_name(dtype) not in AS_INTEGERS
 }
-"""NumPy -> torch type, of every type that can be stored. bfloat16 and float8 types are those of ml_dtypes, as in other Zarr libraries."""
+"""NumPy -> torch type, of every type of stored arrays. bfloat16 and float8 types are those of ml_dtypes, as in other Zarr libraries."""
 
 torch_to_numpy_dtype_dict = {dtype: numpy_dtype for numpy_dtype, dtype in numpy_to_torch_dtype_dict.items()}
 
@@ -93,16 +95,19 @@ def pad_to_expected_shape(
     key, expected = expected_sharded_ten.key, tuple(expected_sharded_ten.local_shape)
     if x.dim() != len(expected) or any(n > m for n, m in zip(x.shape, expected, strict=True)):
         raise ShapeMismatchError(f"{key}: shape {list(x.shape)} cannot be padded to the expected {list(expected)}")
+    dtype = x.dtype
+    if dtype.itemsize == 1:
+        x = x.view(torch.uint8)  # torch joins no float4
     if not replicate_last:
         padded = x.new_zeros(expected)
         padded[tuple(slice(0, n) for n in x.shape)] = x
-        return padded
+        return padded.view(dtype)
     if x.numel() == 0 and x.shape != expected:
         raise ShapeMismatchError(f"{key}: nothing of shape {list(x.shape)} can be replicated to {list(expected)}")
     for axis, (n, m) in enumerate(zip(x.shape, expected, strict=True)):
         if n < m:
             x = torch.cat([x, *[x.narrow(axis, n - 1, 1)] * (m - n)], axis)
-    return x
+    return x.view(dtype)
 
 
 def postprocess_numpy_array(
@@ -119,6 +124,8 @@ def postprocess_numpy_array(
         ConfigurationError: torch has no such data type.
     """
     x = _to_torch(loaded_array, sharded_tensor.key)
+    if AS_INTEGERS.get(f"{sharded_tensor.dtype}".removeprefix("torch.")) == loaded_array.dtype.name:
+        x = x.view(sharded_tensor.dtype)
     if tuple(x.shape) != tuple(sharded_tensor.local_shape):
         if not sharded_tensor.allow_shape_mismatch:
             raise ShapeMismatchError(

@@ -12,10 +12,10 @@ from ckpt.engine.wire.delta import BlockHistory, digested
 from ckpt.engine.wire.layout import Weight, WeightLayout, aligned
 from ckpt.format.box import flat_boxes
 from ckpt.format.dtypes import as_integers, contiguous, raw_bytes
-from ckpt.format.held import MemoryFile
 from ckpt.memory.device import pinned, uses_accelerator, wait_for
 from ckpt.memory.huge_pages import HostMemory, staging_memory
 from ckpt.memory.shared_memory import memory_at, place_of, shared_memory
+from ckpt.storage.held import MemoryFile
 
 
 class HostPool:

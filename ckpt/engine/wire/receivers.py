@@ -12,8 +12,8 @@ from typing import Any
 
 from ckpt.engine.wire.layout import WeightLayout
 from ckpt.engine.wire.pool import ReceivedStream
-from ckpt.format.held import MemoryFile
 from ckpt.ranks.topology import Topology
+from ckpt.storage.held import MemoryFile
 
 Sharing = Mapping[int, int]
 """Rollout -> the rollout of its host whose memory it reads, which may be itself. The others have memory of their own."""

@@ -9,7 +9,9 @@ Files:
     megatron_folders        checkpoints of Megatron-Core's `torch_dist`: one of DCP, and `common.pt`
     deepspeed_folders       universal checkpoints of DeepSpeed, of ZeRO stages 1 to 3
     orbax_folders           checkpoints of Orbax, JAX's library: OCDBT databases or folders of Zarr arrays
-    torch_files             one file of `torch.save`
+    hub_folders             folders of Hugging Face's: which file holds the weights
+    torch_files             one file of `torch.save`, or several with an index
     safetensors_files       one safetensors file, or several with an index
     other_source            what such a checkpoint holds of a component
+    recognised              what is at a path that holds no checkpoint that is read
 """

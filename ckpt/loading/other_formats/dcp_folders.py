@@ -17,20 +17,21 @@ from typing import Any, BinaryIO
 
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import Box
-from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.consistency import MAX_FILE_BYTES
-from ckpt.format.dtypes import item_bytes, torch_dtype
+from ckpt.format.dtypes import is_known, item_bytes
 from ckpt.format.export_records import RECORDS_NAME, records_for
-from ckpt.format.unpickling import shown, unpickle_inert, unpickle_value
+from ckpt.format.unpickling import shown, unpickle_archived, unpickle_inert
 from ckpt.loading.other_formats.other_checkpoint import (
     Encoded,
     FilePiece,
     OtherCheckpoint,
     OtherTensor,
-    Step,
     folder_with,
 )
-from ckpt.loading.other_formats.torch_archives import located, sizes_in, tensor_in
+from ckpt.loading.other_formats.torch_archives import Archive, is_tensor, located, read_tensor, sizes_in, tensor_in
+from ckpt.state.flatten import Path as StatePath
+from ckpt.state.flatten import leaves_apart, unflatten
+from ckpt.storage.checkpoint_files import CheckpointFolder
 
 METADATA = ".metadata"
 _MOST_BYTES = 4 << 30
@@ -94,24 +95,32 @@ def _checkpoint(root: Path, metadata: dict[str, Any]) -> OtherCheckpoint:
     _require_apart(root, places)
     paths = metadata.get("planner_data") or {}
     tensors: dict[str, OtherTensor] = {}
-    values: dict[tuple[Step, ...], Callable[[], Any]] = {}
+    values: dict[StatePath, Callable[[], Any]] = {}
+    in_order: list[StatePath] = []
+    unread: dict[StatePath, str] = {}
     for fqn, one in metadata["state_dict_metadata"].items():
-        path: tuple[Step, ...] = tuple(
-            part if isinstance(part, int) else _text(part) for part in paths.get(fqn, (fqn,))
+        path: StatePath = tuple(
+            [(part, "list") if isinstance(part, int) else _text(part) for part in paths.get(fqn, (fqn,))]
         )
+        in_order.append(path)
         kind = one.name.removeprefix(_METADATA)
         if kind == "BytesStorageMetadata":
             place = places[fqn, None]
             values[path] = partial(_value, root, fqn, place)
         elif kind == "TensorStorageMetadata":
             shape, dtype = sizes_in(one.state["size"]), _dtype(one.state["properties"])
+            if not is_known(dtype):
+                unread[path] = f"is of {dtype}, which is not read here"
+                continue
             boxes = [Box(sizes_in(c.state["offsets"]), sizes_in(c.state["sizes"])) for c in one.state["chunks"]]
             parts = [(box, places.get((fqn, box.offsets)) or places[fqn, None]) for box in boxes]
             _require_held(root, fqn, shape, dtype, parts)
             tensors[fqn] = OtherTensor(path, dtype, shape, partial(_pieces, root, fqn, dtype, shape, parts))
         else:
             raise CorruptCheckpointError(f"{root / METADATA}: {fqn} is a {one.name}, which is not known")
-    return OtherCheckpoint(root, "torch.distributed.checkpoint", tensors, values, described_in=METADATA)
+    return OtherCheckpoint(
+        root, "torch.distributed.checkpoint", tensors, values, paths=in_order, described_in=METADATA, unread=unread
+    )
 
 
 def _require_apart(root: Path, places: Mapping[Any, dict[str, Any]]) -> None:
@@ -170,8 +179,18 @@ def _pieces(
 
 
 def _value(root: Path, fqn: str, place: dict[str, Any]) -> Any:
+    """Read a value, with the tensors in it."""
     with _archive(root, fqn, place) as (stream, file, length):
-        return unpickle_value(stream.read(length), f"{root / file}: {fqn}")
+        label = f"{root / file}: {fqn}"
+        archive = Archive(stream, stream.tell(), length, label)
+        state = unpickle_archived(archive.pickle, label)
+        leaves, paths = {}, {}
+        for at, (path, leaf) in enumerate(leaves_apart(state, is_tensor)):
+            paths[str(at)], leaves[str(at)] = path, leaf
+            if is_tensor(leaf):
+                with suppress(ConfigurationError):  # one that cannot be read stays an unknown object
+                    leaves[str(at)] = read_tensor(root, file, archive.tensor(leaf, label), label)
+    return leaves["0"] if paths["0"] == () else unflatten(leaves, paths, label)
 
 
 @contextmanager
@@ -199,9 +218,7 @@ def _place(root: Path, fqn: str, place: dict[str, Any]) -> tuple[str, int, int]:
 
 def _dtype(properties: Any) -> str:
     given: Any = properties.state[0] if isinstance(properties.state, tuple) else properties.state["dtype"]
-    name = _text(given.name).removeprefix("torch.")
-    torch_dtype(name)  # refuses what this version does not know
-    return name
+    return _text(given.name).removeprefix("torch.")
 
 
 def _text(given: Any) -> str:

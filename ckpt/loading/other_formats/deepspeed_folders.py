@@ -27,11 +27,13 @@ import torch
 
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import flat_boxes
-from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import item_bytes
-from ckpt.loading.other_formats.other_checkpoint import FilePiece, OtherCheckpoint, OtherTensor, Step
+from ckpt.loading.other_formats.other_checkpoint import FilePiece, OtherCheckpoint, OtherTensor
 from ckpt.loading.other_formats.torch_archives import sizes_in
 from ckpt.loading.other_formats.torch_files import Content, content_of
+from ckpt.state.flatten import Path as StatePath
+from ckpt.state.flatten import key_of
+from ckpt.storage.checkpoint_files import CheckpointFolder
 
 LATEST = "latest_universal"
 _ZERO = "zero"
@@ -85,13 +87,13 @@ class _Opening:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._tensors: dict[tuple[Step, ...], OtherTensor] = {}
-        self._values: dict[tuple[Step, ...], Callable[[], Any]] = {}
+        self._tensors: dict[StatePath, OtherTensor] = {}
+        self._values: dict[StatePath, Callable[[], Any]] = {}
 
     def checkpoint(self) -> OtherCheckpoint:
         files = [one for one in os.listdir(self._root) if one.endswith(_MODEL_STATES)]
         files.sort(key=lambda one: [int(number) for number in re.findall(r"rank_([0-9]+)", one)])
-        ranks = [content_of(self._root, one) for one in files]
+        ranks = [_content(self._root, one) for one in files]
         if not ranks:
             raise CorruptCheckpointError(f"{self._root} has no file *{_MODEL_STATES}")
         groups = [_groups(one) for one in ranks]
@@ -133,7 +135,7 @@ class _Opening:
                     )
                 self._add(("optimizer", "state", name, moment), one)
         if "step.pt" in files:
-            steps = content_of(self._root, f"{folder}/step.pt")
+            steps = _content(self._root, f"{folder}/step.pt")
             for one in steps.tensors.values():
                 self._add(("optimizer", "state", name, "step"), one)
             for value in steps.values.values():
@@ -145,7 +147,7 @@ class _Opening:
         Args:
             shape: what the model's states say; that of a part, where there was tensor parallelism.
         """
-        held = content_of(self._root, file)
+        held = _content(self._root, file)
         if () not in held.tensors:
             return held.tensors[_PARAM,]
         flat = held.tensors[()]
@@ -171,7 +173,7 @@ class _Opening:
 
     def _optimizer(self, groups: list[list[dict[str, tuple[int, ...]]]]) -> None:
         """Add the options of the optimizer's groups, and the steps of ZeRO stage 3."""
-        held = content_of(self._root, _OPTIMIZER)
+        held = _content(self._root, _OPTIMIZER)
         if (_GROUPS,) not in held.values:
             raise ConfigurationError(f"{self._root / _OPTIMIZER}: the options of its groups are no plain values")
         options = held.values[_GROUPS,]()
@@ -179,7 +181,7 @@ class _Opening:
             raise CorruptCheckpointError(f"{self._root / _OPTIMIZER}: its groups name no parts of the optimizer")
         for at, name in [(at, name) for of_rank in groups for at, group in enumerate(of_rank) for name in group]:
             path = ("optimizer", "state", name, "step")
-            of_part: tuple[Step, ...] = (_OPTIMIZER_STATE, "state", (at, "key"), "step")
+            of_part: StatePath = (_OPTIMIZER_STATE, "state", at, "step")
             if path in self._tensors or path in self._values:
                 continue
             if of_part in held.tensors:
@@ -188,8 +190,15 @@ class _Opening:
                 self._values[path] = partial(_steps, held.values[of_part], str(self._root / _OPTIMIZER))
         self._values["optimizer", _GROUPS] = partial(_with_names, options, groups, str(self._root / _OPTIMIZER))
 
-    def _add(self, path: tuple[Step, ...], tensor: OtherTensor) -> None:
+    def _add(self, path: StatePath, tensor: OtherTensor) -> None:
         self._tensors[path] = replace(tensor, path=path)
+
+
+def _content(root: Path, file: str) -> Content:
+    """The content of a file, by keys and positions, of whatever containers."""
+    held = content_of(root, file)
+    tensors = {tuple(map(key_of, path)): one for path, one in held.tensors.items()}
+    return replace(held, tensors=tensors, values={tuple(map(key_of, path)): one for path, one in held.values.items()})
 
 
 def _steps(read: Callable[[], Any], where: str) -> torch.Tensor:

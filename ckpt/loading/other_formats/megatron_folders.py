@@ -17,11 +17,13 @@ from typing import Any
 from ckpt.errors import CheckpointError, CorruptCheckpointError
 from ckpt.format.box import Box, flat_boxes
 from ckpt.format.dtypes import item_bytes
-from ckpt.format.metadata import TORCH_DIST, maybe_load_config
 from ckpt.format.unpickling import require_small, unpickle
 from ckpt.loading.other_formats.dcp_folders import METADATA, described_dcp, is_dcp, refusing_metadata
-from ckpt.loading.other_formats.other_checkpoint import FilePiece, OtherCheckpoint, OtherTensor, Step, folder_with
+from ckpt.loading.other_formats.other_checkpoint import FilePiece, OtherCheckpoint, OtherTensor, folder_with
 from ckpt.loading.other_formats.torch_archives import sizes_in
+from ckpt.state.flatten import Path as StatePath
+from ckpt.state.flatten import key_of, steps_into
+from ckpt.storage.metadata import TORCH_DIST, maybe_load_config
 
 COMMON = "common.pt"
 _PROGRAM = "Megatron-Core"
@@ -42,13 +44,13 @@ def open_megatron(root: Path, *, allow_pickle: bool) -> OtherCheckpoint:
     Raises: those of `ckpt.loading.other_formats.dcp_folders.open_dcp`, also for `common.pt`.
     """
     sharded = open_sharded(root, allow_pickle=allow_pickle)
-    common: dict[tuple[Step, ...], Callable[[], Any]] = {
-        (key,): partial(_itself, value) for key, value in common_state(root).items()
-    }
+    steps = steps_into(dict(common_state(root)), str(root / COMMON))
+    common: dict[StatePath, Callable[[], Any]] = {(step,): partial(_itself, value) for step, value in steps}
     twice = [path[0] for path in common if path[0] in sharded.tensors or path in sharded.values]
     if twice:
         raise CorruptCheckpointError(f"{root} holds {twice[0]} twice: in {COMMON} and in {METADATA}")
-    return OtherCheckpoint(root, _PROGRAM, sharded.tensors, {**sharded.values, **common}, described_in=METADATA)
+    values = {**sharded.values, **common}
+    return OtherCheckpoint(root, _PROGRAM, sharded.tensors, values, described_in=METADATA, unread=sharded.unread)
 
 
 def open_sharded(root: Path, *, allow_pickle: bool) -> OtherCheckpoint:
@@ -64,10 +66,10 @@ def open_sharded(root: Path, *, allow_pickle: bool) -> OtherCheckpoint:
             name: replace(_unflattened(root, name, tensor, shapes.get(name)), path=(name,))
             for name, tensor in dcp.tensors.items()
         }
-    values: dict[tuple[Step, ...], Callable[[], Any]] = {
-        ("".join(map(str, path)),): partial(_object, root, path, read) for path, read in dcp.values.items()
+    values: dict[StatePath, Callable[[], Any]] = {
+        ("".join(map(str, map(key_of, path))),): partial(_object, root, path, read) for path, read in dcp.values.items()
     }
-    return OtherCheckpoint(root, _PROGRAM, tensors, values)
+    return OtherCheckpoint(root, _PROGRAM, tensors, values, unread=dcp.unread)
 
 
 def common_state(root: Path) -> dict[Any, Any]:
@@ -115,7 +117,7 @@ def _placed(root: Path, name: str, stored: OtherTensor, chunk: tuple[int, ...]) 
     return placed
 
 
-def _object(root: Path, path: tuple[Step, ...], read: Callable[[], Any]) -> Any:
+def _object(root: Path, path: StatePath, read: Callable[[], Any]) -> Any:
     """The one object that a rank has stored under a unique key, in a list."""
     found = read()
     if not isinstance(found, list) or len(found) != 1:

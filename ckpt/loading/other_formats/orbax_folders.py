@@ -24,12 +24,13 @@ from ckpt.backends.ocdbt_format import Value
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.errors.imports import importing
 from ckpt.format.box import Box, chunk_box, num_chunks, whole
-from ckpt.format.checkpoint_files import CheckpointFolder
-from ckpt.format.dtypes import item_bytes, torch_dtype
+from ckpt.format.dtypes import is_known, item_bytes, torch_dtype
 from ckpt.format.gc_pause import gc_paused
 from ckpt.format.records import ArraySpec
 from ckpt.format.strict_json import MAX_INT, Shape, Side, fit, parse, read
-from ckpt.loading.other_formats.other_checkpoint import Encoded, OtherCheckpoint, OtherTensor, Step
+from ckpt.loading.other_formats.other_checkpoint import Encoded, OtherCheckpoint, OtherTensor
+from ckpt.state.flatten import Path as StatePath
+from ckpt.storage.checkpoint_files import CheckpointFolder
 
 METADATA = "_METADATA"
 _STEP = "_CHECKPOINT_METADATA"
@@ -183,28 +184,36 @@ def open_orbax(path: Path) -> OtherCheckpoint:
         files: _Files = _Database(folder) if is_database else _Folders(folder)
         arrays = _Arrays(root, files, bool(tree.use_zarr3), bool(tree.store_array_data_equal_to_fill_value))
         tensors: dict[str, OtherTensor] = {}
-        values: dict[tuple[Step, ...], Callable[[], Any]] = {}
+        values: dict[StatePath, Callable[[], Any]] = {}
+        unread: dict[StatePath, str] = {}
         strings = _strings_in(folder) if any(one.value_type == "string" for one in leaves.values()) else None
         for steps, leaf in leaves.items():
             name = ".".join(map(str, steps))
+            at: StatePath = tuple([(step, "list") if isinstance(step, int) else step for step in steps])
             if leaf.value_type in _EMPTY:
-                values[steps] = _EMPTY[leaf.value_type]
+                values[at] = _EMPTY[leaf.value_type]
             elif leaf.value_type == "string":
-                values[steps] = partial(_string_at, strings, name, str(root / _STRINGS))
+                values[at] = partial(_string_at, strings, name, str(root / _STRINGS))
             elif leaf.skip_deserialize or leaf.value_type not in (*_ARRAYS, "scalar"):
-                values[steps] = partial(_refuse, root, name, leaf.value_type)
+                unread[at] = (
+                    f"is of the type {leaf.value_type!r:.80}, or stored outside of the arrays, which is not read here"
+                )
             else:
-                spec, encoded = arrays.describe(name)
+                try:
+                    spec, encoded = arrays.describe(name)
+                except ConfigurationError as error:
+                    unread[at] = str(error)
+                    continue
                 if leaf.value_type == "scalar":
                     if spec.shape:
                         raise CorruptCheckpointError(
                             f"{root}: {name} is a number, and its array has the shape {list(spec.shape)}"
                         )
-                    values[steps] = partial(_number, spec, encoded)
+                    values[at] = partial(_number, spec, encoded)
                 else:
-                    tensors[name] = OtherTensor(steps, spec.dtype, spec.shape, partial(_same, encoded))
+                    tensors[name] = OtherTensor(at, spec.dtype, spec.shape, partial(_same, encoded))
     step = root.parent if (root.parent / _STEP).is_file() else root
-    return OtherCheckpoint(root, "Orbax", tensors, values, named_by=step)
+    return OtherCheckpoint(root, "Orbax", tensors, values, named_by=step, unread=unread)
 
 
 def _items_of(step: Path) -> list[str]:
@@ -275,12 +284,6 @@ def _step(one: _Key, where: str) -> str | int:
 
 def _shown(steps: _Steps) -> str:
     return f"{'.'.join(map(str, steps))!r:.200}"
-
-
-def _refuse(root: Path, name: str, kind: str) -> Any:
-    raise ConfigurationError(
-        f"{root}: {name} is of the type {kind!r:.80}, or stored outside of the arrays, which is not read here"
-    )
 
 
 def _strings_in(folder: CheckpointFolder) -> dict[str, Any]:
@@ -428,10 +431,9 @@ class _Arrays:
             raise CorruptCheckpointError(
                 f"{where}: no array has the shape {list(array.shape)} and chunks of {list(array.grid)}"
             )
-        try:
-            chunk_bytes = math.prod(array.grid) * item_bytes(array.dtype)
-        except CorruptCheckpointError as error:
-            raise ConfigurationError(f"{where}: {error}") from error
+        if not is_known(array.dtype):
+            raise ConfigurationError(f"{where} is of {array.dtype:.80}, a data type that is not read here")
+        chunk_bytes = math.prod(array.grid) * item_bytes(array.dtype)
         self._require_chunks(array, key_of, chunk_bytes // math.prod(_CODECS[one] for one in codecs))
         return array, Encoded(file, array.grid, partial(self._read, array))
 
@@ -462,7 +464,9 @@ class _Arrays:
             _by_tensorstore().read_box(self._opened[array.path], self._context, box, out)
 
     def _open(self, array: ArraySpec) -> Any:
-        stored = _by_tensorstore().opened(self._files.store(array.path), self._context, driver="zarr3" if self._is_zarr3 else "zarr")
+        stored = _by_tensorstore().opened(
+            self._files.store(array.path), self._context, driver="zarr3" if self._is_zarr3 else "zarr"
+        )
         grid = stored.chunk_layout.write_chunk.shape
         found = ArraySpec(array.path, stored.dtype.name, tuple(stored.shape), tuple(side or 1 for side in grid or ()))
         if found != array:

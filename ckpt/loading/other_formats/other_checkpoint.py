@@ -7,26 +7,24 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.box import Box, first_overlap, overlap, whole
-from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import item_bytes, torch_dtype
 from ckpt.format.export_records import ExportRecords
-from ckpt.format.held import NOTHING_HELD
 from ckpt.format.records import ArraySpec, ChunkExtent
 from ckpt.loading.strategy import ReadRequest, StoredPart
 from ckpt.planning.plan import needed_chunks
+from ckpt.state.flatten import Path as StatePath
 from ckpt.storage.checked_blocks import CheckedBlocks
+from ckpt.storage.checkpoint_files import CheckpointFolder
+from ckpt.storage.held import NOTHING_HELD
 from ckpt.storage.runs import WantedBox
-
-Step = str | int | tuple[Any, Literal["key", "tuple"]]
-"""Step into a nested state: a key, a position in a list, or a key that is no text, or a position in a tuple."""
 
 _ALIGNED_BYTES = 16
 """A multiple of every element's size."""
@@ -81,13 +79,15 @@ class OtherTensor:
         pieces: finds its pieces; called once, when they are first read. They tile the tensor, or the checkpoint is damaged. Of a tensor
             in one piece it may be the piece itself.
         memory: equal for tensors that are one, as tied weights are; None: it is not known.
+        kind: what it is beside its values, as the last step of a path (`ckpt.state.tensor_classes`); None: nothing.
     """
 
-    path: tuple[Step, ...]
+    path: StatePath
     dtype: str
     shape: tuple[int, ...]
     pieces: Callable[[], list[FilePiece] | Encoded]
     memory: Hashable = None
+    kind: tuple[str, str] | None = None
 
 
 @contextmanager
@@ -111,11 +111,14 @@ class OtherCheckpoint:
         root: its folder.
         tensors: name -> tensor, in the same order on all ranks.
         values: path -> a function that returns the plain value there.
+        paths: of all tensors and values, and of what is unread, in the order of the state dict; (): it has none.
         program: that wrote it, for messages.
         named_by: a folder whose name ends in the step; None: the path that was given to open it.
         described_in: the file below `root` that describes the values, if some hold tensors.
+        unread: path -> why a tensor there cannot be loaded. Those among `tensors`, too, are their bytes alone.
 
     Attributes:
+        has_order: whether entries have an order that a program chose.
         records: of the checkpoint of ours that it was made of; None: it was made of none, or changed since.
 
     Raises:
@@ -132,12 +135,16 @@ class OtherCheckpoint:
         root: Path,
         program: str,
         tensors: Mapping[str, OtherTensor],
-        values: Mapping[tuple[Step, ...], Callable[[], Any]],
+        values: Mapping[StatePath, Callable[[], Any]],
         *,
+        paths: Sequence[StatePath] = (),
         named_by: Path | None = None,
         described_in: str = "",
+        unread: Mapping[StatePath, str] = MappingProxyType({}),
     ) -> None:
-        if max(map(len, chain((one.path for one in tensors.values()), values)), default=0) > _MOST_DEPTH:
+        self.has_order = bool(paths)
+        self.paths = paths or [*(one.path for one in tensors.values()), *values, *unread]
+        if max(map(len, self.paths), default=0) > _MOST_DEPTH:
             raise CorruptCheckpointError(f"{root} holds a value that is nested deeper than {_MOST_DEPTH} containers")
         self.root = root
         self.named_by = named_by
@@ -145,6 +152,7 @@ class OtherCheckpoint:
         self.program = program
         self.tensors = dict(tensors)
         self.values = values
+        self.unread = unread
         self._pieces: dict[str, list[FilePiece] | Encoded] = {}
         self._maps: dict[str, mmap.mmap] = {}
         self._chunks: dict[tuple[str, int], ChunkExtent] = {}
@@ -168,7 +176,7 @@ class OtherCheckpoint:
         pieces = self._pieces_of(request.name)
         return self._encoded_parts(request, pieces) if isinstance(pieces, Encoded) else self._raw_parts(request, pieces)
 
-    def hold(self, name: str, path: tuple[Step, ...], tensor: torch.Tensor) -> None:
+    def hold(self, name: str, path: StatePath, tensor: torch.Tensor) -> None:
         """Add a tensor that a value holds, and that has been read with it. All ranks that read it add the same, in the same order."""
 
         def read(box: Box, out: torch.Tensor) -> None:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
 from functools import cached_property
 from itertools import chain
-from operator import itemgetter
-from pathlib import Path
+from pathlib import Path as FilePath
 from types import MappingProxyType
 from typing import Any
 
@@ -23,13 +21,16 @@ from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingState
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.gc_pause import gc_paused
 from ckpt.format.manifest import MANIFEST_NAME, STATE, ArrayEntry
+from ckpt.format.places import Place
 from ckpt.format.unpickling import UnknownObject, unknown_in, without_unknown
 from ckpt.loading.other_formats.dcp_folders import is_dcp, open_dcp
 from ckpt.loading.other_formats.deepspeed_folders import is_deepspeed, open_deepspeed
+from ckpt.loading.other_formats.hub_folders import state_beside
 from ckpt.loading.other_formats.megatron_folders import is_megatron, open_megatron
 from ckpt.loading.other_formats.orbax_folders import is_orbax, open_orbax
-from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint, Step
+from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint
 from ckpt.loading.other_formats.safetensors_files import is_safetensors, open_safetensors
+from ckpt.loading.other_formats.torch_archives import MAKES_TENSORS
 from ckpt.loading.other_formats.torch_files import is_torch_file, open_torch_file
 from ckpt.loading.report import some_of
 from ckpt.loading.sources import CheckpointSource, Rows, require_same_kind
@@ -37,15 +38,31 @@ from ckpt.loading.strategy import LoadingStrategy, Reading, ReadRequest
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import NamedFromPositions, offers
-from ckpt.state.flatten import Leaves, flatten, rows_of
+from ckpt.state.flatten import (
+    Leaves,
+    Path,
+    PathPart,
+    flatten,
+    is_attribute,
+    is_position,
+    joined_key,
+    key_of,
+    rows_of,
+    unflatten,
+    without_kind,
+)
+from ckpt.state.plain import IN_JSON
 from ckpt.state.sharing import OWN_COPIES, Sharing, SharingPattern, StateComponent
 
 _log = logging.getLogger("ckpt")
 
 MODEL = "model"
+_OF_WEIGHTS = ("safetensors", "torch.save")
+"""Programs whose folders hold the weights of a model."""
+_ORDERED = ("OrderedDict",)
 _Form = tuple[str, tuple[int, ...]]
 """Data type and shape of a tensor."""
-_OPEN: dict[str, tuple[Callable[[Path], bool], Callable[..., OtherCheckpoint]]] = {
+_OPEN: dict[str, tuple[Callable[[FilePath], bool], Callable[..., OtherCheckpoint]]] = {
     "megatron": (is_megatron, open_megatron),
     "dcp": (is_dcp, open_dcp),
     "safetensors": (is_safetensors, lambda path, *, allow_pickle: open_safetensors(path)),
@@ -55,14 +72,17 @@ _OPEN: dict[str, tuple[Callable[[Path], bool], Callable[..., OtherCheckpoint]]] 
 }
 
 
-def format_at(path: Path) -> str | None:
-    """The format of another program's checkpoint at a path; None: there is one of this package, or none that is known."""
-    if (path / MANIFEST_NAME).exists():
+def format_at(path: Place) -> str | None:
+    """The format of another program's checkpoint at a path; None: there is one of this package, or none that is known.
+
+    In object stores none is known.
+    """
+    if not isinstance(path, FilePath) or (path / MANIFEST_NAME).exists():
         return None
     return next((name for name, (is_one, _) in _OPEN.items() if is_one(path)), None)
 
 
-def open_other(path: Path, format: str, *, allow_pickle: bool) -> OtherCheckpoint:
+def open_other(path: FilePath, format: str, *, allow_pickle: bool) -> OtherCheckpoint:
     """Open a checkpoint of this format for reading by one rank.
 
     Raises:
@@ -80,19 +100,27 @@ class OtherSource(CheckpointSource):
     config_text = ""
     metrics: Mapping[str, float | None] = MappingProxyType({})
     metadata: Mapping[str, Any] = MappingProxyType({})
+    leaves_out_unknown = False
+    """Leave out objects that are not plain, with a warning, and name them in `left_out`; otherwise they are `unread`."""
 
     def __init__(
-        self, path: Path, checkpoint: OtherCheckpoint, topology: Topology, strategy: LoadingStrategy, device: Device
+        self, path: FilePath, checkpoint: OtherCheckpoint, topology: Topology, strategy: LoadingStrategy, device: Device
     ) -> None:
         number = re.search(r"[0-9]+$", (checkpoint.named_by or path).name)
         self.checkpoint_id = (
             number[0] if number else "0"
         )  # the step of "step-100" and "iter_0000100"; weights to begin with have none
         self._checkpoint = checkpoint
+        beside = state_beside(path) if checkpoint.program in _OF_WEIGHTS else []
+        self.left_out = [f"{name} (it lies beside the weights)" for name in beside]
+        if beside and topology.is_lead:
+            _log.warning("%s: of this folder the weights alone are read; give the path of what lies beside them: %s", path, some_of(beside))
+        self.has_order = checkpoint.has_order
         self.topology = topology
         self._strategy = strategy
         self._device = device
         self._found: dict[str, tuple[Leaves, dict[str, str]]] = {}
+        self._unread: dict[str, dict[str, str]] = {}
         self._renamed: dict[str, bool] = {}  # component -> whether `_found` has the names of an object that renames
 
     def holds(self, key: str) -> bool:
@@ -105,8 +133,8 @@ class OtherSource(CheckpointSource):
         """See `CheckpointSource.only_saved`: those with tensors below their name. Others, such as "args" and "epoch", are notes."""
         if STATE in declared:  # all of it, as one state dict
             return []
-        nested = {_name(one.path[0]) for one in self._checkpoint.tensors.values() if len(one.path) > 1}
-        return [key for key in self._tensors if key in nested and key not in declared]
+        nested = dict.fromkeys(_name(path[0]) for path in self._tensor_paths if len(path) > 1)
+        return [key for key in nested if key not in declared]
 
     def saved_sharing(self, component: StateComponent) -> Sharing | None:
         """See `CheckpointSource.saved_sharing`: shared by all ranks, however many had saved it."""
@@ -145,7 +173,12 @@ class OtherSource(CheckpointSource):
 
     def rows(self, component: StateComponent, prefix: str) -> Rows:
         leaves, names = self._leaves(component)
-        return rows_of(leaves, component.key, paths_of=[key for key in names if leaves.paths[key] != (key,)])
+        follow_from_names = not leaves.plain and all(leaves.paths[key] == (key,) for key in names)
+        return {} if follow_from_names else rows_of(leaves, component.key, paths_of=names)
+
+    def unread(self, component: StateComponent, prefix: str) -> Mapping[str, str]:
+        self._leaves(component)
+        return self._unread[component.key]
 
     def contents(self, component: StateComponent, prefix: str) -> Mapping[str, Any]:
         raise AssertionError("there is one copy of each component, so none are compared")
@@ -155,58 +188,68 @@ class OtherSource(CheckpointSource):
         return {}
 
     def prepare(self, requests: Sequence[ReadRequest]) -> Reading:
-        with gc_paused():
-            named = [
-                ReadRequest(self._found[key][1][rest], request.label, request.box, request.out)
-                for request in requests
-                for key, _, rest in [request.name.partition("/")]
-            ]
+        named = self._named(requests)
         return self._strategy.prepare(named, self._checkpoint, self.topology, self._device, verify=False)
+
+    @gc_paused()
+    def _named(self, requests: Iterable[ReadRequest], above: str = "") -> list[ReadRequest]:
+        """The same requests by the names of tensors in the checkpoint."""
+        return [
+            ReadRequest(f"{above}{self._found[key][1][rest]}", request.label, request.box, request.out)
+            for request in requests
+            for key, _, rest in [request.name.partition("/")]
+        ]
 
     @cached_property
     def _keys(self) -> list[str]:
-        return list(dict.fromkeys((*self._tensors, *self._values)))
+        """The components, those with tensors first."""
+        return sorted(self._components, key=lambda key: self._tensor_paths.isdisjoint(self._components[key].values()))
 
     @cached_property
-    def _tensors(self) -> dict[str, dict[tuple[Step, ...], str]]:
-        """Component -> path in it -> name of the tensor."""
-        found: dict[str, dict[tuple[Step, ...], str]] = {}
-        tensors = self._checkpoint.tensors
-        if not any(len(one.path) > 1 for one in tensors.values()):
-            return {MODEL: {one.path or (MODEL,): name for name, one in tensors.items()}} if tensors else {}
-        has_model = any(len(one.path) > 1 and one.path[0] == MODEL for one in tensors.values())
-        for name, one in tensors.items():
-            steps = one.path if len(one.path) > 1 or has_model else (MODEL, *one.path)
-            found.setdefault(_name(steps[0]), {})[steps[1:] or steps] = name
-        return found
+    def _names_by_path(self) -> dict[Path, str]:
+        return {one.path: name for name, one in self._checkpoint.tensors.items()}
 
     @cached_property
-    def _values(self) -> dict[str, dict[tuple[Step, ...], Callable[[], Any]]]:
-        """Component -> path in it -> function that returns the plain value."""
-        found: dict[str, dict[tuple[Step, ...], Callable[[], Any]]] = {}
-        for steps, value in self._checkpoint.values.items():
-            if steps:  # else it is the whole state, which is empty
-                found.setdefault(_name(steps[0]), {})[steps[1:] or steps] = value
+    def _tensor_paths(self) -> Set[Path]:
+        """Those of tensors that cannot be read, too."""
+        return {**self._names_by_path, **self._checkpoint.unread}.keys()
+
+    @cached_property
+    def _components(self) -> dict[str, dict[Path, Path]]:
+        """Component -> path in it -> path in the whole, in order. An entry that is no container is a component itself."""
+        paths, tensors = self._checkpoint.paths, self._tensor_paths
+        has_model = any(_name(path[0]) == MODEL and (len(path) > 1 or path not in tensors) for path in paths if path)
+        weights = [] if has_model else [path for path in tensors if len(path) < 2]
+        found: dict[str, dict[Path, Path]] = {}
+        for path in paths:
+            if is_attribute(path[:1]) or (len(path) < 2 and path in tensors and not has_model):
+                if weights:
+                    found.setdefault(MODEL, {})[path] = path
+            elif path:  # else it is the whole state, which is empty
+                found.setdefault(_name(path[0]), {})[path[1:]] = path
         return found
 
-    def _tensors_of(self, key: str) -> dict[tuple[Step, ...], str]:
-        """Path -> name of a component's tensors. `ckpt.load` takes all as one state dict, also where a part of it has that name."""
-        if key == STATE:
-            return {one.path: name for name, one in self._checkpoint.tensors.items()}
-        return self._tensors.get(key, {})
+    def _places(self, key: str) -> Mapping[Path, Path]:
+        """Path in a component -> path in the whole. `ckpt.load` takes all as one state dict, also where a part of it has that name."""
+        return {path: path for path in self._checkpoint.paths} if key == STATE else self._components.get(key, {})
 
     def _leaves(self, component: StateComponent) -> tuple[Leaves, dict[str, str]]:
         """The state of a component, whose tensors have no memory or are left out, and key -> name of the tensor in the checkpoint."""
         key, renames = component.key, offers(component.stateful, NamedFromPositions)
         if key not in self._found or self._renamed[key] != renames:
-            tensors, values = self._tensors_of(key), self._plain_values(key)
+            places, by_path = self._places(key), self._names_by_path
+            values, lists = self._plain_values(key, places)
+            if lists:
+                places = {path: place for path, place in places.items() if _list_above(path) not in lists}
+                values = {path: value for path, value in values.items() if path in places}
+            tensors = {path: by_path[place] for path, place in places.items() if place in by_path}
             forms = self._forms(tensors.values())
             joined = None if values or renames else _joined_keys(tensors)
             if joined is None:
-                self._found[key] = self._flattened(component, tensors, values, forms)
+                self._found[key] = self._flattened(component, places, tensors, values, forms)
             else:  # nothing but named tensors, as most models are
                 self._found[key] = (
-                    Leaves({}, {}, dict(zip(joined, tensors, strict=True))),
+                    Leaves({}, {}, {key: self._with_kind(*one) for key, one in zip(joined, tensors.items(), strict=True)}),
                     dict(zip(joined, tensors.values(), strict=True)),
                 )
             self._renamed[key] = renames
@@ -233,21 +276,22 @@ class OtherSource(CheckpointSource):
     def _flattened(
         self,
         component: StateComponent,
-        tensors: Mapping[tuple[Step, ...], str],
-        values: Mapping[tuple[Step, ...], Any],
+        paths: Iterable[Path],
+        tensors: Mapping[Path, str],
+        values: Mapping[Path, Any],
         forms: Mapping[_Form, torch.Tensor],
     ) -> tuple[Leaves, dict[str, str]]:
-        """`_leaves` of a state with values, lists or tuples, or of an object that renames."""
+        """`_leaves` of a state with values, other containers than dictionaries, or of an object that renames."""
         placeholders: dict[int, str] = {}
-        leaves: dict[tuple[Step, ...], Any] = {}
-        for path, name in tensors.items():
-            one = self._checkpoint.tensors[name]
-            form = forms[one.dtype, one.shape]
-            leaves[path] = form.detach()  # an object of its own, in half of the time of a new one
-            placeholders[id(leaves[path])] = name
-        leaves |= values
-        if leaves.get((component.key,)) == {}:  # the component itself, without any state
-            del leaves[component.key,]
+        leaves: dict[Path, Any] = {}
+        for path in paths:
+            if path in tensors:
+                one = self._checkpoint.tensors[tensors[path]]
+                form = forms[one.dtype, one.shape]
+                leaves[path] = form.detach()  # an object of its own, in half of the time of a new one
+                placeholders[id(leaves[path])] = tensors[path]
+            elif path in values:
+                leaves[path] = values[path]
         state = _nested(leaves, component.key)
         if offers(component.stateful, NamedFromPositions):
             state = component.stateful.named_from_positions(state)
@@ -259,91 +303,112 @@ class OtherSource(CheckpointSource):
                 placeholders[id(leaf)] = f"{component.key}: {key}"
                 self._checkpoint.hold(placeholders[id(leaf)], (component.key, key), leaf)
             names[key] = placeholders[id(leaf)]
+            flat.paths[key] = self._with_kind(without_kind(flat.paths[key]), names[key])  # a form has no kind of its own
         return flat, names
 
-    def _plain_values(self, key: str) -> dict[tuple[Step, ...], Any]:
-        """The values of a component. Of the whole checkpoint, read as one state dict, objects of unknown classes are left out.
+    def _with_kind(self, path: Path, name: str) -> Path:
+        kind = self._checkpoint.tensors[name].kind
+        return path if kind is None else (*path, kind)
 
-        Raises:
-            ConfigurationError: the component holds such an object.
+    def _plain_values(self, key: str, places: Mapping[Path, Path]) -> tuple[dict[Path, Any], set[Path]]:
+        """The values of a component, and the paths of lists, tuples and deques that are left out whole: a part of them cannot be read.
+
+        All that is left out is noted, see `unread` and `leaves_out_unknown`.
+
+        Args:
+            places: path in the component -> path in the whole, of tensors too.
         """
-        values = self._checkpoint.values if key == STATE else self._values.get(key, {})
-        read = {path: value() for path, value in values.items()}
-        unknown = {
-            ".".join(map(str, (*path, *filter(None, [inside])))): name
-            for path, value in read.items()
-            for inside, name in unknown_in(value).items()
-        }
-        if not unknown:
-            return read
-        named = some_of([f"{where} ({name})" for where, name in unknown.items()])
-        if key != STATE:
-            raise ConfigurationError(
-                f"{self._checkpoint.root} holds objects of classes that are not built: {named}. Leave component {key} out."
-            )
-        if self.topology.is_lead:
-            _log.warning("%s: objects of classes that are not built are left out: %s", self._checkpoint.root, named)
-        known = {path: without_unknown(value) for path, value in read.items()}
-        return {path: value for path, value in known.items() if not isinstance(value, UnknownObject)}
+        tensors, unread = self._names_by_path, self._checkpoint.unread
+        read: dict[Path, Any] = {}
+        odd: dict[str, str] = {}
+        objects: dict[str, str] = {}
+        lists: set[Path] = set()
+        for path, place in places.items():
+            noted = odd
+            if place in unread:
+                odd[joined_key(path)] = unread[place]
+            elif place not in tensors:
+                found, left_out = _known_part(self._checkpoint.values[place])
+                if not isinstance(found, UnknownObject):
+                    read[path] = found
+                for inside, why in left_out.items():
+                    noted = odd if why.startswith(MAKES_TENSORS) else objects
+                    noted[".".join(filter(None, (joined_key(path), inside)))] = why
+            if place not in tensors and path not in read and (above := _list_above(path)) is not None:
+                noted[joined_key(above)] = "a part of it is left out"
+                lists.add(above)
+        self._unread[key] = odd if self.leaves_out_unknown else odd | objects
+        if self.leaves_out_unknown and objects:
+            named = [f"{where} ({why})" for where, why in objects.items()]
+            self.left_out += named
+            if self.topology.is_lead:
+                _log.warning(
+                    "%s: what is neither a tensor nor plain is left out: %s", self._checkpoint.root, some_of(named)
+                )
+        return read, lists
 
 
-def _joined_keys(paths: Collection[tuple[Step, ...]]) -> list[str] | None:
+def _known_part(value: Callable[[], Any]) -> tuple[Any, dict[str, str]]:
+    """Read a value; return what of it is plain or a tensor, or an `UnknownObject`, and path in it -> why that is left out."""
+    found = value()
+    unknown = {inside: f"{name} is not built" for inside, name in unknown_in(found).items()}
+    if unknown:
+        found = without_unknown(found)
+    if type(found) not in IN_JSON and not isinstance(found, UnknownObject):
+        try:
+            flatten({"value": found}, "")
+        except ConfigurationError:
+            kind = type(found)
+            return UnknownObject(), {"": f"{kind.__module__}.{kind.__qualname__} is not plain, or holds what is not"}
+    return found, unknown
+
+
+def _list_above(path: Path) -> Path | None:
+    """The path of the outermost list, tuple or deque that a path leads into."""
+    return next((path[:at] for at, step in enumerate(path) if is_position(step)), None)
+
+
+def _joined_keys(paths: Collection[Path]) -> list[str] | None:
     """The joined keys, as `flatten` makes them, of leaves in dictionaries whose keys are texts.
 
     None: there is another container, a leaf above another one, or two leaves with one key.
     """
-    if not {*map(type, chain.from_iterable(paths))} <= {str}:
+    steps = chain.from_iterable(paths)
+    if not all(
+        type(step) is str or (type(step) is tuple and step[1:] == _ORDERED and type(step[0]) is str) for step in steps
+    ):
         return None
-    keys = [".".join(path) for path in paths]  # type: ignore[arg-type]  # all steps are texts
-    above: set[tuple[Step, ...]] = set()
+    keys = [joined_key(path) for path in paths]
+    above: set[Path] = set()
     for path in paths:
         while path and (path := path[:-1]) not in above:  # where it is, those above it are
             above.add(path)
     return keys if above.isdisjoint(paths) and len(set(keys)) == len(keys) else None
 
 
-def _nested(leaves: Mapping[tuple[Step, ...], Any], component: str) -> dict[Any, Any]:
+def _nested(leaves: Mapping[Path, Any], component: str) -> Any:
     """Build the nested state.
 
     Raises:
         MissingStateError: the positions of a list are not complete.
+        CorruptCheckpointError: paths contradict each other.
     """
-    root: dict[Step, Any] = {}
-    for path, leaf in leaves.items():
-        if not path:  # the state itself, which is empty
-            continue
-        at = root
-        for step in path[:-1]:
-            at = at.setdefault(step, {})
-        at[path[-1]] = _Leaf(leaf)
-    closed = _closed(root, component)
-    assert isinstance(closed, dict), "it is no list: its keys are names"
-    return closed
+    lists: dict[Path, set[int]] = {}
+    for path in leaves:
+        for at, step in enumerate(path):
+            if type(step) is tuple and step[1] == "list":
+                lists.setdefault(path[:at], set()).add(int(step[0]))
+    for path, positions in lists.items():
+        if len(positions) != max(positions) + 1 or min(positions) < 0:
+            where = ".".join(filter(None, (component, joined_key(path))))
+            raise MissingStateError(f"{where}: of a list there are the elements {sorted(positions)} alone")
+    numbered = {str(at): path for at, path in enumerate(leaves)}
+    if numbered.get("0") == ():  # the whole, which is no container, or empty
+        return leaves[()]
+    return unflatten({at: leaves[path] for at, path in numbered.items()}, numbered, f"a path of {component}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    """Tells a leaf from a container that is being built: plain values may be dictionaries."""
-
-    value: Any
-
-
-def _closed(node: Any, where: str) -> Any:
-    """Make dictionaries, lists and tuples of dictionaries from steps to what is there."""
-    if isinstance(node, _Leaf):
-        return node.value
-    made = {step: _closed(one, f"{where}.{_name(step)}") for step, one in node.items()}
-    positions: list[Any] = [
-        step if isinstance(step, int) else step[0] if not isinstance(step, str) and step[1] == "tuple" else None
-        for step in made
-    ]
-    if not made or None in positions:
-        return {step if isinstance(step, str | int) else step[0]: one for step, one in made.items()}
-    if sorted(positions) != list(range(len(made))):
-        raise MissingStateError(f"{where}: of a list there are the elements {sorted(positions)} alone")
-    in_order = [one for _, one in sorted(zip(positions, made.values(), strict=True), key=itemgetter(0))]
-    return in_order if isinstance(next(iter(made)), int) else tuple(in_order)
-
-
-def _name(step: Step) -> str:
-    return str(step[0] if isinstance(step, tuple) else step)
+def _name(step: PathPart) -> str:
+    """Return the component that a first step leads to. Keys that are no text name none that a program can have."""
+    key = key_of(step)
+    return key if type(key) is str else repr([step])

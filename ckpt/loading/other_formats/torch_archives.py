@@ -13,14 +13,15 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
 
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
-from ckpt.format.box import Box, first_overlap, overlap
-from ckpt.format.dtypes import item_bytes
+from ckpt.format.box import Box, first_overlap, overlap, whole
+from ckpt.format.dtypes import is_known, item_bytes, torch_dtype
+from ckpt.format.file_kinds import kind_of
 from ckpt.format.unpickling import UnknownObject, require_repeats_within, shown, unpickle_inert
 from ckpt.loading.other_formats.other_checkpoint import Encoded, FilePiece, folder_with
 
@@ -33,6 +34,7 @@ _STORAGE_DTYPES = {
     "ByteStorage": "uint8", "HalfStorage": "float16", "FloatStorage": "float32", "DoubleStorage": "float64",
     "BFloat16Storage": "bfloat16", "ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128",
 }  # fmt: skip
+MAKES_TENSORS = ("torch._utils._rebuild_", "torch._tensor._rebuild_")
 _REBUILT = {"torch._utils._rebuild_tensor_v2": 6, "torch._utils._rebuild_tensor_v3": 7}
 """Function that makes a tensor -> position of its argument for the bits of views. `v3`: of types that are newer than typed storages."""
 _PARAMETERS = {"torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"}
@@ -63,12 +65,21 @@ class ArchivedTensor:
     @property
     def is_raw(self) -> bool:
         """Whether its elements lie there as they are, row-major."""
+        return self._lies_by(range(len(self.shape))) and (0 in self.shape or not (self.is_conj or self.is_neg))
+
+    @property
+    def order(self) -> list[int]:
+        """The dimensions in the order of memory, the slowest first, if elements fill it in another order than by rows; otherwise []."""
+        order = sorted(range(len(self.shape)), key=self.stride.__getitem__, reverse=True)
+        return [] if self._lies_by(range(len(self.shape))) or not self._lies_by(order) else order
+
+    def _lies_by(self, order: Sequence[int]) -> bool:
         expected = 1
-        for side, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if side != 1 and stride != expected:
+        for dim in reversed(order):
+            if self.shape[dim] != 1 and self.stride[dim] != expected:
                 return 0 in self.shape
-            expected *= side
-        return not (self.is_conj or self.is_neg)
+            expected *= self.shape[dim]
+        return True
 
 
 class Archive:
@@ -91,7 +102,9 @@ class Archive:
             names = self._zip.namelist()
             self._root = next(one for one in names if one.endswith("/data.pkl")).removesuffix("data.pkl")
         except Exception:  # bytes that are no zip make Python raise nearly anything
-            raise CorruptCheckpointError(f"{where} is no archive of torch.save") from None
+            kind = kind_of(cast(BinaryIO, _Slice(file, begin, length)))
+            what = "" if kind is None else f": it is {kind}"
+            raise CorruptCheckpointError(f"{where} is no archive of torch.save{what}") from None
         if len(set(names)) != len(names):
             raise CorruptCheckpointError(f"{where} has two members of one name")
         if f"{self._root}byteorder" in names and self._read("byteorder") != b"little":
@@ -134,7 +147,8 @@ class Archive:
             raise ValueError(f"its first element is {shown(first)} of {shown(num_elements)}")
         dtype = _STORAGE_DTYPES.get(storage_type.name.rpartition(".")[2]) if at == 6 else _dtype_name(described.args[6])
         if dtype is None:
-            raise ConfigurationError(f"{name} lies in a {storage_type.name}, of a data type that is not read here")
+            kind = shown(described.args[6]) if at == 7 else storage_type.name
+            raise ConfigurationError(f"{name} is of {kind}, a data type that is not read here")
         item = item_bytes(dtype)
         shape, stride = sizes_in(shape), sizes_in(stride)
         if math.prod(max(1, side) for side in shape) * item >= 1 << 63:
@@ -174,6 +188,29 @@ class Archive:
             return self._zip.read(member)
         except Exception:  # as above
             raise CorruptCheckpointError(f"{self._where}: {name} cannot be read") from None
+
+
+def is_tensor(leaf: Any) -> bool:
+    """Whether an object of a pickle stands for a tensor."""
+    return isinstance(leaf, UnknownObject) and leaf.name.startswith(MAKES_TENSORS)
+
+
+def kind_of_tensor(described: Any) -> tuple[bool, bool]:
+    """Whether the tensor that an object of the pickle stands for is a parameter, and whether it requires a gradient."""
+    made_by = getattr(described, "name", None)
+    args: tuple[Any, ...] = getattr(described, "args", None) or ()
+    if made_by in _PARAMETERS:
+        return True, len(args) > 1 and args[1] is True
+    return False, made_by in _REBUILT and len(args) > 4 and args[4] is True
+
+
+def read_tensor(root: Path, file: str, one: ArchivedTensor, name: str) -> torch.Tensor:
+    """Read a tensor of a file into memory."""
+    box = whole(one.shape)
+    out = torch.empty(one.shape, dtype=torch_dtype(one.dtype), device="cpu")
+    if out.numel():
+        _copy(root, FilePiece(box, file, _content(root, file, one, name)), one, box, out, name)
+    return out
 
 
 def tensor_in(file: BinaryIO, begin: int, length: int, where: str) -> ArchivedTensor:
@@ -282,11 +319,7 @@ def _dtype_name(given: Any) -> str | None:
     if not isinstance(name, str):
         return None
     name = name.removeprefix("torch.")
-    try:
-        item_bytes(name)
-    except CorruptCheckpointError:
-        return None
-    return str(name)
+    return str(name) if is_known(name) else None
 
 
 def _bits(given: Any) -> tuple[bool, bool]:

@@ -1,4 +1,4 @@
-"""Open one file that `torch.save` wrote: a state dict of tensors, containers and plain values. No code of the file runs.
+"""Open a file that `torch.save` wrote, or several with an index: a state dict of tensors, containers and plain values. No code of it runs.
 
 Tensors are read from where they lie in the file, each by itself: views of one memory come back as tensors of their own.
 """
@@ -6,9 +6,8 @@ Tensors are read from where they lie in the file, each by itself: views of one m
 from __future__ import annotations
 
 import io
-from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,23 +15,33 @@ from typing import Any
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError
 from ckpt.format.box import whole
 from ckpt.format.export_records import RECORDS_NAME, ExportRecords, records_for
-from ckpt.format.unpickling import UnknownObject, unknown_in, unpickle_archived
-from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint, OtherTensor, Step, folder_with
-from ckpt.loading.other_formats.torch_archives import Archive, located
+from ckpt.format.unpickling import UnknownObject, unpickle_archived
+from ckpt.loading.other_formats.hub_folders import BIN, index_kind, names_by_file, opened, require_all_held, weights_at
+from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint, OtherTensor, folder_with
+from ckpt.loading.other_formats.torch_archives import Archive, is_tensor, kind_of_tensor, located
+from ckpt.state.flatten import Path as StatePath
+from ckpt.state.flatten import joined_key, key_of, leaves_apart
+from ckpt.state.tensor_classes import saved_kind
+from ckpt.storage.hub_snapshots import files_in
 
 _ZIP = b"PK\x03\x04"
 _OLD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The first bytes of files of torch before 1.6: a number, pickled."""
+_OF_DCP = ".distcp"
+"""Files of tensors one by one, each as of `torch.save`."""
 _DESCRIBED = b"/data.pkl"
-_MAKES_TENSORS = ("torch._utils._rebuild_", "torch._tensor._rebuild_")
 
 
 def is_torch_file(path: Path) -> bool:
-    """Whether a path is a file of `torch.save`, by its first bytes: `data.pkl` is the first member of its zip."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        begin = file.read(4096)
+    """Whether a path is a file of `torch.save`, by its first bytes: `data.pkl` is the first member of its zip.
+
+    Also an index of such files, and a folder of Hugging Face's with either.
+    """
+    file = weights_at(path)
+    if file is None or file.suffix == _OF_DCP or index_kind(file):
+        return file is not None and index_kind(file) == BIN
+    with opened(path, file) as stream:
+        begin = stream.read(4096)
     named = begin[30 : 30 + int.from_bytes(begin[26:28], "little")]
     return begin.startswith(_OLD) or (begin.startswith(_ZIP) and named.endswith(_DESCRIBED))
 
@@ -50,12 +59,21 @@ def open_torch_file(path: Path, *, allow_pickle: bool) -> OtherCheckpoint:
             f"{path} is a file of torch.save, whose data.pkl is a pickle. To read it, without running any code in it, load with "
             "allow_pickle=True."
         )
-    path = path.resolve()
-    held = content_of(path.parent, path.name)
+    weights = weights_at(path)
+    assert weights is not None, "is_torch_file"
+    if weights == path and not index_kind(path):  # a link that the user named is followed
+        path = path.resolve()
+        root, held, named_by = path.parent, content_of(path.parent, path.name), None
+    else:
+        root, place_of = files_in(weights.parent)
+        held = _of_index(weights, root, place_of) if index_kind(weights) else content_of(root, place_of(weights.name))
+        named_by = None if root == weights.parent else Path(weights.name)
     if held.kind != "dict":
         raise ConfigurationError(f"{path} holds a {held.kind}, where a state dict should be")
     tensors = {repr(one): tensor for one, tensor in held.tensors.items()}
-    checkpoint = OtherCheckpoint(path.parent, "torch.save", tensors, held.values)
+    checkpoint = OtherCheckpoint(
+        root, "torch.save", tensors, held.values, paths=held.paths, named_by=named_by, unread=held.unread
+    )
     checkpoint.records = held.records
     return checkpoint
 
@@ -67,12 +85,15 @@ class Content:
     Attributes:
         kind: type of the whole: "dict", also of its subclasses.
         tensors, values: by path; the path of a file that holds one alone is empty.
-        records: as of `OtherCheckpoint`.
+        paths: of both and of what is unread, in the order of the state.
+        unread, records: as of `OtherCheckpoint`.
     """
 
     kind: str
-    tensors: dict[tuple[Step, ...], OtherTensor]
-    values: dict[tuple[Step, ...], Callable[[], Any]]
+    tensors: dict[StatePath, OtherTensor]
+    values: dict[StatePath, Callable[[], Any]]
+    unread: dict[StatePath, str]
+    paths: list[StatePath]
     records: ExportRecords | None = None
 
 
@@ -85,8 +106,9 @@ def content_of(root: Path, file: str) -> Content:
     Raises: as `open_torch_file`.
     """
     where = str(root / file)
-    tensors: dict[tuple[Step, ...], OtherTensor] = {}
-    values: dict[tuple[Step, ...], Callable[[], Any]] = {}
+    tensors: dict[StatePath, OtherTensor] = {}
+    values: dict[StatePath, Callable[[], Any]] = {}
+    unread: dict[StatePath, str] = {}
     with folder_with(root, file) as folder, folder.stream(file) as stream:
         if stream.read(len(_OLD)) == _OLD:
             raise ConfigurationError(
@@ -97,63 +119,56 @@ def content_of(root: Path, file: str) -> Content:
         state = unpickle_archived(described, where)
         found = archive.beside(RECORDS_NAME)
         records = None if found is None else records_for(described, found, f"{where}: {RECORDS_NAME}")
-        for path, leaf in _leaves(state, ()):
-            name = ".".join(str(step[0] if isinstance(step, tuple) else step) for step in path)
-            label = f"{where}: {name}"
+        leaves = leaves_apart(state, lambda leaf: isinstance(leaf, UnknownObject))
+        for path, leaf in leaves:
+            label = f"{where}: {joined_key(path)}"
+            if not is_tensor(leaf):
+                values[path] = partial(_itself, leaf)
+                continue
             try:
-                if not _is_tensor(leaf):
-                    values[path] = partial(_plain, leaf, label)
-                    continue
                 one = archive.tensor(leaf, label)
             except ConfigurationError as error:
-                values[path] = partial(_refuse, str(error))
+                unread[path] = str(error).removeprefix(f"{label} ")
                 continue
             box = whole(one.shape)
             pieces = partial(located, root, label, one.shape, [(box, file, one)])
-            tensors[path] = OtherTensor(path, one.dtype, one.shape, pieces, None if one.header is None else (file, one))
-    return Content(_kind(state), tensors, values, records)
+            memory = None if one.header is None else (file, one)
+            kind = saved_kind(*kind_of_tensor(leaf), one.order)
+            tensors[path] = OtherTensor(path, one.dtype, one.shape, pieces, memory, kind)
+    return Content(_kind(state), tensors, values, unread, [path for path, _ in leaves], records)
 
 
-def _leaves(node: Any, path: tuple[Step, ...]) -> list[tuple[tuple[Step, ...], Any]]:
-    """The leaves of a nested state: tensors, and the outermost plain values beside these. Enters the dictionaries of its components."""
-    steps = steps_into(node)
-    if not steps:
-        return [(path, node)]
-    found = [leaf for step, inner in steps for leaf in _leaves(inner, (*path, step))]
-    is_entered = len(path) < 2 and isinstance(node, dict)
-    if not is_entered and not any(_is_tensor(leaf) or isinstance(leaf, UnknownObject) for _, leaf in found):
-        return [(path, node)]
-    return found
+def _of_index(index: Path, root: Path, place_of: Callable[[str], str]) -> Content:
+    """What the files of an index hold, each of them only what the index names in it; a dictionary, whatever they are.
 
-
-def steps_into(node: Any) -> list[tuple[Step, Any]]:
-    """Return (step, what is there) of a container; [] for all else."""
-    if type(node) in (dict, OrderedDict, Counter):
-        return [(key if type(key) is str else (key, "key"), inner) for key, inner in node.items()]
-    if type(node) is tuple:
-        return [((at, "tuple"), inner) for at, inner in enumerate(node)]
-    return list(enumerate(node)) if type(node) is list else []
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, UnknownObject) and leaf.name.startswith(_MAKES_TENSORS)
-
-
-def _plain(value: Any, label: str) -> Any:
-    """Return a plain value.
-
-    Raises:
-        ConfigurationError: it is, or holds, an object that is not built.
+    Raises: as `content_of`, and
+        CorruptCheckpointError: a file does not hold what the index names in it.
     """
-    for path, name in unknown_in(value).items():
-        raise ConfigurationError(
-            f"{label}{path and f' ({path})'} is a {name}, and nothing but tensors and plain values is read; leave its component out"
-        )
+    held = Content("dict", {}, {}, {}, [])
+    for file, names in sorted(names_by_file(index).items()):
+        one = content_of(root, place_of(file))
+        require_all_held(index, file, names, map(_first, one.paths))
+        for path in one.paths:
+            if (first := _first(path)) not in names:
+                continue
+            place = first, *path[1:]
+            held.paths.append(place)
+            if path in one.tensors:
+                held.tensors[place] = replace(one.tensors[path], path=place)
+            elif path in one.unread:
+                held.unread[place] = one.unread[path]
+            else:
+                held.values[place] = one.values[path]
+    return held
+
+
+def _first(path: StatePath) -> str:
+    key = key_of(path[0]) if path else ""
+    return key if isinstance(key, str) else ""
+
+
+def _itself(value: Any) -> Any:
     return value
-
-
-def _refuse(message: str) -> Any:
-    raise ConfigurationError(message)
 
 
 def _kind(value: Any) -> str:

@@ -31,11 +31,11 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import ConfigurationError, StorageError, sentence
 from ckpt.format.dtypes import contiguous, raw_bytes
+from ckpt.format.places import Place
 from ckpt.memory.shared_memory import segment_of
 from ckpt.saving.background.serialized_errors import deserialize_error, refusing
 
@@ -243,7 +243,7 @@ class _Child:
         return result
 
     def _hand_over(
-        self, items: Iterator[Staged], share: RankWritePlan, folder: Path, progress: Callable[[int], None]
+        self, items: Iterator[Staged], share: RankWritePlan, folder: Place, progress: Callable[[int], None]
     ) -> tuple[str, Any]:
         """Hand over item after item as they are asked for; return the message that ends the save."""
         while True:

@@ -24,8 +24,8 @@ from ckpt.errors import (
     MissingStateError,
 )
 from ckpt.format.names import step_of
-from ckpt.format.stored import read_manifest
 from ckpt.ranks.topology import Topology
+from ckpt.storage.stored import read_manifest
 from tests.crafts import edit_manifest
 from tests.ranks import run_ranks
 from tests.states import same_bits

@@ -70,11 +70,12 @@ print(json.dumps(said))
             {"zarr in gzip"},
             "needs the package zarr, which is not installed: pip install zarr",
         ),
-        (
+        pytest.param(
             "zarr",
             "ImportError(\"cannot import name 'x' from 'zarr.y'\", name='zarr.y')",
             {"zarr in gzip"},
             "which is installed: cannot import name 'x' from 'zarr.y'. Install versions that fit: pip install --upgrade ckpt-coord",
+            marks=pytest.mark.full,
         ),
         (
             "numcodecs",

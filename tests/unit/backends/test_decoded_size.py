@@ -17,6 +17,7 @@ import tensorstore as ts
 
 from ckpt.backends.decoded_size import require_bytes_decode_within, require_decodes_within
 from ckpt.errors import CorruptCheckpointError
+from ckpt.storage.checkpoint_files import CheckpointFolder
 from tests.bounded import BOMBS, ZSTD_SKIPPED, little_memory, zstd_frame
 
 SIZE = 400_000
@@ -38,7 +39,7 @@ def test_a_bomb_is_refused_in_little_memory(tmp_path: Path, bomb: str) -> None:
         little_memory(LITTLE_MIB),
         pytest.raises(CorruptCheckpointError, match="chunk (would decode to|decodes to|cannot be decoded)"),
     ):
-        require_decodes_within(file, [codec], SIZE)
+        require_decodes_within(CheckpointFolder(file.parent), file.name, [codec], SIZE)
 
 
 SOUND: dict[str, tuple[list[str], Callable[[bytes], bytes]]] = {
@@ -103,4 +104,4 @@ def test_what_tensorstore_writes_is_taken(tmp_path: Path, driver: str, level: in
     kvstore = {"driver": "file", "path": f"{tmp_path}/"}
     spec = {"driver": driver, "kvstore": kvstore, "metadata": {"shape": [len(values)], **codec}}
     ts.open(spec, create=True, dtype=ts.float32).result().write(values).result()
-    require_decodes_within(tmp_path / ("0" if driver == "zarr" else "c/0"), ["zstd"], values.nbytes)
+    require_decodes_within(CheckpointFolder(tmp_path), "0" if driver == "zarr" else "c/0", ["zstd"], values.nbytes)

@@ -221,7 +221,7 @@ def test_a_header_that_claims_to_be_longer_than_any_is_not_read(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (lambda data: b"", "has 0 bytes"),
+        (lambda data: b"", "is an empty file"),
         (lambda data: data[:5], "has 5 bytes"),
         (lambda data: (1 << 62).to_bytes(8, "little") + data[8:], "its header should have 4611686018427387904"),
         (lambda data: data[:60], "its header should have"),

@@ -17,8 +17,8 @@ from ckpt.catalog.ledger import Ledger
 from ckpt.catalog.verify import verify_checkpoint
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
 from ckpt.format.manifest import FORMAT_VERSION, MANIFEST_NAME
-from ckpt.format.stored import read_manifest
 from ckpt.saving.save_settings import SaveSettings
+from ckpt.storage.stored import read_manifest
 from tests.unit.catalog.test_shared_roots import names, run_on
 
 SETTINGS = [{}, {"overwrite": True}, {"shared_root": True}, {"saves": SaveSettings(incremental=True)}]

@@ -26,13 +26,13 @@ from ckpt.catalog.ledger import Ledger
 from ckpt.catalog.verify import examine, verify_checkpoint
 from ckpt.errors import CorruptCheckpointError, StorageError, describe, rebuild
 from ckpt.format.box import chunk_box, num_chunks, whole
-from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.digests import BlockDigests
 from ckpt.format.manifest_parsing import parse_index
 from ckpt.format.records import BLOCK_BYTES, ArraySpec, stored_shape
-from ckpt.format.stored import check_file, read_index, read_manifest
 from ckpt.storage import files as files_module
+from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.pieces import Pieces
+from ckpt.storage.stored import check_file, read_index, read_manifest
 from tests import plain_safetensors
 from tests.arrays import array, expected, read_by_extents
 from tests.covering import and_in_full, covering

@@ -32,11 +32,11 @@ from ckpt.errors import (
     FolderInUseError,
 )
 from ckpt.format.manifest import MANIFEST_NAME, digest_of
-from ckpt.format.stored import read_manifest
 from ckpt.ranks.topology import Topology
 from ckpt.saving import manifest_writer
+from ckpt.storage.stored import read_manifest
 from tests.ranks import run_ranks
-from tests.states import Held, coordinator
+from tests.states import Fitted, Held, coordinator
 
 OTHER_RUN = """
 import sys
@@ -377,7 +377,7 @@ def test_a_second_run_is_refused_on_every_rank_unless_the_root_is_shared(tmp_pat
 # readers beside retention
 
 
-class Removing(Held):
+class Removing(Fitted):
     """A state during whose load another run commits a newer checkpoint and removes the one that is being read."""
 
     def __init__(self, root: Path, removals: list[tuple[str, str]]) -> None:
@@ -473,13 +473,14 @@ def test_no_load_beside_a_trainer_that_keeps_one_checkpoint_says_damaged(
 
 
 @pytest.mark.parametrize(
-    "address", ["s3://b/x", Path("s3://b/x"), "gs://b/x/checkpoint-1", "hdfs://n:1/x", "file:///x/y"]
+    "address",
+    [Path("s3://b/x"), "hdfs://n:1/x", "s3a://b/x", "s3:///x", "s3://key:secret@b/x", "gs://b/../x", "file://host/x"],
 )
 def test_an_address_is_refused_wherever_a_path_is_asked_for_and_nothing_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str | Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    told = "give the path alone, /x/y" if "file" in str(address) else "object stores are not supported yet"
+    told = "(expected|an address that has lost a slash|cannot be part of an object's key)"
     with pytest.raises(ConfigurationError, match=f"output_dir is .*{told}"):
         run_on(address)
     with run_on(tmp_path / "root") as run:

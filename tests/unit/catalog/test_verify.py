@@ -16,8 +16,8 @@ from ckpt import StateComponent
 from ckpt.catalog.verify import examine, verify_checkpoint
 from ckpt.errors import CheckpointGoneError, CheckpointNotFoundError, ConfigurationError
 from ckpt.format.manifest import MANIFEST_NAME, Index, digest_of, index_name
-from ckpt.format.stored import read_index, read_manifest
 from ckpt.ranks.topology import Topology
+from ckpt.storage.stored import read_index, read_manifest
 from tests.states import BACKENDS, Held, coordinator
 
 BIG = 1_500_000  # float32: one chunk of 6,000,000 bytes, so two blocks

@@ -21,11 +21,11 @@ from ckpt.catalog.verify import verify_checkpoint
 from ckpt.convert import importing
 from ckpt.convert.importing import import_checkpoint
 from ckpt.errors import CheckpointExistsError, CorruptCheckpointError, StorageError
-from ckpt.format.stored import read_manifest
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import source_at
 from ckpt.ranks.topology import Topology
 from ckpt.saving.writing import RankWritePlan
+from ckpt.storage.stored import read_manifest
 from tests.dcp_runs import dcp_state, require_equal, run_of, save_by_dcp, tensors_of_all_kinds
 from tests.ranks import run_ranks
 from tests.states import same_bits
@@ -88,7 +88,7 @@ def test_several_ranks_write_a_share_each(tmp_path: Path) -> None:
     save_by_dcp(state, tmp_path / "dcp")
     run_ranks(3, _import_on_ranks, tmp_path)
     assert verify_checkpoint(tmp_path / "ours") == []
-    assert read_manifest(tmp_path / "ours").components["model"].ranks == [0, 1, 2]
+    assert read_manifest(tmp_path / "ours").components["state"].ranks == [0, 1, 2]
     assert same_values(ckpt.load(tmp_path / "ours"), state)
 
 
@@ -131,7 +131,7 @@ def test_what_was_written_wrong_is_found_and_nothing_appears(tmp_path: Path, mon
 
     save_by_dcp({"model": {"w": torch.ones(1 << 16)}}, tmp_path / "dcp")
     monkeypatch.setattr(importing, "RankWritePlan", Forgetful)
-    with pytest.raises(StorageError, match="ours is not what is read back: model: w"):
+    with pytest.raises(StorageError, match="ours is not what is read back: state: model.w"):
         imported(tmp_path / "dcp", tmp_path / "ours")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp"]
 

@@ -30,12 +30,12 @@ from ckpt.errors import CheckpointError, CheckpointExistsError, ConfigurationErr
 from ckpt.format.dtypes import raw_bytes
 from ckpt.format.manifest import ArrayEntry, CheckpointManifest, Index, digest_of, index_name
 from ckpt.format.records import CLIPPED_STORES
-from ckpt.format.stored import read_index, read_manifest
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.state.state_digest import state_digest
 from ckpt.storage.extents import ExtentReader
+from ckpt.storage.stored import read_index, read_manifest
 from tests.anonymous_memory import most_anonymous_bytes
 from tests.crafts import edit_json
 from tests.ranks import run_threads
@@ -431,7 +431,7 @@ def test_a_sharded_state_dict_goes_over_with_its_objects_and_common_state(tmp_pa
     rewrite(src, tmp_path / "new", made(to), Topology.alone())
     assert verify_checkpoint(tmp_path / "new") == []
     named = {"ocdbt": "tensorstore"}.get(to, to)
-    assert ckpt.format.metadata.maybe_load_config(tmp_path / "new").sharded_backend == named
+    assert ckpt.storage.metadata.maybe_load_config(tmp_path / "new").sharded_backend == named
     threads(2, _require_the_tensors, src, tmp_path / "new")
     assert load_common_state_dict(tmp_path / "new")["common"]["step"] == 7
     unique = [f"rng/shard_{rank}_3" for rank in range(3)]

@@ -23,10 +23,10 @@ from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.export_records import RECORDS_NAME, ExportRecords
 from ckpt.format.manifest import CheckpointManifest
-from ckpt.format.stored import read_manifest
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import source_at
 from ckpt.ranks.topology import Topology
+from ckpt.storage.stored import read_manifest
 from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert_on_ranks, run_of
 from tests.covering import covering
 from tests.dcp_runs import dcp_state, one_process_is_meant, save_by_dcp, tensors_of_all_kinds

@@ -38,7 +38,7 @@ from ckpt.errors import (
 )
 from ckpt.format import zarr_dtypes
 from ckpt.format.box import Box, whole
-from ckpt.format.dtypes import torch_dtype, zarr_name
+from ckpt.format.dtypes import AS_INTEGERS, torch_dtype, zarr_name
 from ckpt.format.unpickling import UnknownObject
 from tests.bounded import BOMBS, little_memory
 from tests.golden.megatron.truth import truth
@@ -323,7 +323,8 @@ def test_what_other_writers_of_zarr_may_choose_is_understood(
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_every_data_type_of_both_is_read(tmp_path: Path, library: Any) -> None:
-    for dtype, shape in product(ALL_DTYPES, [(3, 2), (), (0, 4)]):
+    named = [dtype for dtype in ALL_DTYPES if zarr_name(dtype) not in AS_INTEGERS]
+    for dtype, shape in product(named, [(3, 2), (), (0, 4)]):
         name, values = zarr_name(dtype), random_bits(shape, dtype, 2)
         path = folder_with(tmp_path / f"{name} {len(shape)} {values.numel()}")
         spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{path}/w/"}, "dtype": name}

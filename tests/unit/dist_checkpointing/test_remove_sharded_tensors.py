@@ -36,8 +36,8 @@ from ckpt.errors import (
 )
 from ckpt.format.manifest import MANIFEST_NAME, Index, digest_of
 from ckpt.format.manifest_parsing import parse_index
-from ckpt.format.stored import read_manifest
 from ckpt.ranks.default_topology import use_topology
+from ckpt.storage.stored import read_manifest
 from tests.ranks import Dead, Topology, run_ranks, run_threads
 from tests.sharded_saves import SafetensorsSaveShardedStrategy
 from tests.states import random_bits, same_bits

@@ -26,9 +26,9 @@ from ckpt.dist_checkpointing.validation import (
     verify_checkpoint_and_load_strategy,
 )
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, MissingStateError, ShardingError
-from ckpt.format.metadata import CheckpointingConfig, save_config
-from ckpt.format.stored import read_manifest
 from ckpt.state.sharded_tensor import ShardedTensor
+from ckpt.storage.metadata import CheckpointingConfig, save_config
+from ckpt.storage.stored import read_manifest
 
 STRICT = [
     "assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all", "return_unexpected", "return_all",

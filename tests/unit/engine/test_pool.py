@@ -16,7 +16,7 @@ from ckpt.engine.wire.pool import HostPool, ReceivedStream, digest_of_bucket
 from ckpt.errors import ConfigurationError
 from ckpt.format.dtypes import as_integers
 from ckpt.memory.huge_pages import staging_memory
-from tests.states import ALL_DTYPES, random_bits, same_bits
+from tests.states import ALL_DTYPES, random_bits, same_bits, zero_bits
 
 
 def _transposed(tensor: torch.Tensor) -> torch.Tensor:
@@ -25,7 +25,7 @@ def _transposed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _every_second(tensor: torch.Tensor) -> torch.Tensor:
-    out = torch.zeros((*tensor.shape, 2), dtype=tensor.dtype)[..., 0]
+    out = zero_bits((*tensor.shape, 2), tensor.dtype)[..., 0]
     as_integers(out).copy_(as_integers(tensor))
     return out
 

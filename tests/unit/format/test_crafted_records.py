@@ -26,10 +26,10 @@ from ckpt.catalog.verify import verify_checkpoint
 from ckpt.convert.rewriting import rewrite
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
-from ckpt.format.stored import read_index, read_manifest
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.state.statefuls import RNGState
+from ckpt.storage.stored import read_index, read_manifest
 from recipes.commands.reading import InspectKeys, ReadingKeys, show, verify
 from tests.bounded import ZSTD_SKIPPED, little_memory, zstd_frame
 from tests.crafts import (

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import Box
-from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.manifest import (
     MANIFEST_NAME,
     ArrayEntry,
@@ -26,7 +25,8 @@ from ckpt.format.manifest import (
 from ckpt.format.manifest_parsing import parse_index, parse_manifest
 from ckpt.format.names import encode_key
 from ckpt.format.records import ChunkExtent, FileRecord
-from ckpt.format.stored import check_file, read_index, read_manifest
+from ckpt.storage.checkpoint_files import CheckpointFolder
+from ckpt.storage.stored import check_file, read_index, read_manifest
 
 
 def manifest() -> CheckpointManifest:

@@ -18,7 +18,7 @@ from zarr.dtype import data_type_registry
 
 from ckpt.format import zarr_dtypes
 
-NAMES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+NAMES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 
 
 @pytest.fixture(autouse=True)

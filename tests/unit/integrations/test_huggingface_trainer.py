@@ -26,12 +26,12 @@ from ckpt.errors import (
     CorruptCheckpointError,
     MissingStateError,
 )
-from ckpt.format.stored import read_manifest
 from ckpt.integrations.huggingface import CkptTrainer, CkptTrainerMixin, _Files, _hidden
 from ckpt.integrations.huggingface_accelerate import require_covered
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.saving.manifest_writer import ManifestWriter
 from ckpt.saving.save_settings import SaveSettings
+from ckpt.storage.stored import read_manifest
 from tests.trainers import STEPS, Seen, Stopped, state_of, stop, trainer
 from tests.values import same_values
 

@@ -55,7 +55,7 @@ def calls_of(sizes: Sequence[int], start: float) -> list[tuple[str, int]]:
     recorder = Recorder()
     requests = [ReadRequest(str(number), "w", whole((0,)), torch.empty(0)) for number in range(len(sizes))]
     stored: Any = OneFileEach(sizes)
-    DirectReading(requests, cast(Stored, stored), cast(ChunkReader, recorder), start).run()
+    DirectReading(requests, cast(Stored, stored), [cast(ChunkReader, recorder)], start).run()
     return recorder.calls
 
 

@@ -79,6 +79,25 @@ def test_a_snapshot_is_loaded_by_its_file_and_by_its_folder(cache: Cache, monkey
 def test_a_snapshot_in_several_files_is_loaded(cache: Cache, load: str) -> None:
     cache.model_in_two()
     require_loaded(ckpt.load(cache.snapshot, load=load))
+    require_loaded(ckpt.load(cache.snapshot / INDEX, load=load))
+
+
+@pytest.mark.parametrize("in_two", [False, True])
+def test_a_snapshot_of_bin_files_is_loaded(cache: Cache, in_two: bool) -> None:
+    files = {name: f"{number % 2 if in_two else 'pytorch_model'}.bin" for number, name in enumerate(TENSORS)}
+    for file in sorted({*files.values()}):
+        some = {name: one for name, one in TENSORS.items() if files[name] == file}
+        cache.blob(file, lambda path, some=some: torch.save(some, path))  # type: ignore[misc]
+    if in_two:
+        cache.blob("pytorch_model.bin.index.json", lambda path: path.write_text(json.dumps({"weight_map": files})))
+    require_loaded(ckpt.load(cache.snapshot, allow_pickle=True))
+
+
+def test_a_bin_file_of_a_snapshot_that_is_a_link_to_outside_is_refused(cache: Cache, tmp_path: Path) -> None:
+    torch.save(TENSORS, tmp_path / "outside.bin")
+    (cache.snapshot / "pytorch_model.bin").symlink_to(os.path.relpath(tmp_path / "outside.bin", cache.snapshot))
+    with pytest.raises(CorruptCheckpointError, match="links to ../../blobs/<name> alone are read"):
+        ckpt.load(cache.snapshot, allow_pickle=True)
 
 
 def test_a_run_goes_on_from_a_snapshot(cache: Cache, tmp_path: Path) -> None:

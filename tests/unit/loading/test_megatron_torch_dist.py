@@ -61,7 +61,7 @@ def test_all_of_it_is_loaded_by_name_without_objects_of_unknown_classes(
     require_all(loaded, version)
     assert loaded["args"] == argparse.Namespace(**ARGUMENTS) and loaded["rerun/shard_0_1"] == {"step": 5}
     (said,) = [record.getMessage() for record in caplog.records]
-    assert "args.model_type (megatron.core.enums.ModelType)" in said and "rerun/shard_0_1.mode" in said
+    assert "args.model_type (megatron.core.enums.ModelType is not built)" in said and "rerun/shard_0_1.mode" in said
     with pytest.raises(CheckpointNotFoundError, match=r"\.metadata is a pickle.* load with allow_pickle=True"):
         ckpt.load(GOLDEN / f"core-{version}")
 
@@ -119,7 +119,7 @@ def _resume(topology: Topology, own: Path) -> None:
             checkpoints.restore(OLD)
         for key, cut in tensors_of("0.10.0").items():
             assert same_bits(model.tensors[key], values(key, cut.shape, cut.dtype)), (load, key)
-        assert optimizer.tensors["optimizer"]["grad_scaler"]["scale"].tolist() == [65536.0]
+        assert optimizer.tensors["grad_scaler"]["scale"].tolist() == [65536.0]
 
 
 def test_three_ranks_load_what_two_have_saved(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import ckpt
 from ckpt import Checkpointer
 from ckpt.backends.ocdbt_format import Node, Value, _interior, manifest_of, tree_of
-from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
+from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError, MissingStateError
 from ckpt.ranks.topology import Topology
 from tests.bounded import BOMBS, little_memory, zstd_frame
 from tests.ranks import run_ranks
@@ -31,6 +31,12 @@ WITH_TYPES = ("manager/7", "zarr2")
 ALL = (*WITH_TYPES, "ocdbt-zarr2", "zarr3")
 
 
+LATER_DTYPES = {
+    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2, torch.complex32,
+}  # fmt: skip
+"""Of which the golden files have none."""
+
+
 def numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
     """The values of tests/golden/orbax/write.py."""
     size = torch.Size(shape).numel() * dtype.itemsize
@@ -39,7 +45,11 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tens
 
 
 def written(name: str) -> dict[str, Any]:
-    types = {str(dtype).removeprefix("torch."): numbers((4, 3), dtype, 5) for dtype in ALL_DTYPES}
+    types = {
+        str(dtype).removeprefix("torch."): numbers((4, 3), dtype, 5)
+        for dtype in ALL_DTYPES
+        if dtype not in LATER_DTYPES
+    }
     return {
         "model": {"0.weight": numbers((8, 6), torch.int32, 1).float(), "0.bias": numbers((8,), torch.int8, 2).float()},
         "params": {"dense": {"kernel": numbers((48, 40), torch.int16, 3), "b/é": numbers((4,), torch.bfloat16, 4)}},
@@ -205,10 +215,6 @@ def test_a_hostile_checkpoint_of_folders_is_refused(tmp_path: Path, craft: str) 
 @pytest.mark.parametrize(
     ("craft", "message"),
     [
-        (_described(KERNEL, dtype="<f99"), "holds an array of data type '<f99'"),
-        (_described(KERNEL, dtype="int4"), "holds an array of data type 'int4'"),
-        (_described(KERNEL, compressor={"id": "blosc"}), r"codecs \['blosc'\], which are not decoded here"),
-        (_with_leaf([("x", 2)], "MyHandler"), "x is of the type 'MyHandler'"),
         (_alone([]), "only dicts are read here"),
         (_alone([("0", 1)]), "only dicts are read here"),
     ],
@@ -220,12 +226,33 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path, craft: Callable[[Pa
         ckpt.load(tmp_path / "saved")
 
 
+@pytest.mark.parametrize(
+    ("craft", "message"),
+    [
+        (_described(KERNEL, dtype="<f99"), r"params\.dense\.kernel \(.*is of <f99, a data type that is not read here"),
+        (_described(KERNEL, dtype="int4"), r"params\.dense\.kernel \(.*is of int4, a data type that is not read here"),
+        (_described(KERNEL, compressor={"id": "blosc"}), r"codecs \['blosc'\], which are not decoded here"),
+        (_with_leaf([("x", 2)], "MyHandler"), r"x \(is of the type 'MyHandler'"),
+    ],
+)
+def test_an_array_that_is_not_read_is_refused_alone(
+    tmp_path: Path, craft: Callable[[Path], None], message: str
+) -> None:
+    shutil.copytree(GOLDEN / "zarr2", tmp_path / "saved")
+    whole = ckpt.load(tmp_path / "saved")
+    craft(tmp_path / "saved")
+    with pytest.raises(MissingStateError, match=message):
+        ckpt.load(tmp_path / "saved")
+    found = ckpt.load(tmp_path / "saved", strict=False)
+    assert found.keys() == whole.keys() and torch.equal(found["model"]["0.weight"], whole["model"]["0.weight"])
+
+
 def test_bytes_that_are_compressed_twice_are_not_decoded(tmp_path: Path) -> None:
     """Each compression multiplies the memory that a byte of a chunk can ask for."""
     shutil.copytree(GOLDEN / "zarr3", tmp_path / "saved")
     zstd = {"name": "zstd", "configuration": {"level": 0}}
     _json("model.0.weight/zarr.json", lambda document: document["codecs"].append(zstd))(tmp_path / "saved")
-    with pytest.raises(ConfigurationError, match="compresses bytes more than once"):
+    with pytest.raises(MissingStateError, match="compresses bytes more than once"):
         ckpt.load(tmp_path / "saved")
 
 

@@ -100,7 +100,11 @@ def test_shards_that_dcp_saved_on_two_ranks_load_on_three(tmp_path: Path, load: 
 
 
 def test_a_safetensors_file_comes_back_as_it_was(tmp_path: Path) -> None:
-    tensors = {name: one for name, one in tensors_of_all_kinds().items() if "complex128" not in name}
+    tensors = {
+        name: one
+        for name, one in tensors_of_all_kinds().items()
+        if not name.startswith(("complex128", "complex32", "float4_e2m1fn_x2[]"))
+    }
     save_file(tensors, tmp_path / "weights.safetensors", metadata={"format": "pt"})
     loaded = ckpt.load(tmp_path / "weights.safetensors")
     assert loaded.keys() == tensors.keys()

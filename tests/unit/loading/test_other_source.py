@@ -6,11 +6,15 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckpt.errors import ShardingError
+from ckpt.errors import CorruptCheckpointError, MissingStateError, ShardingError
 from ckpt.loading.other_formats.other_source import _joined_keys, _nested
 from ckpt.state.flatten import flatten
 
-steps = st.sampled_from(["a", "b", "a.b", ""]) | st.integers(0, 1) | st.tuples(st.integers(0, 1), st.just("tuple"))
+steps = (
+    st.sampled_from(["a", "b", "a.b", ""])
+    | st.integers(0, 1)
+    | st.tuples(st.integers(0, 1), st.sampled_from(["list", "tuple"]))
+)
 
 
 @given(st.lists(st.lists(steps, min_size=1, max_size=3).map(tuple), max_size=4, unique=True))
@@ -35,6 +39,6 @@ def _contradict(tensors: dict[tuple[object, ...], torch.Tensor]) -> bool:
     """Whether the state cannot be built, or flattened."""
     try:
         flatten(_nested(tensors, "it"), "it")  # type: ignore[arg-type]
-    except (ShardingError, AttributeError, TypeError):
+    except (ShardingError, CorruptCheckpointError, MissingStateError):
         return True
     return any(path[:end] in tensors for path in tensors for end in range(1, len(path)))

@@ -30,7 +30,6 @@ from ckpt.errors import CorruptCheckpointError, RankLeftError
 from ckpt.format.box import Box, chunk_box, num_chunks
 from ckpt.format.digests import BlockDigests
 from ckpt.format.dtypes import item_bytes, torch_dtype
-from ckpt.format.held import NOTHING_HELD
 from ckpt.format.records import ALIGNMENT, ArraySpec, ChunkExtent
 from ckpt.loading.chunk_reader import ChunkReader
 from ckpt.loading.strategy import ReadRequest, StoredPart
@@ -43,6 +42,7 @@ from ckpt.loading.two_stage.wants import wants_of
 from ckpt.memory.copies import Filling
 from ckpt.planning.plan import needed_chunks
 from ckpt.ranks.topology import Topology
+from ckpt.storage.held import NOTHING_HELD
 from ckpt.storage.runs import WantedBox
 from tests.states import random_bits, same_bits
 

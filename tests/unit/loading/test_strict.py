@@ -56,7 +56,7 @@ def test_a_tensor_that_does_not_fit_keeps_its_value_where_the_load_is_not_strict
     assert report.misfits == Misfits(
         unfit={
             "a": "found float32 [6, 5], expected float32 [5, 6]",
-            "b": "found float32 [4], expected float64 [4]",
+            "b": "found float32 [4], expected float64 [4]: give cast=True",
         }
     )
     assert (report.restored, report.wanted) == (3, 37)

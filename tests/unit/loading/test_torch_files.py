@@ -10,6 +10,7 @@ import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
+from fractions import Fraction
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import ckpt
 from ckpt import Checkpointer
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.convert.importing import import_checkpoint
-from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
+from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError, MissingStateError
 from ckpt.format.box import Box
 from ckpt.format.dtypes import contiguous
 from ckpt.loading.direct import DirectLoad
@@ -209,17 +210,18 @@ class _Odd(torch.Tensor):
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "sparse": (lambda: {"x": torch.eye(3).to_sparse()}, r"x is made by .*sparse"),
-    "without memory": (lambda: {"x": torch.empty(3, device="meta")}, r"x is made by .*meta"),
-    "a subclass": (lambda: {"deep": [{"x": torch.ones(2).as_subclass(_Odd)}]}, r"deep\.0\.x is made by .*from_type"),
-    "repeated without end": (lambda: {"x": torch.ones(1).expand(1 << 40)}, r"x repeats its elements to 4398046511104"),
+    "sparse": (lambda: {"x": torch.eye(3).to_sparse()}, r"x \(is made by .*sparse"),
+    "without memory": (lambda: {"x": torch.empty(3, device="meta")}, r"x \(is made by .*meta"),
+    "a subclass": (lambda: {"deep": [{"x": torch.ones(2).as_subclass(_Odd)}]}, r"deep\.0\.x \(is made by .*from_type"),
+    "repeated without end": (
+        lambda: {"x": torch.ones(1).expand(1 << 40)},
+        r"x \(repeats its elements to 4398046511104",
+    ),
     "repeated by several": (
         lambda: {"x": [torch.full((1,), float(at)).expand(1 << 27) for at in range(3)]},
-        r"x\.2 repeats its elements to 536870912",
+        r"x\.2 \(repeats its elements to 536870912",
     ),
-    "an object": (lambda: {"x": {"net": _Module(2, 2)}}, r"x\.net is a .*_Module"),
-    "a device": (lambda: {"x": torch.device("cpu")}, r"x is a torch\.device"),
-    "in a namespace": (lambda: {"x": argparse.Namespace(w=torch.ones(2))}, r"x \(w\) is a torch\._utils"),
+    "in a set": (lambda: {"x": {torch.ones(2)}}, r"x\.\[0\] \(torch\._utils.* is not built"),
     "no state dict": (lambda: torch.ones(3), "where a state dict should be"),
     "a module": (lambda: _Module(2, 2), "_Module, where a state dict should be"),
 }
@@ -229,7 +231,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 def test_what_is_no_plain_tensor_is_refused_by_its_name(tmp_path: Path, case: str) -> None:
     make, sentence = REFUSED[case]
     torch.save(make(), tmp_path / "x.pt")
-    with pytest.raises(ConfigurationError, match=sentence):
+    with pytest.raises((ConfigurationError, MissingStateError), match=sentence):
         ckpt.load(tmp_path / "x.pt", allow_pickle=True)
 
 
@@ -248,6 +250,16 @@ def test_the_old_format_is_refused(tmp_path: Path) -> None:
 
 
 # hostile files
+
+
+class _Digits:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Fraction, ("1e999999999",)
+
+
+def test_a_fraction_of_more_digits_than_were_written_is_not_built(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "odd": _Digits(), "half": Fraction(1, 2)}, tmp_path / "x.pt")
+    assert ckpt.load(tmp_path / "x.pt", allow_pickle=True).keys() == {"w", "half"}
 
 
 class _Runs:
@@ -395,13 +407,13 @@ def test_the_crafts_differ_from_a_file_that_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [_Runs(), [_Runs()], {"deep": (_Runs(), 1)}])
-def test_a_program_is_refused_by_its_name_and_does_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any
+def test_a_program_is_left_out_by_its_name_and_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, value: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.pt").write_bytes(_zip({"a": _Made(), "b": value}))
-    with pytest.raises(ConfigurationError, match=r"b.* is a posix\.system"):
-        ckpt.load(tmp_path / "x.pt", allow_pickle=True)
+    assert "b" not in ckpt.load(tmp_path / "x.pt", allow_pickle=True) or isinstance(value, dict)
+    assert "posix.system is not built" in caplog.text
     assert not (tmp_path / "ran").exists()
 
 

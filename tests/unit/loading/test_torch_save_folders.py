@@ -110,7 +110,7 @@ def test_an_old_checkpoint_is_refused_without_the_switch_which_the_refusal_names
     ):
         reader(tmp_path, one(held), allow_pickle=False).load_checkpoint(folder)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointNotFoundError, match="is not a checkpoint: it has no checkpoint_manifest"):
+    with pytest.raises(CheckpointNotFoundError, match="is not a checkpoint: it is an empty folder"):
         reader(tmp_path, one(held)).load_checkpoint(tmp_path / "empty")
     assert torch.all(held.state["w"] == 0)
 
@@ -394,3 +394,12 @@ def test_copies_of_an_old_checkpoint_can_be_shared_out_over_other_ranks(tmp_path
         return {"left": queue.loaded["left"], "seen": torch.stack(queue.loaded["seen"])[:, 0].tolist()}
 
     assert run_threads(2, load_on) == [{"left": [0, 1, 2, 10], "seen": [0.0, 1.0, 2.0, 10.0]}] * 2
+
+
+def test_a_file_whose_tensors_repeat_their_elements_to_more_than_any_memory_is_refused(tmp_path: Path) -> None:
+    """Whatever takes what was saved would get memory for all of it."""
+    folder = old(tmp_path / "checkpoint-1", model={"w": torch.ones(1).expand(1 << 40)})
+    for held in (Held({"w": torch.zeros(4)}), Held({})):
+        run = reader(tmp_path, [StateComponent("model", held, "replicated")])
+        with pytest.raises(ConfigurationError, match=r"model_state\.pt repeats elements: .* would have 4398046511104"):
+            run.load_checkpoint(folder)

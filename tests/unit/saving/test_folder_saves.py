@@ -20,9 +20,7 @@ import ckpt
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.catalog import ledger
 from ckpt.errors import CheckpointError, ConfigurationError, StorageError
-from ckpt.format import durable
 from ckpt.format.manifest import MANIFEST_NAME
-from ckpt.format.stored import read_manifest
 from ckpt.ranks.topology import Topology
 from ckpt.saving.folder_saves import FolderSaves, as_folder_settings
 from ckpt.saving.manifest_writer import ManifestWriter
@@ -30,6 +28,8 @@ from ckpt.saving.save_settings import SaveSettings
 from ckpt.state.collect import RankState, collect
 from ckpt.state.sharing import StateComponent
 from ckpt.state.statefuls import Given
+from ckpt.storage import durable
+from ckpt.storage.stored import read_manifest
 
 QUEUE = SaveSettings(mode="async", when_busy="queue")
 
@@ -186,9 +186,9 @@ def test_a_path_that_is_saved_to_again_is_not_removed_any_more(tmp_path: Path) -
 def test_hidden_names_do_not_contain_that_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, seen = ManifestWriter.write, []
 
-    def looking(self: ManifestWriter, checkpoint_id: str) -> int:
+    def looking(self: ManifestWriter, checkpoint_id: str, record: Callable[[bytes], None]) -> int:
         seen.extend(names_in(tmp_path))
-        return write(self, checkpoint_id)
+        return write(self, checkpoint_id, record)
 
     monkeypatch.setattr(ManifestWriter, "write", looking)
     monkeypatch.setattr(ledger, "delete_folder", lambda folder: seen.append(folder.name))

@@ -12,7 +12,7 @@ import torch
 
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.errors import CheckpointError
-from ckpt.format.manifest import index_name
+from ckpt.format.manifest import MANIFEST_NAME, index_name
 from ckpt.ranks.topology import Topology
 from ckpt.saving import planner as planner_module
 from ckpt.saving.gathering import ByteSource
@@ -43,7 +43,7 @@ class Noting(Destination):
     def publish(self, save: PreparedSave[Any], votes: Sequence[WriteResult], topology: Topology) -> None:
         assert (self.folder / index_name(0)).stat().st_size == votes[0].index[0]  # type: ignore[index]
         assert votes[0].write_s > 0
-        ManifestWriter(save, votes, topology).write("1")
+        ManifestWriter(save, votes, topology).write("1", (self._there / MANIFEST_NAME).write_bytes)
         self.calls.append("publish")
 
     def discard(self, error: BaseException | None = None) -> None:

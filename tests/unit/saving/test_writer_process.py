@@ -460,7 +460,6 @@ def test_a_writer_that_is_killed_fails_the_save_and_is_followed_by_another(
 
     pids: list[int | None] = []
     monkeypatch.setattr(writer_process, "GIVE_UP_S", 0.2)
-    monkeypatch.setattr(writer_process, "END_S", 0.2)
     with pytest.raises(KeyboardInterrupt):
         _write(writer, StandIn("hangs"), tmp_path / "c", progress=give_up)
     assert writer.pid is None and not psutil.pid_exists(pids[0] or 0), "one that cannot let go is killed"

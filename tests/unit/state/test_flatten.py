@@ -14,6 +14,7 @@ import re
 import sys
 import types
 from collections import OrderedDict
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,14 @@ def test_numpy_arrays_and_scalars_come_back_bit_for_bit(dtype: str) -> None:
 def test_a_dictionary_that_looks_like_a_tag_is_not_taken_for_one() -> None:
     for value in ({"~float": "nan"}, {"~tuple": [1]}, {"~": 0, "x": 1}):
         assert same(from_json(json.loads(json.dumps(to_json(value, "x")))), value)
+
+
+@pytest.mark.parametrize("kind", ["Fraction", "Decimal"])
+def test_a_number_of_more_digits_than_were_written_is_refused_at_once(kind: str) -> None:
+    """`Fraction("1e999999999")` takes minutes, and all memory."""
+    with pytest.raises(CorruptCheckpointError, match="a plain value is invalid: .*1e999999999"):
+        from_json({f"~{kind}": "1e999999999"})
+    assert from_json({"~Decimal": "1E+999999999"}) == Decimal("1e999999999")
 
 
 def test_a_value_that_would_need_pickle_is_refused_by_name() -> None:

@@ -14,11 +14,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from ckpt import StateComponent
 from ckpt.format.manifest import CheckpointManifest
-from ckpt.format.stored import read_manifest
 from ckpt.ranks.topology import Topology
 from ckpt.state.state_digest import state_digest
 from ckpt.state.statefuls import ModelState, OptimizerState
 from ckpt.state.wrappers import Unwrapping, saved_under
+from ckpt.storage.stored import read_manifest
 from tests.ranks import run_ranks
 from tests.states import coordinator
 

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.box import whole
-from ckpt.format.held import HeldFiles, MemoryFile
 from ckpt.format.records import ChunkExtent
 from ckpt.storage import checked_blocks, extents
 from ckpt.storage.checked_blocks import CheckedBlocks
 from ckpt.storage.extents import ExtentReader
+from ckpt.storage.held import HeldFiles, MemoryFile
 from ckpt.storage.pool import PoolFile
 from tests.ranks import forkserver
 from tests.unit.storage.test_extents import flip, numbers, part, store

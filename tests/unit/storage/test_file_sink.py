@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.errors import ConfigurationError
-from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.storage import direct_io
+from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.direct_io import ALIGNED, Buffers
 from ckpt.storage.file_sink import DIRECT_BYTES, FileSink
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from ckpt.backends.kimi_engine import KimiEngineBackend
-from ckpt.format.held import HeldFiles
 from ckpt.storage.direct_io import Buffers
 from ckpt.storage.file_sink import FileSink
+from ckpt.storage.held import HeldFiles
 from ckpt.storage.host_memory import can_be_shared
 from ckpt.storage.pool import Pool, PooledSave, PoolFile
 
@@ -161,10 +161,8 @@ def test_a_sink_writes_what_it_keeps_large_files_and_small(tmp_path: Path) -> No
         for at in range(0, len(DATA), 700_001):
             for number, stream in enumerate(streams):
                 stream.append([memoryview(DATA)[at + number : at + 700_001 + number]])
-        for stream in streams:
-            stream.close()
-        out.flush()
-        out.overwrite("x/0", b"head")
+        for number, stream in enumerate(streams):
+            stream.close(b"" if number else b"head")
         out.make_durable()
         files = held(save)
         names = ["small", *(f"x/{number}" for number in range(6))]

@@ -14,13 +14,14 @@ import stat
 import struct
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.names import is_inner_path
+from ckpt.storage.files import read_once
 
 _ALWAYS = os.O_CLOEXEC | os.O_NOCTTY
 _LOOK = os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY | os.O_NONBLOCK)
@@ -79,6 +80,19 @@ class CheckpointFolder:
             raise
         return fd
 
+    def opened(self, path: str, *, once: bool = False) -> LocalFile:
+        """Open a file for reading. See `ckpt.storage.files_of.Files`."""
+        return LocalFile(self.open(path), once=once)
+
+    def first_bytes(self, path: str, most_bytes: int) -> bytes:
+        """Read the beginning of a file, at most so many bytes."""
+        with self.stream(path) as stream:
+            return stream.read(most_bytes)
+
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes, without opening it for reading."""
+        return self.stat(path).st_size
+
     def stream(self, path: str) -> BinaryIO:
         """Open a file for reading, without a buffer."""
         return os.fdopen(self.open(path), "rb", buffering=0)
@@ -104,6 +118,14 @@ class CheckpointFolder:
                 stream.write(data)
         except OSError as error:
             raise self._named(error, path) from error
+
+    def below(self, path: str = "") -> Iterator[str]:
+        """Yield the path of every file below a folder, at any depth. A symbolic link counts as a file, and is not followed."""
+        for inside, folders, names in os.walk(self.root / path):
+            folders.sort()
+            here = Path(inside).relative_to(self.root)
+            links = [name for name in folders if os.path.islink(os.path.join(inside, name))]
+            yield from ((here / name).as_posix() for name in (*sorted(names), *links))
 
     def stat(self, path: str) -> os.stat_result:
         """Look at a regular file, without opening it for reading."""
@@ -198,6 +220,37 @@ class CheckpointFolder:
 
     def _is_special(self, path: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(f"{self.root / path} is not a regular file, and is not opened", file=path)
+
+
+class LocalFile:
+    """A descriptor of a regular file, which it closes. See `ckpt.storage.files_of.OpenedFile`."""
+
+    def __init__(self, fd: int, *, once: bool = False) -> None:
+        self._fd = fd
+        self._read = read_once if once else os.preadv
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self._fd).st_size
+
+    @property
+    def version(self) -> tuple[object, ...]:
+        found = os.fstat(self._fd)
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+    def read_at(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """See `ckpt.storage.files_of.OpenedFile.read_at`."""
+        return self._read(self._fd, buffers, offset)
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self._fd)
 
 
 def link_in_checkpoint(file: Path, path: str | None = None) -> CorruptCheckpointError:

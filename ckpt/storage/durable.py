@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.errors import free_bytes, needing
-from ckpt.format.removal import Same, own_name, remove
+from ckpt.storage.removal import Same, own_name, remove
 
 _CANNOT_SYNC_FOLDERS = (errno.EINVAL, errno.EOPNOTSUPP)
 _CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)

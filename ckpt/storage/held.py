@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from ckpt.errors import CorruptCheckpointError
+from ckpt.storage.checkpoint_files import LocalFile
 
 _log = logging.getLogger("ckpt")
 _T = TypeVar("_T")
@@ -88,6 +89,11 @@ class HeldFiles:
         _log.info("%s is in memory no more; reading the file", file)
         del self._places[file]
         return None
+
+    def opened(self, file: str) -> LocalFile | None:
+        """As `open`, but closed by the context manager that it is."""
+        fd = self.open(file)
+        return None if fd is None else LocalFile(fd)
 
     def place(self, file: str) -> MemoryFile | None:
         """Return where a file is held; None: it is not."""

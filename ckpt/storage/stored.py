@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import xxhash
 
 from ckpt.errors import CheckpointGoneError, CheckpointNotFoundError, CorruptCheckpointError
-from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.consistency import MAX_FILE_BYTES, check_index
-from ckpt.format.held import NOTHING_HELD, HeldFiles
-from ckpt.format.manifest import MANIFEST_NAME, CheckpointManifest, Index, digest_of, index_name
+from ckpt.format.manifest import MANIFEST_NAME, CheckpointManifest, Index, digest_of, index_name, is_fence
 from ckpt.format.manifest_parsing import parse_index, parse_manifest
-from ckpt.format.metadata import other_format
+from ckpt.format.places import ObjectPath, Place
 from ckpt.format.records import ChunkExtent, FileRecord
 from ckpt.format.strict_json import refusing
+from ckpt.storage.files_of import Files, OpenedFile, files_below
+from ckpt.storage.held import NOTHING_HELD, HeldFiles
+from ckpt.storage.metadata import other_format
 
 _PIECE_BYTES = 4 << 20
 _MOST_NAMED = 3
 
 
-def read_manifest(checkpoint_dir: Path) -> CheckpointManifest:
+def read_manifest(checkpoint_dir: Place) -> CheckpointManifest:
     """Read and check the manifest of a checkpoint folder. Any process.
 
     Raises:
@@ -33,7 +33,16 @@ def read_manifest(checkpoint_dir: Path) -> CheckpointManifest:
     return parse_manifest(read_manifest_bytes(checkpoint_dir), str(checkpoint_dir / MANIFEST_NAME))
 
 
-def read_manifest_bytes(checkpoint_dir: Path) -> bytes:
+def files_root(checkpoint_dir: Place, manifest: CheckpointManifest) -> Place:
+    """Return where the files of a checkpoint are, to which the paths in its records are relative.
+
+    In an object store, which cannot rename, each attempt to save a checkpoint has a place of its own, and the manifest names the one that
+    was committed.
+    """
+    return checkpoint_dir if manifest.data is None else checkpoint_dir / manifest.data
+
+
+def read_manifest_bytes(checkpoint_dir: Place) -> bytes:
     """Read the manifest unchecked: the lead reads it once and hands these bytes to all ranks.
 
     Raises:
@@ -41,9 +50,15 @@ def read_manifest_bytes(checkpoint_dir: Path) -> bytes:
         CorruptCheckpointError: it is longer than any manifest.
     """
     try:
-        with CheckpointFolder(checkpoint_dir) as folder:
-            return folder.read(MANIFEST_NAME, MAX_FILE_BYTES)
+        with files_below(checkpoint_dir) as files:
+            data = files.read(MANIFEST_NAME, MAX_FILE_BYTES)
+            if is_fence(data):
+                raise FileNotFoundError(MANIFEST_NAME)
+            return data
     except (FileNotFoundError, NotADirectoryError) as error:
+        if isinstance(checkpoint_dir, ObjectPath):
+            what = f"{checkpoint_dir} is not a checkpoint: it has no {MANIFEST_NAME}"
+            raise CheckpointNotFoundError(f"{what}. Give the address of a committed checkpoint.") from error
         raise CheckpointNotFoundError(
             other_format(checkpoint_dir)
             or f"{not_a_checkpoint(checkpoint_dir)}. Give the folder of a committed checkpoint."
@@ -51,10 +66,12 @@ def read_manifest_bytes(checkpoint_dir: Path) -> bytes:
 
 
 def not_a_checkpoint(folder: Path) -> str:
-    """Return that a folder without a manifest is not a checkpoint, and which ones lie below it, the newest first; without full stop.
+    """Return that a path without a manifest is not a checkpoint, and which ones lie below it, the newest first; without full stop.
 
     Of a path that does not exist, the ones beside it.
     """
+    if folder.is_file():
+        return f"{folder} is not a checkpoint: it is a file"
     if folder.exists():
         reason, holder, named = f"it has no {MANIFEST_NAME}", folder, "it"
     else:
@@ -75,25 +92,32 @@ def checkpoints_below(folder: Path) -> list[Path]:
 def _newest_first(folder: Path, patterns: Iterable[str]) -> list[Path]:
     times = {}
     for pattern in patterns:
-        for manifest in folder.glob(f"{pattern}/{MANIFEST_NAME}"):
-            path = manifest.parent
-            if not any(name.startswith(".") for name in path.relative_to(folder).parts):
-                with suppress(OSError):
-                    times[path] = manifest.stat().st_mtime_ns
+        with suppress(OSError):  # folders go while they are looked through
+            for manifest in folder.glob(f"{pattern}/{MANIFEST_NAME}"):
+                path = manifest.parent
+                if not any(name.startswith(".") for name in path.relative_to(folder).parts):
+                    with suppress(OSError):
+                        times[path] = manifest.stat().st_mtime_ns
     return sorted(times, key=lambda path: (times[path], path.name), reverse=True)
 
 
-def identity_of(checkpoint_dir: Path) -> tuple[int, ...] | None:
+def has_manifest(checkpoint_dir: Place) -> bool:
+    """Whether there is a manifest, whole or not."""
+    if isinstance(checkpoint_dir, Path):
+        return (checkpoint_dir / MANIFEST_NAME).exists()
+    return identity_of(checkpoint_dir) is not None
+
+
+def identity_of(checkpoint_dir: Place) -> tuple[object, ...] | None:
     """Return a value that differs between the checkpoint at this path and a later one there; None: none can be read."""
     try:
-        with CheckpointFolder(checkpoint_dir) as folder, folder.stream(MANIFEST_NAME) as stream:
-            manifest = os.fstat(stream.fileno())  # opening makes network file systems ask the server
+        with files_below(checkpoint_dir) as files, files.opened(MANIFEST_NAME) as manifest:
+            return manifest.version  # opening makes network file systems ask the server
     except (OSError, CorruptCheckpointError):
         return None
-    return manifest.st_dev, manifest.st_ino, manifest.st_size, manifest.st_mtime_ns
 
 
-def gone(checkpoint_dir: Path) -> CheckpointGoneError:
+def gone(checkpoint_dir: Place) -> CheckpointGoneError:
     """Return the error for a checkpoint that another process removed while it was read."""
     return CheckpointGoneError(
         f"{checkpoint_dir} was removed or replaced while it was read, as retention does; it is not damaged. Read a newer one."
@@ -101,7 +125,7 @@ def gone(checkpoint_dir: Path) -> CheckpointGoneError:
 
 
 @contextmanager
-def noticing_removal(checkpoint_dir: Path, before: tuple[int, ...] | None = None) -> Iterator[Callable[[], None]]:
+def noticing_removal(checkpoint_dir: Place, before: tuple[object, ...] | None = None) -> Iterator[Callable[[], None]]:
     """Tell removal from damage in a block that reads a checkpoint. For one process; loads of several ranks agree on it.
 
     Args:
@@ -129,7 +153,7 @@ def noticing_removal(checkpoint_dir: Path, before: tuple[int, ...] | None = None
 
 
 def read_listed_file(
-    checkpoint_dir: Path, manifest: CheckpointManifest, path: str, held: HeldFiles = NOTHING_HELD
+    checkpoint_dir: Place, manifest: CheckpointManifest, path: str, held: HeldFiles = NOTHING_HELD
 ) -> bytes:
     """Read one of the small files in the manifest's list whole, and check size and digest.
 
@@ -144,7 +168,7 @@ def read_listed_file(
     size, digest = manifest.files[path]
 
     def read() -> bytes:
-        data = _read_if_there(checkpoint_dir, path, size, held)
+        data = _read_if_there(files_root(checkpoint_dir, manifest), path, size, held)
         if data is None:
             raise CorruptCheckpointError(f"{path} is missing from {checkpoint_dir}")
         if len(data) != size:
@@ -158,7 +182,7 @@ def read_listed_file(
     return held.or_disk(path, read)
 
 
-def read_index(checkpoint_dir: Path, manifest: CheckpointManifest, rank: int, held: HeldFiles = NOTHING_HELD) -> Index:
+def read_index(checkpoint_dir: Place, manifest: CheckpointManifest, rank: int, held: HeldFiles = NOTHING_HELD) -> Index:
     """Read and check the index of one writing rank.
 
     Raises:
@@ -183,7 +207,7 @@ def checked_index(data: bytes, manifest: CheckpointManifest, rank: int, path: st
 
 
 def read_plain_file(
-    checkpoint_dir: Path,
+    checkpoint_dir: Place,
     manifest: CheckpointManifest,
     path: str,
     index_of: Callable[[], Index],
@@ -207,7 +231,8 @@ def read_plain_file(
 
     def read() -> bytes:
         record = index.files.get(path)
-        data = _read_if_there(checkpoint_dir, path, record.size, held) if record is not None else None
+        root = files_root(checkpoint_dir, manifest)
+        data = _read_if_there(root, path, record.size, held) if record is not None else None
         if record is None or data is None or (record.size, record.rest) != (len(data), digest_of(data)):
             raise CorruptCheckpointError(
                 f"{path} is missing or not as rank {index.rank} wrote it", component=component, file=path
@@ -218,7 +243,7 @@ def read_plain_file(
 
 
 def check_file(
-    folder: CheckpointFolder,
+    files: Files,
     path: str,
     record: FileRecord,
     covered: Collection[ChunkExtent],
@@ -229,7 +254,7 @@ def check_file(
     Cheap for data files, whose bytes lie in chunks: loads check those as they read them.
 
     Args:
-        folder: of the checkpoint.
+        files: of the checkpoint.
         covered: extents in the file with digests of their own, as `Index.covered` gives them.
         held: files in memory, which are checked there.
 
@@ -238,16 +263,15 @@ def check_file(
     """
 
     def check() -> None:
-        with ExitStack() as stack:
-            if (fd := held.open(path)) is not None:
-                stack.callback(os.close, fd)
+        with held.opened(path) or nullcontext() as in_memory:
             try:
-                size = (folder.stat(path) if fd is None else os.fstat(fd)).st_size
+                size = files.size(path) if in_memory is None else in_memory.size
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise CorruptCheckpointError(f"{path} is missing", file=path) from error
             if size != record.size:
                 raise CorruptCheckpointError(f"{path} has {size} bytes, its index says {record.size}", file=path)
-            if _digest_of_rest(lambda: folder.open(path) if fd is None else os.dup(fd), size, covered) != record.rest:
+            opened = (lambda: files.opened(path)) if in_memory is None else lambda: nullcontext(in_memory)
+            if _digest_of_rest(opened, size, covered) != record.rest:
                 raise CorruptCheckpointError(
                     f"{path} does not match its digest; bytes outside of any array were changed after the save",
                     file=path,
@@ -256,12 +280,14 @@ def check_file(
     held.or_disk(path, check)
 
 
-def rest_digest(folder: CheckpointFolder, path: str, size: int, covered: Iterable[ChunkExtent]) -> str:
+def rest_digest(files: Files, path: str, size: int, covered: Iterable[ChunkExtent]) -> str:
     """Return the xxh3-128 of a file's bytes outside of `covered`. Opens the file only if there are any."""
-    return _digest_of_rest(lambda: folder.open(path), size, covered)
+    return _digest_of_rest(lambda: files.opened(path), size, covered)
 
 
-def _digest_of_rest(open_file: Callable[[], int], size: int, covered: Iterable[ChunkExtent]) -> str:
+def _digest_of_rest(
+    open_file: Callable[[], AbstractContextManager[OpenedFile]], size: int, covered: Iterable[ChunkExtent]
+) -> str:
     gaps = []
     at = 0
     for extent in sorted(covered, key=lambda e: e.offset):
@@ -272,21 +298,21 @@ def _digest_of_rest(open_file: Callable[[], int], size: int, covered: Iterable[C
         gaps.append((at, size - at))
     state = xxhash.xxh3_128()
     if gaps:
-        with os.fdopen(open_file(), "rb") as stream:
+        buffer = memoryview(bytearray(min(max(length for _, length in gaps), _PIECE_BYTES)))
+        with open_file() as opened:
             for offset, length in gaps:
-                stream.seek(offset)
-                while length and (piece := stream.read(min(length, _PIECE_BYTES))):
-                    state.update(piece)
-                    length -= len(piece)
+                while length and (count := opened.read_at([buffer[:length]], offset)):
+                    state.update(buffer[:count])
+                    offset, length = offset + count, length - count
     return state.hexdigest()
 
 
-def _read_if_there(checkpoint_dir: Path, path: str, size: int, held: HeldFiles) -> bytes | None:
+def _read_if_there(root: Place, path: str, size: int, held: HeldFiles) -> bytes | None:
     """Read a file of at most this size, from memory if it is held; return None if it is missing."""
     if (data := held.read(path)) is not None:
         return data
     try:
-        with CheckpointFolder(checkpoint_dir) as folder:
-            return folder.read(path, size)
+        with files_below(root) as files:
+            return files.read(path, size)
     except (FileNotFoundError, NotADirectoryError):
         return None

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, sentence
-from ckpt.format.checkpoint_files import CheckpointFolder
-from ckpt.format.durable import replace_durably
 from ckpt.format.manifest import digest_of
 from ckpt.format.strict_json import parse
+from ckpt.storage.checkpoint_files import CheckpointFolder
+from ckpt.storage.durable import replace_durably
 
 CONFIG_FNAME = "metadata.json"
 MOST_CONFIG_BYTES = 1 << 20

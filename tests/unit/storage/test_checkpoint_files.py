@@ -24,15 +24,15 @@ from ckpt.convert.rewriting import rewrite
 from ckpt.dist_checkpointing import ShardedObject, ShardedTensor
 from ckpt.dist_checkpointing.serialization import load_common_state_dict, remove_sharded_tensors
 from ckpt.errors import CheckpointError, CorruptCheckpointError
-from ckpt.format import checkpoint_files
-from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.records import FileRecord
-from ckpt.format.stored import check_file, read_listed_file, read_manifest
 from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
+from ckpt.storage import checkpoint_files
+from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.direct_io import Buffers
 from ckpt.storage.file_sink import FileSink
+from ckpt.storage.stored import check_file, read_listed_file, read_manifest
 from recipes.commands.reading import InspectKeys, show
 from tests.crafts import MANIFEST, edit_index, edit_manifest, index_path, manifest_tree, resign, write_manifest
 from tests.ranks import run_threads

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.errors import sentence
-from ckpt.format.durable import replace_durably, write_durably
+from ckpt.storage.durable import replace_durably, write_durably
 
 
 @pytest.mark.parametrize("write", [write_durably, replace_durably])

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ckpt.errors import CheckpointError, CorruptCheckpointError, ShapeMismatchError, StorageError
-from ckpt.format.checkpoint_files import CheckpointFolder
-from ckpt.format.metadata import (
+from ckpt.storage.checkpoint_files import CheckpointFolder
+from ckpt.storage.metadata import (
     CONFIG_FNAME,
     CheckpointingConfig,
     CheckpointingException,

@@ -1,0 +1,161 @@
+"""Read the objects of one checkpoint by their paths in it. The counterpart of `ckpt.storage.checkpoint_files` for object stores."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from threading import Lock
+from typing import Self, TypeVar
+
+from ckpt.errors import CorruptCheckpointError
+from ckpt.format.names import is_inner_path
+from ckpt.format.places import ObjectPath
+from ckpt.storage.objects.store import store_of
+
+RANGE_BYTES = 8 << 20
+"""Bytes of one request: several are in flight, and their answers still fit the processor's cache when they are copied and digested."""
+
+
+REQUESTS = 16
+"""Requests in flight: at 30 ms each, one alone gives 0.2 GB/s, 16 give 1.3 (measured)."""
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+def side_by_side(call: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_Result]:
+    """Call for each item, several at a time: an answer takes as long as the way to the store and back. Raises the first error."""
+    items = list(items)
+    if len(items) < 2:
+        return [call(one) for one in items]
+    with ThreadPoolExecutor(min(REQUESTS, len(items)), thread_name_prefix="requests") as threads:
+        return list(threads.map(call, items))
+
+
+class ObjectFiles:
+    """The objects below one address. See `ckpt.storage.files_of.Files`."""
+
+    def __init__(self, root: ObjectPath) -> None:
+        self.root = root
+        self._store = store_of(root)
+        self._sizes: dict[str, int] | None = None
+        self._listing = Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Forget what was listed. Connections are the store's."""
+        self._sizes = None
+
+    def read(self, path: str, most_bytes: int) -> bytes:
+        """Read a small object whole."""
+        data = self._store.get_range(self._key(path), 0, most_bytes + 1)
+        if len(data) > most_bytes:
+            raise CorruptCheckpointError(f"{path} has more than the {most_bytes} bytes that it should have", file=path)
+        return bytes(data)
+
+    def first_bytes(self, path: str, most_bytes: int) -> bytes:
+        """Read the beginning of an object, at most so many bytes."""
+        return bytes(self._store.get_range(self._key(path), 0, most_bytes))
+
+    def size(self, path: str) -> int:
+        """Return the size of an object in bytes. The first call lists all of them: a request for each would take minutes of waiting."""
+        key = self._key(path)
+        with self._listing:
+            if self._sizes is None:
+                self._sizes = {one.key: one.size for one in self._store.below(self.root.key)}
+        if key not in self._sizes:
+            raise FileNotFoundError(errno.ENOENT, "there is no such object", str(self.root / path))
+        return self._sizes[key]
+
+    def size_and_version(self, path: str) -> tuple[int, tuple[object, ...]]:
+        """Return the size of an object, and a value that differs from that of a later object of this key."""
+        size, tag = self._store.head(self._key(path))
+        return size, tag
+
+    def opened(self, path: str, *, once: bool = False) -> ObjectFile:
+        """Return an object to read ranges of."""
+        return ObjectFile(self, path)
+
+    def read_at(self, path: str, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fill buffers in turn with an object's bytes from `offset` on; return the number of bytes: one request's at most."""
+        stop = offset + min(sum(map(len, buffers)), RANGE_BYTES)
+        data = self._store.get_range(self._key(path), offset, stop)
+        at = 0
+        for buffer in buffers:
+            piece = data[at : at + len(buffer)]
+            buffer[: len(piece)] = piece
+            at += len(piece)
+            if at == len(data):
+                break
+        return at
+
+    def below(self, path: str = "") -> Iterator[str]:
+        """Yield the path of every object below a path, at any depth."""
+        start = self.root.key + "/" if self.root.key else ""
+        place = self.root / path if path else self.root
+        yield from (one.key.removeprefix(start) for one in self._store.below(place.key))
+
+    def sizes(self) -> list[int]:
+        """Return the bytes of each object."""
+        return [one.size for one in self._store.below(self.root.key)]
+
+    def write(self, path: str, data: bytes) -> None:
+        """Put a small object."""
+        self._store.put(self._key(path), data)
+
+    def require_folder(self, path: str) -> None:
+        """Refuse a path that leads out of the checkpoint. A store has no links."""
+        self._key(path)
+
+    def require_regular(self, path: str) -> None:
+        """See `require_folder`."""
+        self._key(path)
+
+    def require_regular_below(self, path: str, progress: Callable[[], object] = lambda: None) -> None:
+        """See `require_folder`."""
+        self._key(path)
+
+    def _key(self, path: str) -> str:
+        if not is_inner_path(path):
+            raise CorruptCheckpointError(f"{path!r:.200} is not a path inside of {self.root}", file=path)
+        return (self.root / path).key
+
+
+class ObjectFile:
+    """One object. See `ckpt.storage.files_of.OpenedFile`."""
+
+    def __init__(self, files: ObjectFiles, path: str) -> None:
+        self._files = files
+        self._path = path
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def size(self) -> int:
+        return self._size_and_version[0]
+
+    @property
+    def version(self) -> tuple[object, ...]:
+        return self._size_and_version[1]
+
+    @cached_property
+    def _size_and_version(self) -> tuple[int, tuple[object, ...]]:
+        return self._files.size_and_version(self._path)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def read_at(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """See `ObjectFiles.read_at`."""
+        return self._files.read_at(self._path, buffers, offset)

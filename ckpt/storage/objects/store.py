@@ -1,0 +1,330 @@
+"""The requests to one bucket: whole objects and ranges, conditional puts, lists. By obstore, which this file alone imports.
+
+Every request is tried again after a failure that may pass, for `RETRY_S`. What remains is an `OSError` with the object's address: one
+line, without the URL of the request, its query or an answer's body.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import cache
+from typing import Any, NamedTuple
+
+from ckpt.errors import ConfigurationError
+from ckpt.errors.imports import importing
+from ckpt.format.places import ObjectPath
+
+RETRY_S = 60.0
+"""Seconds in which a failed request is tried again."""
+
+CONNECT_S = 10
+READ_S = 60
+"""Seconds without a byte after which an answer counts as lost."""
+
+REQUEST_S = 3600
+"""A whole request may take this: 64 MiB at 2 MB/s take 32 s, and how long they may take depends on the network."""
+
+_AGAIN_S = 0.1
+_STATUS = re.compile(r"\b([45]\d\d) ([A-Z][A-Za-z ]+)")
+_CODE = re.compile(r"<Code>(\w{1,64})</Code>")
+_EXPIRED = re.compile(r"ExpiredToken|TokenRefreshRequired|token.{0,20}expired", re.IGNORECASE)
+
+
+class Tag(NamedTuple):
+    """The version of an object that a conditional put expects."""
+
+    e_tag: str | None
+    version: str | None
+
+
+class Found(NamedTuple):
+    """An object of a list: its key, and its size in bytes."""
+
+    key: str
+    size: int
+
+
+class Store:
+    """One bucket. Any thread may call it; a call returns when the store has answered. Keys are those of `ObjectPath`."""
+
+    def __init__(self, scheme: str, bucket: str) -> None:
+        with importing(f"{scheme}:// addresses"):
+            import obstore
+        self._obstore: Any = obstore
+        self._name = f"{scheme}://{bucket}"
+        self._keeps_memory = scheme == "memory"  # its objects are the memory that it is given
+        self._store = _client(scheme, bucket)
+        self.counts: dict[str, list[int]] = {}
+        self._counting = threading.Lock()
+
+    def get(self, key: str) -> tuple[memoryview, Tag]:
+        """Return an object's bytes and its version.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+
+        def ask() -> tuple[memoryview, Tag]:
+            found = self._obstore.get(self._store, key)
+            return memoryview(found.bytes()), _tag_of(found.meta)
+
+        data, tag = self._again("get", key, ask)
+        self._count("get", len(data))
+        return data, tag
+
+    def get_range(self, key: str, start: int, stop: int) -> memoryview:
+        """Return the bytes [start, stop) of an object, fewer where it ends before.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        if stop <= start:
+            return memoryview(b"")
+
+        def ask() -> memoryview:
+            try:
+                return memoryview(self._obstore.get_range(self._store, key, start=start, end=stop))
+            except self._obstore.exceptions.GenericError as error:
+                if not _is_past_end(error):
+                    raise
+                return memoryview(b"")
+
+        data: memoryview = self._again("get", key, ask)
+        self._count("get", len(data))
+        return data
+
+    def head(self, key: str) -> tuple[int, Tag]:
+        """Return an object's size and version.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        found = self._again("head", key, lambda: self._obstore.head(self._store, key))
+        return int(found["size"]), _tag_of(found)
+
+    def put(self, key: str, data: memoryview | bytes) -> Tag:
+        """Store an object whole. The memory may be used again when this returns."""
+        if self._keeps_memory:
+            data = bytes(data)
+        # In parts obstore would still send the memory when this has returned.
+        done = self._again("put", key, lambda: self._obstore.put(self._store, key, data, use_multipart=False))
+        self._count("put", len(data))
+        return Tag(done["e_tag"], done["version"])
+
+    def create(self, key: str, data: bytes) -> Tag | None:
+        """Store an object that must not exist; return its version, or None: there is one, with other bytes.
+
+        `data` differs from that of every other writer. An answer can get lost: its repetition is refused then, although the first had won,
+        and so the bytes decide.
+        """
+        return self._conditional(key, data, "create")
+
+    def replace(self, key: str, data: bytes, expected: Tag) -> Tag | None:
+        """Store an object in place of an expected version; return its version, or None: there is another by now, or none. See `create`."""
+        mode = {name: value for name, value in expected._asdict().items() if value is not None}
+        return self._conditional(key, data, mode)
+
+    def copy(self, source: str, key: str) -> None:
+        """Copy an object within the bucket, by the store itself.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+        """
+        self._again("copy", source, lambda: self._obstore.copy(self._store, source, key))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects. One that is not there is none too many."""
+        keys = list(keys)
+        for at in range(0, len(keys), 1000):
+            try:
+                self._delete(keys[at : at + 1000])
+            except FileNotFoundError:  # of a store that deletes them one by one, and may have stopped at this one
+                for key in keys[at : at + 1000]:
+                    with suppress(FileNotFoundError):
+                        self._delete([key])
+
+    def _delete(self, keys: list[str]) -> None:
+        self._again("delete", keys[0], lambda: self._obstore.delete(self._store, keys))
+
+    def below(self, key: str) -> Iterator[Found]:
+        """Yield the objects below a key, at any depth.
+
+        Raises:
+            OSError: there is no such bucket.
+        """
+        start = f"{key}/" if key else None
+        for page in self._again("list", key, lambda: list(self._obstore.list(self._store, start))):
+            yield from (Found(one["path"], one["size"]) for one in page)
+
+    def names(self, key: str) -> tuple[list[str], dict[str, float]]:
+        """Return what is just below a key: names that have objects below them; and names of objects, with the time of each.
+
+        Times are when an object was put, by the store's clock, in seconds.
+
+        Raises:
+            OSError: there is no such bucket.
+        """
+        start = f"{key}/" if key else ""
+        found = self._again("list", key, lambda: self._obstore.list_with_delimiter(self._store, start or None))
+        folders = [one.removeprefix(start).strip("/") for one in found["common_prefixes"]]
+        return folders, {one["path"].removeprefix(start): one["last_modified"].timestamp() for one in found["objects"]}
+
+    def _conditional(self, key: str, data: bytes, mode: Any) -> Tag | None:
+        errors = self._obstore.exceptions
+        try:
+            done = self._again("put", key, lambda: self._obstore.put(self._store, key, data, mode=mode))
+            return Tag(done["e_tag"], done["version"])
+        except (errors.AlreadyExistsError, errors.PreconditionError, FileNotFoundError):
+            try:
+                found, tag = self.get(key)
+            except FileNotFoundError:
+                return None
+            return tag if bytes(found) == data else None
+
+    def _again(self, operation: str, key: str, ask: Callable[[], Any]) -> Any:
+        """Ask, and ask again where the client itself does not: after an answer that ends too early, and after a lost conditional put.
+
+        Whoever asked with a condition finds it broken, perhaps by the first try: see `create`.
+        """
+        until = time.monotonic() + RETRY_S
+        while True:
+            try:
+                with self._telling(operation, key):
+                    return ask()
+            except OSError as error:
+                if error.errno != errno.EIO or time.monotonic() > until:
+                    raise
+            time.sleep(_AGAIN_S)
+
+    @contextmanager
+    def _telling(self, operation: str, key: str) -> Iterator[None]:
+        """Count a request, and turn its errors into an `OSError` of the object."""
+        errors = self._obstore.exceptions
+        try:
+            yield
+        except (errors.AlreadyExistsError, errors.PreconditionError):
+            raise
+        except FileNotFoundError as error:
+            if operation == "list" or "NoSuchBucket" in str(error):
+                raise OSError(errno.ENXIO, "there is no such bucket", self._name) from None
+            raise FileNotFoundError(errno.ENOENT, "there is no such object", f"{self._name}/{key}") from None
+        except (errors.BaseError, OSError) as error:
+            if "NoSuchBucket" in str(error):
+                raise OSError(errno.ENXIO, "there is no such bucket", self._name) from None
+            raise _as_os_error(error, errors, f"{self._name}/{key}") from None
+        finally:
+            self._count(operation, 0, requests=1)
+
+    def _count(self, operation: str, num_bytes: int, *, requests: int = 0) -> None:
+        with self._counting:
+            row = self.counts.setdefault(operation, [0, 0])
+            row[0] += requests
+            row[1] += num_bytes
+
+
+def store_of(place: ObjectPath) -> Store:
+    """Return the store of an address. One client serves a process: its connections are kept.
+
+    Raises:
+        ConfigurationError: this process was forked from one that has a client, whose threads it does not have.
+    """
+    if _FORKED:
+        raise ConfigurationError(
+            f"{place.scheme}://{place.bucket} cannot be used here: this process was forked from one that has used an object store, and "
+            "lacks the threads of its client; start it by spawn or forkserver, or use no object store before the fork"
+        )
+    if not _USED:
+        _USED.append(os.getpid())
+    return _store_in(place.scheme, place.bucket)
+
+
+def forget_clients() -> None:
+    """Make new clients from now on, for the environment may have changed. A client in use stays until it is let go."""
+    _store_in.cache_clear()
+
+
+@cache
+def _store_in(scheme: str, bucket: str) -> Store:
+    return Store(scheme, bucket)
+
+
+def _in_child() -> None:
+    _FORKED.extend(_USED[:1])
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+def _client(scheme: str, bucket: str) -> Any:
+    """Make the client. Endpoint, region and credentials come from the environment and the files that the providers' own tools read."""
+    from obstore import store as clients
+
+    if scheme == "memory":
+        return _MEMORY.setdefault(bucket, clients.MemoryStore())
+    made = {"s3": clients.S3Store, "gs": clients.GCSStore, "az": clients.AzureStore}[scheme]
+    options: dict[str, Any] = {}
+    if scheme == "s3" and not os.environ.get("AWS_ENDPOINT_URL", "https:").startswith("http:"):
+        options["unsigned_payload"] = True  # TLS protects the bytes: to hash them again takes 0.7 s a GB
+    try:
+        return made(
+            bucket,
+            client_options={
+                "allow_http": True,  # for an endpoint that the environment names so; the providers' own are https
+                "connect_timeout": timedelta(seconds=CONNECT_S),
+                "read_timeout": timedelta(seconds=READ_S),
+                "timeout": timedelta(seconds=REQUEST_S),
+            },
+            retry_config={"max_retries": 1000, "retry_timeout": timedelta(seconds=RETRY_S)},
+            **options,
+        )
+    except Exception as error:  # obstore names no class for them
+        raise ConfigurationError(
+            f"the client of {scheme}://{bucket} cannot be made: {_first_line(error)}. Its settings come from the environment"
+        ) from None
+
+
+_USED: list[int] = []
+"""Registry: this process, if it has used a store."""
+
+_FORKED: list[int] = []
+"""Registry: the process that this one was forked from, if that had used a store."""
+
+_MEMORY: dict[str, Any] = {}
+"""Registry: the stores in this process's memory, by bucket."""
+
+
+def _tag_of(meta: Any) -> Tag:
+    return Tag(meta.get("e_tag"), meta.get("version"))
+
+
+def _is_past_end(error: Exception) -> bool:
+    """Whether a range begins where the object has ended. The name of the object, which the error has too, does not count."""
+    status = _STATUS.search(str(error))
+    return status[1] == "416" if status else "range" in _first_line(error).lower()
+
+
+def _as_os_error(error: Exception, errors: Any, address: str) -> OSError:
+    text = str(error)
+    status, code = _STATUS.search(text), _CODE.search(text)
+    said = f"{status[1]} {code[1] if code else status[2].strip()}" if status else _first_line(error)
+    if _EXPIRED.search(text):
+        return PermissionError(errno.EACCES, "the credentials have expired", address)
+    if isinstance(error, errors.PermissionDeniedError | errors.UnauthenticatedError) or (status and status[1] in ("401", "403")):
+        return PermissionError(errno.EACCES, f"the store denies access ({said})", address)
+    if status is None:
+        return OSError(errno.EIO, f"the store does not answer ({said})", address)
+    return OSError(errno.EIO, f"the store refuses ({said})", address)
+
+
+def _first_line(error: Exception) -> str:
+    """The reason in an error of obstore, without the address of the request and without what comes after it."""
+    line = str(error).partition("\n")[0]
+    reason = line.rpartition(" - ")[2] if " - " in line else line
+    return re.sub(r"https?://\S+", "...", reason)[:200].rstrip(". ")

@@ -1,0 +1,94 @@
+"""The commands on an address: a run on ranks saves, goes on, and its checkpoints are read, converted and compared, in an object store."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.object_server import ObjectServer
+from tests.pace import patience
+
+ROOT = "s3://bucket/run"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ObjectServer]:
+    with ObjectServer() as server, server.used():
+        yield server
+
+
+class Command:
+    """Runs commands in a folder of their own, as a user would."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, recipe: str, *keys: str, fails: bool = False) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", f"recipes.{recipe}", *keys],
+            cwd=self.folder,
+            env=None,
+            capture_output=True,
+            text=True,
+            timeout=patience(120.0),
+        )
+        assert (done.returncode != 0) == fails, done.stdout + done.stderr
+        assert "a-secret" not in done.stdout + done.stderr
+        return done.stderr if fails else done.stdout
+
+    def train(self, name: str, *keys: str) -> dict[str, Any]:
+        self("train", f"output_dir={self.folder / name}", "save.every=3", *keys)
+        found: dict[str, Any] = json.loads((self.folder / name / "summary.json").read_bytes())
+        return found
+
+
+@pytest.fixture(scope="module")
+def command(server: ObjectServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+    checkout = str(Path(__file__).parents[2])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", checkout)
+        yield Command(tmp_path_factory.mktemp("commands"))
+
+
+def test_a_run_goes_on_in_another_layout_to_the_bit_and_its_checkpoints_are_read(command: Command, server: ObjectServer) -> None:
+    on_two = "parallel=fsdp", "launch.nproc_per_node=2"
+    whole = command.train("whole", "train.steps=9", *on_two)
+    first = command.train("first", "train.steps=6", *on_two, f"checkpoint_root={ROOT}", "ckpt=tensorstore", "save.mode=async")
+    server.forget()
+    go_on = f"checkpoint_root={ROOT}", "ckpt=zarr", "resume=latest", "strategy=two-stage"
+    second = command.train("second", "train.steps=9", *on_two, *go_on)
+    assert second["state_digest"] == whole["state_digest"] and second["losses"] == whole["losses"][6:]
+    assert second["resumed_from"] == f"{ROOT}/checkpoint-00000006" == first["checkpoints"][-1]["path"]
+    refused = command("train", "output_dir=third", f"checkpoint_root={ROOT}", "train.steps=3", fails=True)
+    assert "holds the checkpoints of an earlier run" in refused
+
+    verified = json.loads(command("verify", f"path={ROOT}", "json=true"))
+    assert verified["ok"] and len(verified["checkpoints"]) == 3
+    inspected = json.loads(command("inspect", f"path={ROOT}", "json=true"))
+    assert [one["id"] for one in inspected["checkpoints"]] == ["00000003", "00000006", "00000009"]
+    assert "It would load." in command("plan", f"checkpoint={ROOT}/checkpoint-00000009", "parallel=tp_fsdp", "launch.nproc_per_node=4")
+
+    newest = f"{ROOT}/checkpoint-00000009"
+    command("convert", f"src={newest}", "dst=s3://bucket/converted", "to=kimi-engine", "launch.nproc_per_node=2")
+    command("convert", "src=s3://bucket/converted", "dst=here", "to=tensorstore")
+    command("convert", "src=here", "dst=s3://bucket/again", "to=zarr")
+    for other in ("s3://bucket/converted", "here", "s3://bucket/again"):
+        assert "are equal" in command("diff", f"a={newest}", f"b={other}")
+    assert "writes folders alone" in command("convert", f"src={newest}", "dst=s3://bucket/x", "to=safetensors", fails=True)
+
+    of_newest = [one.data for key, one in server.objects["bucket"].items() if "run/checkpoint-00000009" in key]
+    max(of_newest, key=len)[100] ^= 1
+    third = command.train("fourth", "train.steps=9", "parallel=ddp", "launch.nproc_per_node=2", f"checkpoint_root={ROOT}", "resume=latest")
+    assert third["resumed_from"] == f"{ROOT}/checkpoint-00000006" and third["fell_back_from"] == [newest]
+    assert "quarantined-" in "".join(server.keys())
+
+
+def test_a_store_that_does_not_answer_ends_a_run_in_one_sentence(command: Command) -> None:
+    said = command("train", "output_dir=gone", "checkpoint_root=s3://gone/run", "train.steps=3", fails=True)
+    assert said.strip() == "checkpoint root s3://gone/run cannot be read: there is no such bucket: 's3://gone'"
