@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import signal
 import sys
@@ -26,8 +25,8 @@ from ckpt.saving import planner
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.storage.objects import store
 from ckpt.storage.stored import read_manifest
-from recipes.support.local_ranks import start_forkserver
 from tests.object_server import ObjectServer
+from tests.ranks import forkserver
 from tests.states import Held
 
 ROOT = "s3://bucket/root"
@@ -90,8 +89,7 @@ def _run(held: Held, options: Mapping[str, Any]) -> CheckpointCoordinator:
 
 def start(fn: Callable[..., None], environment: Mapping[str, str], log: Path, *args: Any, retry_s: float = 0.3) -> BaseProcess:
     """Start a function of this module in a process of its own, whose output goes to a file."""
-    start_forkserver(["torch", "ckpt.backends.tensorstore", "ckpt.backends.zarr", "tests.object_writers"])
-    process = multiprocessing.get_context("forkserver").Process(
+    process = forkserver().Process(
         target=_in_process, args=(fn, dict(environment), str(log), retry_s, args), daemon=True
     )
     process.start()
