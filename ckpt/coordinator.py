@@ -47,6 +47,7 @@ from ckpt.state.doctor import Diagnosis
 from ckpt.state.overlap import Optimizers
 from ckpt.state.provider import Provider, components_of, groups_of
 from ckpt.state.sharing import StateComponent
+from ckpt.storage.objects.store import retry_for
 
 IN_THE_FOREGROUND = SaveSettings()
 
@@ -85,6 +86,7 @@ class CheckpointCoordinator:
             a pattern that would lose state and warns of a wasteful or suspicious one, "error" refuses both, "off" does not compare.
         packed_mib: the longest array that small tensors are packed in, in MiB: the memory that packing takes.
         stale_s: silence after which another run's unfinished save counts as abandoned, in seconds.
+        retry_s: seconds in which this process tries requests to object stores that fail again; None: 60, or what it was told before.
         saves: whether training waits for saves, and what may go on beside it.
 
     Attributes:
@@ -94,8 +96,7 @@ class CheckpointCoordinator:
         last_load: report of the newest load.
 
     Raises:
-        ConfigurationError: an argument is of a wrong type or value, two components share a key, one names a group that does not
-            exist, or `output_dir` is the address of an object store.
+        ConfigurationError: an argument is of a wrong type or value, two components share a key, or one names a group that does not exist.
 
     Example:
         >>> model = ckpt.StateComponent("model", torch.nn.Linear(3, 1), ckpt.SharingPattern.REPLICATED)
@@ -124,6 +125,7 @@ class CheckpointCoordinator:
         overwrite: bool = False,
         shared_root: bool = False,
         stale_s: float = 60.0,
+        retry_s: float | None = None,
         allow_pickle: bool = False,
         pattern_check: str = "warn",
         packed_mib: int = PACKED_BYTES >> 20,
@@ -138,6 +140,9 @@ class CheckpointCoordinator:
         check_flags(verify=verify, overwrite=overwrite, shared_root=shared_root, allow_pickle=allow_pickle)
         run = as_run(state_components, process_groups, topology, backend, device)
 
+        if retry_s is not None:
+            check_seconds("retry_s", retry_s)
+            retry_for(retry_s)
         self.config_text = config_text
         self.last_save: SaveReport | None = None
         self.reports: list[SaveReport] = []

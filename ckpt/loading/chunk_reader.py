@@ -6,7 +6,7 @@ that travel (`ChunkReader.fetch`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +73,10 @@ class ChunkReader:
         chunk = parts[0].chunk
         if not chunk.raw or sum([one.part.out.nbytes for one in parts]) >= chunk.length:
             self._extents.read_ahead(chunk, most_bytes)
+
+    def read_soon(self, ranges: Iterable[tuple[StoredPart, int, int]]) -> None:
+        """Tell which bytes [start, stop) of chunks will be read, in their order, so that an object store sends several at a time."""
+        self._extents.read_soon((one.chunk, start, stop) for one, start, stop in ranges if one.chunk.raw)
 
     def is_cached(self, chunk: ChunkExtent, ranges: Sequence[tuple[int, int]]) -> bool:
         """Whether the page cache of this host seems to have these bytes [start, stop) of a chunk, as they are wanted. Does not fail."""

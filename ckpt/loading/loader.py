@@ -63,6 +63,7 @@ from ckpt.state.abilities import RestoredLast, offers
 from ckpt.state.sharing import Sharing, SharingPattern, StateComponent
 from ckpt.storage.checked_blocks import CheckedBlocks
 from ckpt.storage.held import NOTHING_HELD, HeldFiles, MemoryFile
+from ckpt.storage.objects.store import CountedRequests, Counts, all_of
 from ckpt.storage.stored import gone, identity_of, read_listed_file, read_manifest_bytes
 
 __all__ = ["LoadReport", "Loader", "committed_newest_first"]
@@ -177,6 +178,7 @@ class Loader:
     ) -> LoadReport:
         started = time.perf_counter()
         with self.topology.operation(f"load of {path.name}"), _forgetting_unless_loaded() as matches:
+            asked = CountedRequests(path)
             source = self._open(path, may_be_old, share_checks=True)
             if STATE not in [one.key for one in self.components]:
                 with self.topology.phase("components"):
@@ -191,7 +193,7 @@ class Loader:
             load._gather_copies(source, matches, reports)
             batches = {key: max(one[key].get("batches", 0) for one in phase.payloads) for key in matches}
             read, needed, slowest = self._read(source, matches, reports, batches)
-            load_s = self._apply(matches, reports, started)
+            load_s, requests = self._apply(matches, reports, started, asked)
             require_something(reports)
         return LoadReport(
             str(path),
@@ -201,6 +203,7 @@ class Loader:
             needed,
             source.config_text,
             slowest_rank=slowest,
+            requests=requests,
             components=(*reports.values(), *others.values()),
             run_id=source.run_id,
             history=source.history,
@@ -365,8 +368,10 @@ class Loader:
         slowest = slowest_rank([rank[3] for rank in phase.payloads])
         return sum(rank[0] for rank in phase.payloads), sum(rank[1] for rank in phase.payloads), slowest
 
-    def _apply(self, matches: dict[str, Match], reports: dict[str, ComponentReport], started: float) -> float:
-        """Give every object its state, random generators last; return the seconds of the load on the slowest rank."""
+    def _apply(
+        self, matches: dict[str, Match], reports: dict[str, ComponentReport], started: float, asked: CountedRequests
+    ) -> tuple[float, Counts]:
+        """Give every object its state, random generators last; return the seconds of the slowest rank, and the requests of all ranks."""
         with self.topology.phase("apply") as phase:
             going = [one for key, one in matches.items() if goes_on(reports[key])]
             failed: dict[str, Any] = {}
@@ -381,9 +386,9 @@ class Loader:
                 else:
                     del matches[one.key]
             phase.component = None
-            phase.payload = [time.perf_counter() - started, failed]
+            phase.payload = [time.perf_counter() - started, failed, asked.made()]
         _note_failures(reports, [rank[1] for rank in phase.payloads])
-        return float(max(rank[0] for rank in phase.payloads))
+        return float(max(rank[0] for rank in phase.payloads)), all_of(rank[2] for rank in phase.payloads)
 
     def _tell(self, report: LoadReport) -> None:
         """Log a line, by the lead, for each component that was not restored as it was saved."""

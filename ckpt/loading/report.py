@@ -120,6 +120,7 @@ class LoadReport:
             None for checkpoints of versions that gave none; empty: it has no manifest.
         metrics, metadata: as the checkpoint was saved with.
         slowest_rank: which took longest to read; None: there is one rank.
+        requests: to the object store, of all ranks: see `SaveReport`.
     """
 
     path: str
@@ -135,6 +136,7 @@ class LoadReport:
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     slowest_rank: int | None = None
+    requests: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def summary(self) -> str:
         """One readable line per component.

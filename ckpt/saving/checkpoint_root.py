@@ -34,6 +34,7 @@ from ckpt.saving.writing import RankWritePlan, WriteResult
 from ckpt.state.sharing import StateComponent
 from ckpt.storage.files_of import same_place
 from ckpt.storage.held import places_from_json
+from ckpt.storage.objects.store import CountedRequests, Counts, all_of
 from ckpt.storage.pool import PooledSave
 from ckpt.storage.removal import empty, remove
 
@@ -180,6 +181,7 @@ class CheckpointRoot(Destination):
         self._assigned: tuple[Path, int] | None = None
         self._previous: Place | None = None
         self._notes: dict[str, Any] = {}
+        self._asked: list[Counts] = []  # by the lead for all ranks
 
     def claim(self, topology: Topology) -> None:
         """Lock the root, or check that this run still holds the lock, and that the root exists still. Lead rank only, before `open`.
@@ -193,7 +195,9 @@ class CheckpointRoot(Destination):
         }
         self._target.retention.require_metric(self._notes["metrics"])
         self._roots.require_not_removed(self._target.root)
+        asked = CountedRequests(self._target.root)
         self._ledger.claim(self._lock, topology.progress)
+        self._asked.append(asked.made())
 
     @contextmanager
     def unclaimed_if_refused(self) -> Iterator[None]:
@@ -227,8 +231,10 @@ class CheckpointRoot(Destination):
         with topology.phase("open") as phase:
             if topology.is_lead:
                 self._roots.require_not_removed(root)
+                asked = CountedRequests(root)
                 opened = self._ledger.open(self._target.checkpoint_id)
                 phase.payload = [opened.relative_to(root).as_posix(), self._newest_sound()]
+                self._asked.append(asked.made())
         name, previous = phase.payloads[0]
         if root not in self._roots.reached:
             with topology.phase("reach"):
@@ -262,6 +268,7 @@ class CheckpointRoot(Destination):
         """
         started = time.perf_counter()
         target = self._target
+        asked = CountedRequests(target.root)
         with topology.phase("commit") as phase:
             if topology.is_lead:
                 phase.payload = self._record(save, results, topology)
@@ -282,8 +289,10 @@ class CheckpointRoot(Destination):
                 )
             places = None if self._memory is None else self._memory.settle()
             phase.payload = [str(path) if topology.is_lead else None, places]
-        path = place_of(phase.payloads[0][0])
-        held = self._held(path, digest, save, results, [places for _, places in phase.payloads])
+            if topology.is_lead:
+                phase.payload.append(all_of([*self._asked, asked.made()]))
+        path, of_lead = place_of(phase.payloads[0][0]), phase.payloads[0][2]
+        held = self._held(path, digest, save, results, [one[1] for one in phase.payloads])
         seconds = max(result.write_s for result in results) + time.perf_counter() - started
         alarms = self._settle(topology, path, results)
         if self._host_cache is not None and held is not None:
@@ -292,7 +301,15 @@ class CheckpointRoot(Destination):
         linked = sum(result.linked_bytes for result in results)
         slowest = slowest_rank([result.write_s for result in results])
         self.report = SaveReport(
-            str(path), target.checkpoint_id, total, seconds, seconds, total - linked, tuple(alarms), slowest
+            str(path),
+            target.checkpoint_id,
+            total,
+            seconds,
+            seconds,
+            total - linked,
+            tuple(alarms),
+            slowest,
+            requests=all_of([of_lead, *(result.requests for result in results)]),
         )
 
     def _record(self, save: PreparedSave[Any], results: Sequence[WriteResult], topology: Topology) -> list[Any]:

@@ -21,6 +21,7 @@ from ckpt.saving.planner import Planner
 from ckpt.saving.prepared_save import Destination, PreparedSave, SaveReport, require_reachable
 from ckpt.saving.writing import RankWritePlan, WriteResult
 from ckpt.state.collect import RankState
+from ckpt.storage.objects.store import CountedRequests, Counts, all_of
 
 
 def save_into_new_folder(
@@ -90,6 +91,7 @@ class NewFolder(Destination):
         self._like = like
         self._config_text = config_text
         self._ledger = catalog_at(path.parent, run_id=str(path), delete=delete)
+        self._asked: list[Counts] = []  # by the lead for all ranks
 
     def claim(self, topology: Topology) -> None:
         """Refuse a path where something is that is not to be replaced, before anything is collected. Collective."""
@@ -108,13 +110,16 @@ class NewFolder(Destination):
         root = self.path.parent
         with topology.phase("open") as phase:
             if topology.is_lead:
+                asked = CountedRequests(root)
                 phase.payload = self._ledger.open_at(self.path).relative_to(root).as_posix()
+                self._asked.append(asked.made())
         self.folder = root / phase.payloads[0]
         with topology.phase("reach"):
             require_reachable(root, partial(self._ledger.is_seen, self.folder), topology)
 
     def publish(self, save: PreparedSave[Any], results: Sequence[WriteResult], topology: Topology) -> None:
         started = time.perf_counter()
+        asked = CountedRequests(self.path)
         with topology.phase("commit") as phase:
             if topology.is_lead:
                 writer = ManifestWriter(save, results, topology, self._config_text, like=self._like)
@@ -139,10 +144,12 @@ class NewFolder(Destination):
             if topology.is_lead:
                 topology.require_awaited()
                 self._ledger.publish_at(self.folder, self.path, replaces=self._replaces, committed=committed)
+                phase.payload = all_of([*self._asked, asked.made()])
         seconds = max(result.write_s for result in results) + time.perf_counter() - started
         slowest = slowest_rank([result.write_s for result in results])
+        requests = all_of([phase.payloads[0], *(result.requests for result in results)])
         self.report = SaveReport(
-            str(self.path), self.path.name, num_bytes, seconds, seconds, num_bytes, slowest_rank=slowest
+            str(self.path), self.path.name, num_bytes, seconds, seconds, num_bytes, slowest_rank=slowest, requests=requests
         )
 
     def discard(self, error: BaseException | None = None) -> None:

@@ -27,6 +27,7 @@ from ckpt.ranks.topology import Topology
 from ckpt.saving.gathering import ByteSource, LiveTensors
 from ckpt.saving.writing import PlainFiles, RankWritePlan, Write, WriteJob, WriteResult
 from ckpt.state.collect import RankState
+from ckpt.storage.objects.store import Counts
 
 To = TypeVar("To", bound="Destination")
 
@@ -45,6 +46,8 @@ class SaveReport:
         written_bytes: those of `bytes` that this save has written; the others are linked to an earlier checkpoint.
         alarms: sentences about tensors that equal those of an earlier checkpoint, though training has changed them.
         slowest_rank: whose bytes took longest to be durable; None: there is one rank.
+        requests: to the object store, of all ranks: kind, such as "put" -> their number, and the bytes that they carried. Empty for a
+            folder. Whatever else a rank's process asked of the store meanwhile counts, too.
     """
 
     path: str
@@ -56,6 +59,7 @@ class SaveReport:
     alarms: tuple[str, ...] = ()
     slowest_rank: int | None = None
     blocked_bytes: int = 0
+    requests: Counts = field(default_factory=dict)
 
     def __str__(self) -> str:
         rate = f", {self.bytes / self.save_s / 1e9:.3g} GB/s" if self.save_s else ""

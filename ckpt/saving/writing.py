@@ -25,6 +25,7 @@ from ckpt.format.records import ArraySpec, Content, Expected, FileRecord, change
 from ckpt.planning.plan import ChunkTask, PackTask, RankPlan, SavePlan, SliverTask
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import OWN_COPIES, StateComponent, holders_of
+from ckpt.storage.objects.store import CountedRequests, Counts
 
 PACKED_BYTES = 32 << 20
 """The longest array that small tensors are packed in."""
@@ -47,6 +48,7 @@ class WriteResult:
         tensor_checksums: component -> the same of its tensors alone, where it has any.
         plain_files: path -> size and digest.
         write_s: seconds from the call of the save on this rank until its bytes were durable.
+        requests: to the object store, by kind: their number, and the bytes that they carried.
     """
 
     index: list[Any] | None = None
@@ -58,6 +60,7 @@ class WriteResult:
     tensor_checksums: dict[str, str] = field(default_factory=dict)
     plain_files: dict[str, list[Any]] = field(default_factory=dict)
     write_s: float = 0.0
+    requests: Counts = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -236,9 +239,12 @@ class RankWritePlan:
         """
         what = f"the share of rank {self.rank}" + (", of which unchanged files take none" if job.previous else "")
         with needing(what, lambda: self.num_bytes + sum(len(data) for _, data in job.plain.values())):
+            requests = CountedRequests(job.folder)
             writer = job.backend.writer(job.folder, self.rank, progress, job.previous)
             try:
-                return _Writing(self, writer, job.slivers).write(job.plain, staged)
+                result = _Writing(self, writer, job.slivers).write(job.plain, staged)
+                result.requests = requests.made()
+                return result
             except BaseException:
                 writer.abort()
                 raise

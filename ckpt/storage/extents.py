@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -172,6 +172,11 @@ class ExtentReader:
             fd = self._open(chunk.file, chunk.file)
             if not _is_cached(fd, chunk.offset + num_bytes - 1):
                 os.posix_fadvise(fd, chunk.offset, num_bytes, os.POSIX_FADV_WILLNEED)
+
+    def read_soon(self, ranges: Iterable[tuple[ChunkExtent, int, int]]) -> None:
+        """Ask an object store for bytes [start, stop) of raw chunks, which will be read in this order. A folder's kernel reads ahead."""
+        if isinstance(self._folder, ObjectFiles):
+            self._folder.read_soon((one.file, one.offset + start, one.offset + stop) for one, start, stop in ranges)
 
     def is_cached(self, chunk: ChunkExtent, stretches: Sequence[tuple[int, int]]) -> bool:
         """Whether the kernel seems to have some ranges of a raw chunk in its page cache: their last bytes, and one in each 2 MiB before.

@@ -93,6 +93,11 @@ class LedgerKeys:
 
 
 @dataclass
+class StorageKeys:
+    retry_s: float = MISSING
+
+
+@dataclass
 class LaunchKeys:
     nproc_per_node: int = MISSING
 
@@ -124,6 +129,7 @@ class RunKeys:
     load: LoadKeys = field(default_factory=LoadKeys)
     agree: AgreeKeys = field(default_factory=AgreeKeys)
     ledger: LedgerKeys = field(default_factory=LedgerKeys)
+    storage: StorageKeys = field(default_factory=StorageKeys)
     launch: LaunchKeys = field(default_factory=LaunchKeys)
     pattern_check: str = MISSING
     report: str | None = None
@@ -189,7 +195,7 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
     run = resolved(RunKeys, cfg)
     counts = ("train.steps", "train.batch_size", "save.every", "save.keep_last", "launch.nproc_per_node")
     least = dict.fromkeys(counts, 1) | {"train.seed": 0, "save.grace_s": 0}
-    require_numbers(run, least, seconds=("agree.timeout_s", "ledger.stale_s"))
+    require_numbers(run, least, seconds=("agree.timeout_s", "ledger.stale_s", "storage.retry_s"))
     check_choice(run["pattern_check"])
     check_report(run["report"])
     _check_start(run)

@@ -51,6 +51,7 @@ class Summary:
         checkpoints: the saves of this process.
         skipped: steps whose save was skipped, because the one before was still being written (`save.when_busy=skip`).
         load_s: of the last load of this process, that of `load.reread` included.
+        requests: of that load to the object store, of all ranks: kind -> their number, and the bytes that they carried.
     """
 
     world_size: int
@@ -66,6 +67,7 @@ class Summary:
     load_s: float | None = None
     bytes_read: int | None = None
     bytes_needed: int | None = None
+    requests: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def add_resume(self, loaded: LoadReport, digest: str) -> None:
         step = int(loaded.checkpoint_id)
@@ -77,6 +79,7 @@ class Summary:
 
     def add_load(self, loaded: LoadReport) -> None:
         self.load_s, self.bytes_read, self.bytes_needed = loaded.load_s, loaded.bytes_read, loaded.bytes_needed
+        self.requests = _by_name(loaded.requests)
 
     def add_step(self, step: int, loss: float) -> None:
         self.losses.append(loss)
@@ -87,11 +90,13 @@ class Summary:
         new = reports[len(self.checkpoints) :]
         for saved in new:
             entry = {"path": str(saved.path), "step": int(saved.checkpoint_id), "bytes": saved.bytes}
-            self.checkpoints.append(entry | {"save_s": saved.save_s, "blocked_s": saved.blocked_s})
+            entry |= {"save_s": saved.save_s, "blocked_s": saved.blocked_s}
+            self.checkpoints.append(entry | ({"requests": _by_name(saved.requests)} if saved.requests else {}))
         return new
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return all, `requests` if there were any."""
+        return {name: value for name, value in asdict(self).items() if name != "requests" or value}
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
@@ -336,17 +341,27 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
     return str(value) if isinstance(value, str) else json.dumps(value)
 
 
+def _by_name(requests: Mapping[str, Sequence[int]]) -> dict[str, dict[str, int]]:
+    return {kind: {"requests": number, "bytes": num_bytes} for kind, (number, num_bytes) in requests.items()}
+
+
+def _requests(requests: Mapping[str, Sequence[int]]) -> str:
+    """Such as ", 12 put, 1 list"; nothing for a folder."""
+    return "".join(f", {number:,} {kind}" for kind, (number, _) in requests.items())
+
+
 def _saved(one: SaveReport) -> str:
     linked = f", {(one.bytes - one.written_bytes) / 1e6:.1f} MB linked" if one.written_bytes < one.bytes else ""
     waited = f", of which training waited {one.blocked_s:.3f} s" if one.blocked_s < one.save_s else ""
     if 0 < one.blocked_bytes < one.bytes * _MOST_OF_A_SAVE:
         waited += f"; {one.blocked_bytes / 1e6:.1f} MB could not be copied beside it"
     slowest = _slowest(one.slowest_rank, one.save_s)
-    return f"saved {Path(one.path).name}: {_speed(one.bytes, one.save_s)}{linked}{slowest}{waited}"
+    speed = _speed(one.bytes, one.save_s)
+    return f"saved {Path(one.path).name}: {speed}{_requests(one.requests)}{linked}{slowest}{waited}"
 
 
 def _loaded(one: LoadReport) -> str:
-    return _speed(one.bytes_read, one.load_s) + _slowest(one.slowest_rank, one.load_s)
+    return _speed(one.bytes_read, one.load_s) + _requests(one.requests) + _slowest(one.slowest_rank, one.load_s)
 
 
 def _slowest(rank: int | None, seconds: float) -> str:

@@ -34,6 +34,7 @@ from ckpt.state.abilities import Declared, offers
 from ckpt.state.address import local_tensor
 from ckpt.state.state_digest import state_digest
 from ckpt.state.statefuls import ModelState, OptimizerState, RNGState
+from ckpt.storage.objects.store import retry_for
 from recipes.support.config import (
     COMPONENT_KEYS,
     OWN_COMPONENTS,
@@ -65,6 +66,7 @@ def settle_start(cfg: dict[str, Any]) -> dict[str, Any]:
         StorageError: the checkpoint root cannot be made.
     """
     root, resumed = cfg["checkpoint_root"], cfg["resume"]
+    retry_for(cfg["storage"]["retry_s"])
     require_named_checkpoint(cfg)
     place = place_of(root)
     ledger = catalog_at(place)

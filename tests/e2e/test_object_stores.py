@@ -64,6 +64,9 @@ def test_a_run_goes_on_in_another_layout_to_the_bit_and_its_checkpoints_are_read
     go_on = f"checkpoint_root={ROOT}", "ckpt=zarr", "resume=latest", "strategy=two-stage"
     second = command.train("second", "train.steps=9", *on_two, *go_on)
     assert second["state_digest"] == whole["state_digest"] and second["losses"] == whole["losses"][6:]
+    assert second["requests"]["get"]["bytes"] > second["bytes_read"] / 2 and "put" not in second["requests"]
+    written = first["checkpoints"][-1]
+    assert written["requests"]["put"]["bytes"] >= written["bytes"] > 0 < written["requests"]["list"]["requests"]
     assert second["resumed_from"] == f"{ROOT}/checkpoint-00000006" == first["checkpoints"][-1]["path"]
     refused = command("train", "output_dir=third", f"checkpoint_root={ROOT}", "train.steps=3", fails=True)
     assert "holds the checkpoints of an earlier run" in refused

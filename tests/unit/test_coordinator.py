@@ -530,6 +530,7 @@ WRONG = [
     ({"packed_mib": 0.5}, "packed_mib is 0.5; expected a whole number of at least 1 MiB"),
     ({"stale_s": "60"}, "stale_s is '60'; expected a number of seconds from 0 on"),
     ({"stale_s": float("nan")}, "stale_s is nan; expected a number of seconds from 0 on"),
+    ({"retry_s": -1}, "retry_s is -1; expected a number of seconds from 0 on"),
     ({"verify": "no"}, "verify is 'no'; expected True or False"),
     ({"overwrite": 1}, "overwrite is 1; expected True or False"),
     ({"allow_pickle": None}, "allow_pickle is None; expected True or False"),

@@ -27,7 +27,7 @@ import torch
 
 from ckpt.errors import RankLeftError, sentence
 from ckpt.loading.chunk_reader import ChunkReader
-from ckpt.loading.strategy import ReadStats
+from ckpt.loading.strategy import ReadStats, StoredPart
 from ckpt.loading.two_stage.host_link import DONE, READY, HostLink
 from ckpt.loading.two_stage.network import Transport
 from ckpt.loading.two_stage.slots import Slots
@@ -85,6 +85,7 @@ class TwoStageReading:
                 filling.begin(self.wants.devices)  # to wait for devices later could mean waiting for other ranks
             if self.link is not None:
                 self.link.join(self.part.neighbours, self.topology)
+            self.reader.read_soon(self._coming())
             SpreadWorker(self, seconds).run()
         except BaseException:
             self.give_up()
@@ -95,6 +96,11 @@ class TwoStageReading:
             self.close()
         counted = self.reader.bytes_read if self.counted_bytes is None else self.counted_bytes
         return ReadStats(counted, self.wants.num_bytes)
+
+    def _coming(self) -> Iterator[tuple[StoredPart, int, int]]:
+        """All that this rank reads, in its order."""
+        for piece in chain(chain.from_iterable(block.pieces for block in self.part.reads), self.part.own):
+            yield self.wants.parts[piece.key][0], piece.start, piece.stop
 
     def close(self) -> None:
         """See `Reading.close`."""

@@ -44,7 +44,7 @@ class _GivenUp(Exception):
 
 
 def serve(
-    *, fd: int, parent: int, modules: list[str], num_cores: int | None, local_rank: int, mib_s: float | None
+    *, fd: int, parent: int, modules: list[str], num_cores: int | None, local_rank: int, mib_s: float | None, retry_s: float
 ) -> None:
     """Write for the trainer until it ends this process, or is gone itself. Never returns.
 
@@ -53,6 +53,7 @@ def serve(
         parent: the trainer's process id.
         modules: imported before the trainer is told that this process is up.
         num_cores, local_rank, mib_s: see `WriterProcess`.
+        retry_s: seconds in which a failed request to an object store is tried again.
     """
     for name in _IGNORED:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -61,6 +62,7 @@ def serve(
         in_background(num_cores, local_rank=local_rank)
         for module in ("ckpt.saving.writing", *modules):
             import_module(module)
+        import_module("ckpt.storage.objects.store").retry_for(retry_s)
         trainer = _Trainer(Connection(fd))
         logging.getLogger("ckpt").addHandler(logging.handlers.QueueHandler(trainer))  # type: ignore[arg-type]  # it only puts
         trainer.tell("up")

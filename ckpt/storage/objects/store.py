@@ -1,6 +1,6 @@
 """The requests to one bucket: whole objects and ranges, conditional puts, lists. By obstore, which this file alone imports.
 
-Every request is tried again after a failure that may pass, for `RETRY_S`. What remains is an `OSError` with the object's address: one
+Every request is tried again after a failure that may pass, for `retry_s()`. What remains is an `OSError` with the object's address: one
 line, without the URL of the request, its query or an answer's body.
 """
 
@@ -15,14 +15,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt.errors import ConfigurationError
 from ckpt.errors.imports import importing
-from ckpt.format.places import ObjectPath
+from ckpt.format.places import ObjectPath, Place
 
 RETRY_S = 60.0
-"""Seconds in which a failed request is tried again."""
+"""Seconds in which a failed request is tried again, unless `retry_for` has set others."""
 
 CONNECT_S = 10
 READ_S = 60
@@ -31,6 +32,7 @@ READ_S = 60
 REQUEST_S = 3600
 """A whole request may take this: 64 MiB at 2 MB/s take 32 s, and how long they may take depends on the network."""
 
+_LONGEST_S = 1e6
 _AGAIN_S = 0.1
 _STATUS = re.compile(r"\b([45]\d\d) ([A-Z][A-Za-z ]+)")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
@@ -51,6 +53,10 @@ class Found(NamedTuple):
     size: int
 
 
+Counts = dict[str, list[int]]
+"""Kind of request, such as "put" -> the number of them, and the bytes of objects that they carried."""
+
+
 class Store:
     """One bucket. Any thread may call it; a call returns when the store has answered. Keys are those of `ObjectPath`."""
 
@@ -61,8 +67,13 @@ class Store:
         self._name = f"{scheme}://{bucket}"
         self._keeps_memory = scheme == "memory"  # its objects are the memory that it is given
         self._store = _client(scheme, bucket)
-        self.counts: dict[str, list[int]] = {}
+        self._counts: Counts = {}
         self._counting = threading.Lock()
+
+    def counts(self) -> Counts:
+        """Return what this process has asked of the bucket so far."""
+        with self._counting:
+            return {operation: list(row) for operation, row in self._counts.items()}
 
     def get(self, key: str) -> tuple[memoryview, Tag]:
         """Return an object's bytes and its version.
@@ -180,6 +191,7 @@ class Store:
         errors = self._obstore.exceptions
         try:
             done = self._again("put", key, lambda: self._obstore.put(self._store, key, data, mode=mode))
+            self._count("put", len(data))
             return Tag(done["e_tag"], done["version"])
         except (errors.AlreadyExistsError, errors.PreconditionError, FileNotFoundError):
             try:
@@ -193,7 +205,7 @@ class Store:
 
         Whoever asked with a condition finds it broken, perhaps by the first try: see `create`.
         """
-        until = time.monotonic() + RETRY_S
+        until = time.monotonic() + retry_s()
         while True:
             try:
                 with self._telling(operation, key):
@@ -224,7 +236,7 @@ class Store:
 
     def _count(self, operation: str, num_bytes: int, *, requests: int = 0) -> None:
         with self._counting:
-            row = self.counts.setdefault(operation, [0, 0])
+            row = self._counts.setdefault(operation, [0, 0])
             row[0] += requests
             row[1] += num_bytes
 
@@ -243,6 +255,41 @@ def store_of(place: ObjectPath) -> Store:
     if not _USED:
         _USED.append(os.getpid())
     return _store_in(place.scheme, place.bucket)
+
+
+class CountedRequests:
+    """Counts what this process asks of the store of a place from now on, heartbeats and saves beside it included; of a folder nothing."""
+
+    def __init__(self, place: Place) -> None:
+        self._store = None if isinstance(place, Path) else store_of(place)
+        self._before = self._store.counts() if self._store is not None else {}
+
+    def made(self) -> Counts:
+        """Return the requests since this object was made."""
+        now = self._store.counts() if self._store is not None else {}
+        since = {one: [a - b for a, b in zip(row, self._before.get(one, [0, 0]), strict=True)] for one, row in now.items()}
+        return {one: row for one, row in since.items() if any(row)}
+
+
+def all_of(counts: Iterable[Counts]) -> Counts:
+    """Add up the requests of several ranks, or of several parts of a save."""
+    total: Counts = {}
+    for one in counts:
+        for operation, row in one.items():
+            total[operation] = [a + b for a, b in zip(total.get(operation, [0, 0]), row, strict=True)]
+    return {operation: total[operation] for operation in sorted(total)}
+
+
+def retry_s() -> float:
+    """Return the seconds in which this process tries a failed request again."""
+    return _RETRY_S[0] if _RETRY_S else RETRY_S
+
+
+def retry_for(seconds: float) -> None:
+    """Set for how long this process tries failed requests again. Clients in use keep the time that they were made with."""
+    if seconds != retry_s():
+        _RETRY_S[:] = [seconds]
+        forget_clients()
 
 
 def forget_clients() -> None:
@@ -281,7 +328,7 @@ def _client(scheme: str, bucket: str) -> Any:
                 "read_timeout": timedelta(seconds=READ_S),
                 "timeout": timedelta(seconds=REQUEST_S),
             },
-            retry_config={"max_retries": 1000, "retry_timeout": timedelta(seconds=RETRY_S)},
+            retry_config={"max_retries": 1000, "retry_timeout": timedelta(seconds=min(retry_s(), _LONGEST_S))},
             **options,
         )
     except Exception as error:  # obstore names no class for them
@@ -289,6 +336,9 @@ def _client(scheme: str, bucket: str) -> Any:
             f"the client of {scheme}://{bucket} cannot be made: {_first_line(error)}. Its settings come from the environment"
         ) from None
 
+
+_RETRY_S: list[float] = []
+"""Registry: what `retry_for` has set."""
 
 _USED: list[int] = []
 """Registry: this process, if it has used a store."""

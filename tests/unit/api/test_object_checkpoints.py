@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,9 +32,12 @@ from ckpt.integrations.dcp import CkptReader, CkptWriter
 from ckpt.integrations.lightning import CkptCheckpointIO
 from ckpt.saving import planner
 from ckpt.saving.save_settings import SaveSettings
+from ckpt.storage.objects import files
 from ckpt.storage.objects import store as stores
 from tests.object_server import ObjectServer
+from tests.pace import patience
 
+SMALL_FILES = ("checkpoint_manifest.json", "plain.json")
 FORMATS = ("zarr", "tensorstore", "kimi-engine")
 
 
@@ -263,9 +268,64 @@ def test_a_save_takes_few_requests(server: ObjectServer) -> None:
         assert sum(number for number, _, _ in counts.values()) <= segments + 3 + 2 + 6 + 3, counts
         assert counts["list"][0] == 1
         assert max(len(one.data) for one in server.objects["bucket"].values()) <= 1 << 20
+        told = run.coordinator.last_save
+        assert told is not None and {kind: number for kind, (number, _) in told.requests.items()} == {
+            kind.partition(" ")[0]: number for kind, (number, _, _) in counts.items()
+        }
+        assert told.requests["put"][1] == counts["put"][1]
+        server.forget()
+        restored = run.restore(2).report
+        assert restored is not None and restored.bytes_read < restored.requests["get"][1] <= server.counts()["get"][2]
         server.forget()
         assert run.find_latest() == place_of("s3://bucket/r/checkpoint-00000002")
         assert server.counts()["list"][0] == 1
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_two_stage_load_has_many_ranges_in_flight_and_reads_each_byte_once(
+    server: ObjectServer, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    monkeypatch.setattr(files, "RANGE_BYTES", 256 << 10)
+    state = {f"w{number}": torch.randn(400, 500) for number in range(6)} | {"small": torch.arange(7)}
+    ckpt.save(state, "s3://bucket/ahead", format=format)
+    waiting, most = [0], [0]
+    changing = threading.Lock()
+    ask = stores.Store.get_range
+
+    def counted(store: stores.Store, key: str, start: int, stop: int) -> memoryview:
+        with changing:
+            waiting[0] += 1
+            most[0] = max(most[0], waiting[0])
+        time.sleep(0.05)
+        try:
+            return ask(store, key, start, stop)
+        finally:
+            with changing:
+                waiting[0] -= 1
+
+    monkeypatch.setattr(stores.Store, "get_range", counted)
+    server.forget()
+    into = {key: torch.zeros_like(value) for key, value in state.items()}
+    ckpt.load("s3://bucket/ahead", into=into, load="two-stage")
+    assert all(torch.equal(into[key], value) for key, value in state.items())
+    assert most[0] > 8
+    size = sum(value.nbytes for value in state.values())
+    read = sum(one.bytes_down for one in server.requests if one.operation == "get" and one.key.split("/")[-1] not in SMALL_FILES)
+    assert size <= read < 1.02 * size
+
+
+def test_requests_are_tried_again_for_as_long_as_was_asked_for(server: ObjectServer) -> None:
+    """Also in a process of its own that writes."""
+    loop = Loop()
+    with loop.checkpoints("s3://bucket/t", retry_s=0.4) as run:
+        run.restore()
+        server.fault = lambda number, operation, key: "500" if operation == "put" else None
+        began = time.monotonic()
+        with pytest.raises(StorageError, match="the store refuses"):
+            run.save(1)
+        assert time.monotonic() - began < patience(8.0)
+        server.forget()
+        run.save(1)
 
 
 def test_no_secret_is_in_a_manifest_an_owner_or_a_report(server: ObjectServer, capfd: pytest.CaptureFixture[str]) -> None:
