@@ -23,22 +23,21 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.integrations import ClearMLCallback, MLflowCallback, WandbCallback
 from transformers.trainer_utils import HubStrategy, SaveStrategy, get_last_checkpoint
 from transformers.utils import ENV_VARS_TRUE_VALUES, is_peft_available, is_sagemaker_mp_enabled
 
 from ckpt.api.checkpointer import Checkpointer, names_of_objects
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
-from ckpt.format.manifest import MANIFEST_NAME
-from ckpt.format.places import Place
+from ckpt.format.places import Place, is_address, place_of
 from ckpt.integrations.huggingface_accelerate import require_covered
 from ckpt.memory.device import device_of
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.topology import first_difference
-from ckpt.saving.arguments import as_checkpoint_id, as_folder, as_topology
+from ckpt.saving.arguments import as_checkpoint_id, as_location, as_topology
 from ckpt.state.statefuls import OptimizerState, RNGState
-from ckpt.storage.stored import read_manifest
+from ckpt.storage.stored import has_manifest, read_manifest
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -109,7 +108,8 @@ class CkptTrainerMixin(_Base):
 
     Args:
         ckpt: arguments of `ckpt.Checkpointer` by name: `format`, `load`, `mode`, `keep_every`, `overwrite`, ..., and further objects with
-            `state_dict` and `load_state_dict` to save.
+            `state_dict` and `load_state_dict` to save. `folder` is the checkpoint root in place of `<output_dir>/ckpt`: a folder, or an
+            address in an object store, such as s3://bucket/run.
         args, kwargs: of the trainer.
 
     Raises:
@@ -122,13 +122,21 @@ class CkptTrainerMixin(_Base):
 
     def __init__(self, *args: Any, ckpt: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._ckpt_options = dict(ckpt or {})
+        root = self._ckpt_options.pop("folder", None)
+        self._ckpt_root = None if root is None else as_location("ckpt['folder']", root)
         self._ckpt_files = _Files()
-        self._ckpt_path: Path | None = None  # of the checkpoint to resume from, if it is not Trainer's own
+        self._ckpt_path: Place | None = None  # of the checkpoint to resume from, if it is not Trainer's own
         self._ckpt_rng: dict[str, Any] | None = None
         self._ckpt_output: str | None = None  # in place of `output_dir`
         self._ckpt_is_saving = False
         for name in filter(_GIVEN.__contains__, self._ckpt_options):
             raise ConfigurationError(f"ckpt[{name!r}] follows from {_GIVEN[name]}; leave it out")
+        for one in (*args, *kwargs.values()):  # before Trainer makes a folder of that name
+            if isinstance(one, TrainingArguments) and is_address(str(one.output_dir)):
+                raise ConfigurationError(
+                    f"output_dir {one.output_dir} is a folder, in which Trainer itself writes; checkpoints go to an object store with "
+                    f"ckpt={{'folder': '{one.output_dir}'}}"
+                )
         super().__init__(*args, **kwargs)
         require_covered(self.accelerator)
         if reason := _not_covered(self):
@@ -149,7 +157,10 @@ class CkptTrainerMixin(_Base):
                 small files, which are read first, training goes on from that one.
             SystemExit: SIGTERM has come; the step is saved.
         """
-        self._ckpt_folder = Path(self._get_output_dir(trial)) / FOLDER
+        output_dir = self._ckpt_beside = Path(self._get_output_dir(trial))
+        self._ckpt_folder = output_dir / FOLDER if self._ckpt_root is None else self._ckpt_root
+        if trial is not None and self._ckpt_root is not None:
+            self._ckpt_folder = self._ckpt_root / output_dir.name
         self._ckpt_path = self._ckpt_rng = None
         self._ckpt_is_told = self._ckpt_is_retry = False
         is_ours = self._ckpt_agreed(resume_from_checkpoint)
@@ -169,12 +180,12 @@ class CkptTrainerMixin(_Base):
         Raises:
             ConfigurationError: ranks are to resume from different ones.
         """
-        is_ours = not isinstance(resume, str | PathLike) or not (Path(resume) / _STATE).is_file()
+        is_ours = not isinstance(resume, str | PathLike) or is_address(str(resume)) or not (Path(resume) / _STATE).is_file()
         topology = as_topology(None)
         with topology.operation("start of training"), topology.phase("resume") as phase:
             phase.payload = {
                 "resume_from_checkpoint": str(resume),
-                "output_dir": str(self._ckpt_folder.parent),
+                "output_dir": str(self._ckpt_folder.parent if self._ckpt_root is None else self._ckpt_folder),
                 "whether Trainer wrote it": not is_ours,
             }
         if (difference := first_difference(phase.payloads)) is not None:
@@ -184,13 +195,12 @@ class CkptTrainerMixin(_Base):
             )
         return is_ours
 
-    def _ckpt_found(self, resume: str | bool, files: Path) -> Path | None:
+    def _ckpt_found(self, resume: str | bool, files: Path) -> Place | None:
         """Return the checkpoint to resume from, and write its small files; None: there is none yet. Collective."""
-        which = "latest" if self._ckpt_is_latest else as_folder("resume_from_checkpoint", str(resume))
+        which = "latest" if self._ckpt_is_latest else as_location("resume_from_checkpoint", str(resume))
         path = self._ckpt_read(which, trainer=self._ckpt_files)
-        assert path is None or isinstance(path, Path), "the trainer's own folder"
         if path is None:
-            own = get_last_checkpoint(str(self._ckpt_folder.parent)) if self._ckpt_folder.parent.is_dir() else None
+            own = get_last_checkpoint(str(self._ckpt_beside)) if self._ckpt_beside.is_dir() else None
             if own is not None:
                 raise CheckpointNotFoundError(
                     f"there is no checkpoint in {self._ckpt_folder}, but Trainer itself has saved {own}; name its path in "
@@ -204,7 +214,7 @@ class CkptTrainerMixin(_Base):
             self._ckpt_files.write_to(files)
         return path
 
-    def _ckpt_read(self, which: str | Path, *, save_rng: bool = False, **objects: Any) -> Place | None:
+    def _ckpt_read(self, which: str | Place, *, save_rng: bool = False, **objects: Any) -> Place | None:
         """Restore objects, and nothing else of what this trainer saves. Collective."""
         load = self._ckpt_options.get("load")
         load = load if isinstance(load, str) else "direct"  # an object is in use
@@ -233,7 +243,7 @@ class CkptTrainerMixin(_Base):
                 ) from error
         return prepared
 
-    def _ckpt_restore(self, path: Path) -> None:
+    def _ckpt_restore(self, path: Place) -> None:
         """Restore all state of the checkpoint whose small files have been read. Collective.
 
         Raises:
@@ -377,8 +387,8 @@ class CkptTrainerMixin(_Base):
                 self._ckpt_output = None
 
     def _load_best_model(self) -> None:
-        best = Path(self.state.best_model_checkpoint)
-        if not (best / MANIFEST_NAME).exists():  # of an earlier run without this class
+        best = place_of(self.state.best_model_checkpoint)
+        if not has_manifest(best):  # of an earlier run without this class
             super()._load_best_model()
         else:
             self._ckpt_read(best, model=self.model_wrapped)

@@ -22,18 +22,21 @@ from accelerate.utils import DistributedType
 
 from ckpt.api.checkpointer import ProgramRNG, auto_components
 from ckpt.backends.base import Backend
-from ckpt.catalog.ledger import Ledger, is_removable
+from ckpt.catalog.catalog import catalog_at
+from ckpt.catalog.ledger import is_removable
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError
-from ckpt.format.manifest import MANIFEST_NAME
+from ckpt.format.places import Place, place_of
 from ckpt.loading.loader import Loader
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.memory.device import device_of
 from ckpt.ranks.topology import Topology
-from ckpt.saving.arguments import as_backend, as_folder, as_run, as_strategy
+from ckpt.saving.arguments import as_backend, as_location, as_run, as_strategy
 from ckpt.saving.new_folder import save_into_new_folder
 from ckpt.saving.saver import SavedRun
 from ckpt.state.auto_sharing import AutoSharing
 from ckpt.state.collect import RankState, collect
+from ckpt.storage.files_of import names_below, same_place
+from ckpt.storage.stored import has_manifest
 
 _NUMBERED = re.compile(r"checkpoint_([0-9]{1,18})")
 _OWN_FILES = "random_states_*.pkl"
@@ -72,14 +75,14 @@ class CkptAccelerator(Accelerator):
 
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
-    ) -> Path:
+    ) -> Place:
         """Save all state as a checkpoint in `output_dir`, which appears complete, by a rename. Collective.
 
         Args:
-            output_dir: of a folder that does not exist, or is empty. With `automatic_checkpoint_naming` the folder is
-                `<project_dir>/checkpoints/checkpoint_<n>`, whatever is given here; n is greater than that of every checkpoint there, also
-                of Accelerate's own, and at least `ProjectConfiguration.iteration`. `total_limit` of them stay, the new one always; those
-                of Accelerate, and copies under another name, do not count and stay, too.
+            output_dir: of a folder that does not exist, or is empty, or an address in an object store, such as s3://bucket/run/state. With
+                `automatic_checkpoint_naming` it is `<project_dir>/checkpoints/checkpoint_<n>`, whatever is given here; n is greater than
+                that of every checkpoint there, also of Accelerate's own, and at least `ProjectConfiguration.iteration`. `total_limit` of
+                them stay, the new one always; those of Accelerate, and copies under another name, do not count and stay, too.
             safe_serialization: no effect: nothing is pickled.
             save_model_func_kwargs: refused; they are DeepSpeed's.
 
@@ -108,7 +111,7 @@ class CkptAccelerator(Accelerator):
         if named is None and project.total_limit is not None:
             with run.topology.operation(f"save into {path}"), run.topology.phase("retain"):
                 if run.topology.is_lead:
-                    ledger = Ledger(self._ckpt_root, run_id=str(self._ckpt_root))
+                    ledger = catalog_at(self._ckpt_root, run_id=str(self._ckpt_root))
                     for old in _own(self._ckpt_root)[: -max(project.total_limit, 1)]:
                         ledger.remove(old)
         return path
@@ -136,7 +139,7 @@ class CkptAccelerator(Accelerator):
             if found is None and run.topology.is_lead:
                 raise CheckpointNotFoundError(f"there is no checkpoint in {self._ckpt_root}")
             phase.payload = str(found)
-        path = Path(phase.payloads[0])
+        path = place_of(phase.payloads[0])
         with run.topology.operation("load_state"), run.topology.phase("look") as phase:
             here = given or path  # each node may have its part of a checkpoint of Accelerate on a disk of its own
             phase.payload = _is_accelerates(here)
@@ -149,33 +152,33 @@ class CkptAccelerator(Accelerator):
                 run.components, run.topology, self._ckpt_strategy, run.device, verify=True, allow_pickle=False
             )
             loader.load(path, strict=strict)
-        is_in_root = self.project_dir is not None and path.parent.resolve() == self._ckpt_root.resolve()
+        is_in_root = self.project_dir is not None and same_place(path.parent, self._ckpt_root)
         if is_in_root and _NUMBERED.fullmatch(path.name):
             self.project_configuration.iteration = _number(path) + 1
 
-    def find_latest(self) -> Path | None:
+    def find_latest(self) -> Place | None:
         """Return the newest checkpoint of `automatic_checkpoint_naming`, or None; also one of Accelerate's own. Not collective."""
         found = _numbered(self._ckpt_root)
         own = _own(self._ckpt_root)
         return next((one for one in reversed(found) if one in own or _is_accelerates(one)), None)
 
     @property
-    def _ckpt_root(self) -> Path:
+    def _ckpt_root(self) -> Place:
         if self.project_dir is None:
             raise ConfigurationError(
                 "automatic_checkpoint_naming needs a folder: give ProjectConfiguration(project_dir=...)"
             )
-        return Path(self.project_dir) / "checkpoints"
+        return as_location("project_dir", self.project_dir) / "checkpoints"
 
-    def _ckpt_next(self, topology: Topology) -> Path:
+    def _ckpt_next(self, topology: Topology) -> Place:
         """The next folder of `automatic_checkpoint_naming`, as the lead sees it. Collective."""
         with topology.operation("save_state"), topology.phase("number") as phase:
             if topology.is_lead:
                 least = max((_number(one) + 1 for one in _numbered(self._ckpt_root)), default=0)
                 phase.payload = str(self._ckpt_root / f"checkpoint_{max(self.project_configuration.iteration, least)}")
-        return Path(phase.payloads[0])
+        return place_of(phase.payloads[0])
 
-    def _ckpt_named(self, folder: str | None) -> Path | None:
+    def _ckpt_named(self, folder: str | None) -> Place | None:
         """The folder of a call; None: it is to be found, or numbered.
 
         Raises:
@@ -187,7 +190,8 @@ class CkptAccelerator(Accelerator):
             raise ConfigurationError(
                 "name a folder, or make the accelerator with ProjectConfiguration(automatic_checkpoint_naming=True)"
             )
-        return as_folder("the folder of a state", folder).expanduser()
+        place = as_location("the folder of a state", folder)
+        return place.expanduser() if isinstance(place, Path) else place
 
     def _ckpt_require_no(self, method: str, hooks: Mapping[Any, Any], *options: Mapping[str, Any] | None) -> None:
         names = [name for given in options for name in given or ()]
@@ -297,23 +301,23 @@ def _seedable(loader: Any) -> Any:
     return found
 
 
-def _numbered(root: Path) -> list[Path]:
+def _numbered(root: Place) -> list[Place]:
     """What has a number of automatic naming, the lowest first: checkpoints, and others. Without empty folders, whose place a save takes."""
-    found = [one for one in root.glob("checkpoint_*") if _NUMBERED.fullmatch(one.name)]
-    return sorted((one for one in found if not one.is_dir() or any(one.iterdir())), key=_number)
+    found = [root / name for name in names_below(root) if _NUMBERED.fullmatch(name)]
+    return sorted((one for one in found if not (isinstance(one, Path) and one.is_dir()) or any(one.iterdir())), key=_number)
 
 
-def _is_accelerates(folder: Path) -> bool:
-    """Whether Accelerate itself has saved a checkpoint. Its random generators come last."""
-    return any(folder.glob(_OWN_FILES)) and not (folder / MANIFEST_NAME).exists()
+def _is_accelerates(folder: Place) -> bool:
+    """Whether Accelerate itself has saved a checkpoint, which it does in folders. Its random generators come last."""
+    return isinstance(folder, Path) and any(folder.glob(_OWN_FILES)) and not has_manifest(folder)
 
 
-def _own(root: Path) -> list[Path]:
+def _own(root: Place) -> list[Place]:
     """The checkpoints of automatic naming, the oldest first, without links, copies and renamed ones, which are the user's."""
-    return [one for one in _numbered(root) if is_removable(one) and not one.is_symlink()]
+    return [one for one in _numbered(root) if is_removable(one) and not (isinstance(one, Path) and one.is_symlink())]
 
 
-def _number(path: Path) -> int:
+def _number(path: Place) -> int:
     match = _NUMBERED.fullmatch(path.name)
     assert match is not None, "the name is that of a checkpoint"
     return int(match[1])

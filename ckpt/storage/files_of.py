@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, Self
 
-from ckpt.format.places import Place
+from ckpt.format.places import ObjectPath, Place
 from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.objects.files import ObjectFiles
+from ckpt.storage.objects.store import store_of
 
 
 class OpenedFile(Protocol):
@@ -105,6 +106,23 @@ def read_fully(file: OpenedFile, memory: memoryview, offset: int) -> None:
         if count == 0:
             raise ValueError(f"it ends at byte {offset}")
         memory, offset = memory[count:], offset + count
+
+
+def names_below(place: Place) -> list[str]:
+    """Return the names of files and folders just below a place, of an object store: those that have objects below them, and objects.
+
+    None, where there is no such folder.
+
+    Raises:
+        OSError: the file system, or the store, refused.
+    """
+    if isinstance(place, ObjectPath):
+        folders, objects = store_of(place).names(place.key)
+        return sorted([*folders, *objects])
+    try:
+        return sorted(os.listdir(place))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def same_place(one: Place, other: Place) -> bool:
