@@ -137,6 +137,11 @@ class Lease:
         """Whether the lease was acquired and not released."""
         return self._held is not None
 
+    @property
+    def stands(self) -> bool:
+        """Whether the claim is held, and no other process has taken it over, as far as its heartbeat has seen."""
+        return self._held is not None and self._held.stands
+
     def release(self) -> None:
         """End the claim, if no other lease of this process shares it. Does nothing if it is not held."""
         if self._held is not None and self._when_collected is not None and self._when_collected.detach() is not None:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckpt.dist_checkpointing.dict_utils import extract_matching_values, merge
+from ckpt.dist_checkpointing.folder.address import AddressMark, take_address
 from ckpt.dist_checkpointing.folder.destination import take
 from ckpt.dist_checkpointing.folder.save_marker import SaveMarker, marked
 from ckpt.dist_checkpointing.folder.saving import require_alike
@@ -53,7 +54,7 @@ from ckpt.dist_checkpointing.validation import (
     verify_checkpoint_and_load_strategy,
 )
 from ckpt.errors import ConfigurationError, logger_of
-from ckpt.format.places import local_path
+from ckpt.format.places import Place, as_place, local_path
 from ckpt.ranks.default_topology import current_topology, use_topology
 from ckpt.ranks.topology import Topology
 from ckpt.saving.background.async_utils import AsyncRequest
@@ -64,14 +65,14 @@ logger = logger_of(__name__)
 
 def save(
     sharded_state_dict: ShardedStateDict,
-    checkpoint_dir: str | Path,
+    checkpoint_dir: str | Place,
     sharded_strategy: SaveShardedStrategy | tuple[str, int] | None = None,
     common_strategy: SaveCommonStrategy | tuple[str, int] | None = None,
     validate_access_integrity: bool = True,
     async_sharded_save: bool = False,
     preprocess_common_before_consistancy_check: Callable[[CommonStateDict], StateDict] | None = None,
 ) -> AsyncRequest | None:
-    """Save a sharded state dict into an existing folder. Collective; fails on all ranks or on none.
+    """Save a sharded state dict into an existing folder, or to an address in an object store. Collective; fails on all ranks or on none.
 
     Files of an interrupted save, by its marker, are removed first; other files in the folder stay.
 
@@ -88,11 +89,12 @@ def save(
 
     Raises:
         CheckpointNotFoundError: the folder does not exist.
+        FolderInUseError: another process saves to the address.
         CheckpointExistsError: it holds a checkpoint, or other files where a save puts its own.
         ConfigurationError: unknown strategy, one that cannot save asynchronously, or a value that is neither a tensor nor plain.
         ShardingError, ShapeMismatchError: the ranks' shards do not form global tensors.
     """
-    topology, folder = current_topology(), local_path(checkpoint_dir, "checkpoint_dir")
+    topology, folder = current_topology(), as_place(checkpoint_dir, "checkpoint_dir")
     with topology.operation(f"save into {folder}"):
         with topology.phase("strategies") as phase:
             sharded, common = _sharded_saver(sharded_strategy), _common_saver(common_strategy)
@@ -109,7 +111,7 @@ def save(
                     f"{sharded} saves before it returns: give async_sharded_save=False, or another strategy"
                 )
             tensors, common_state = split_for_save(sharded_state_dict)
-            mark = take(folder, topology.progress) if topology.is_lead else None
+            mark = _taken(folder, topology.progress) if topology.is_lead else None
         with marked(mark):
             if validate_access_integrity:
                 _, all_ranks = determine_global_metadata(tensors)
@@ -119,13 +121,17 @@ def save(
             return _write(tensors, common_state, folder, sharded, common, mark, in_background=async_sharded_save)
 
 
+def _taken(place: Place, progress: Callable[[], object]) -> SaveMarker | AddressMark:
+    return take(place, progress) if isinstance(place, Path) else take_address(place, progress)
+
+
 def _write(
     tensors: ShardedStateDict,
     common_state: StateDict,
-    folder: Path,
+    folder: Place,
     sharded: SaveShardedStrategy,
     common: SaveCommonStrategy,
-    mark: SaveMarker | None,
+    mark: SaveMarker | AddressMark | None,
     *,
     in_background: bool,
 ) -> AsyncRequest | None:
@@ -151,7 +157,7 @@ def _write(
 
 def load(
     sharded_state_dict: ShardedStateDict,
-    checkpoint_dir: str | Path,
+    checkpoint_dir: str | Place,
     sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
     common_strategy: LoadCommonStrategy | tuple[str, int] | None = None,
     validate_access_integrity: bool = True,
@@ -180,7 +186,7 @@ def load(
         MissingStateError, ShapeMismatchError, ShardingError: the requests do not fit the checkpoint.
         CorruptCheckpointError: bytes are missing or changed.
     """
-    topology, folder = current_topology(), local_path(checkpoint_dir, "checkpoint_dir")
+    topology, folder = current_topology(), as_place(checkpoint_dir, "checkpoint_dir")
     with topology.operation(f"load of {folder}"):
         with topology.phase("common state"):
             handling = parse_strict_flag(strict)
@@ -188,7 +194,7 @@ def load(
                 common_strategy = _of_pickles()
             if allow_pickle and sharded_strategy in (None, (TORCH_DIST, 1)) and _is_torch_dist(folder):
                 sharded_strategy = TorchDistLoadShardedStrategy(allow_pickle=True)
-            sharded, common = verify_checkpoint_and_load_strategy(str(folder), sharded_strategy, common_strategy)
+            sharded, common = verify_checkpoint_and_load_strategy(folder, sharded_strategy, common_strategy)
             state = common.load_common(folder)
             wanted, local, factories = split_for_load(sharded_state_dict)
             merge(state, local)
@@ -214,48 +220,53 @@ def load(
     return state
 
 
-def load_common_state_dict(checkpoint_dir: str | Path, *, allow_pickle: bool = False) -> StateDict:
+def load_common_state_dict(checkpoint_dir: str | Place, *, allow_pickle: bool = False) -> StateDict:
     """Load the common state. Any process, alone."""
-    common = _of_pickles() if allow_pickle and _is_pickled(Path(checkpoint_dir)) else None
-    _, strategy = verify_checkpoint_and_load_strategy(str(checkpoint_dir), None, common)
-    return strategy.load_common(Path(checkpoint_dir))
+    place = as_place(checkpoint_dir, "checkpoint_dir")
+    common = _of_pickles() if allow_pickle and _is_pickled(place) else None
+    _, strategy = verify_checkpoint_and_load_strategy(place, None, common)
+    return strategy.load_common(place)
 
 
 def load_tensors_metadata(
-    checkpoint_dir: str | Path, sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None
+    checkpoint_dir: str | Place, sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None
 ) -> CkptShardedMetadata:
     """Return the tensors of a checkpoint: key -> ShardedTensor of the whole, without data. Any process, alone."""
-    strategy, _ = verify_checkpoint_and_load_strategy(str(checkpoint_dir), sharded_strategy)
-    return strategy.load_tensors_metadata(Path(checkpoint_dir))
+    place = as_place(checkpoint_dir, "checkpoint_dir")
+    strategy, _ = verify_checkpoint_and_load_strategy(place, sharded_strategy)
+    return strategy.load_tensors_metadata(place)
 
 
 def load_sharded_metadata(
-    checkpoint_dir: str | Path,
+    checkpoint_dir: str | Place,
     sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
     common_strategy: LoadCommonStrategy | tuple[str, int] | None = None,
 ) -> CkptShardedMetadata:
     """Return the tensors by key and the objects by unique key, without data. Any process, alone."""
-    sharded, common = verify_checkpoint_and_load_strategy(str(checkpoint_dir), sharded_strategy, common_strategy)
-    return _sharded_metadata(Path(checkpoint_dir), sharded, common)
+    place = as_place(checkpoint_dir, "checkpoint_dir")
+    sharded, common = verify_checkpoint_and_load_strategy(place, sharded_strategy, common_strategy)
+    return _sharded_metadata(place, sharded, common)
 
 
-def load_plain_tensors(checkpoint_dir: str | Path) -> StateDict:
+def load_plain_tensors(checkpoint_dir: str | Place) -> StateDict:
     """Load all tensors whole: key -> tensor, without the common state. Any process, alone."""
     with use_topology(Topology.alone()):
-        strategy, _ = verify_checkpoint_and_load_strategy(str(checkpoint_dir))
-        return strategy.load(strategy.load_tensors_metadata(Path(checkpoint_dir)), Path(checkpoint_dir))
+        place = as_place(checkpoint_dir, "checkpoint_dir")
+        strategy, _ = verify_checkpoint_and_load_strategy(place)
+        return strategy.load(strategy.load_tensors_metadata(place), place)
 
 
-def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
+def remove_sharded_tensors(checkpoint_dir: str | Place, key_prefix: str) -> None:
     """Remove every tensor whose key starts with `key_prefix`; the rest stays a complete checkpoint. Collective."""
     topology = current_topology()
     with topology.operation(f"removal of {key_prefix}* from {checkpoint_dir}"):
         with topology.phase("look at the checkpoint"):
+            local_path(checkpoint_dir, "checkpoint_dir")
             strategy, _ = verify_checkpoint_and_load_strategy(str(checkpoint_dir))
         strategy.remove_sharded_tensors(str(checkpoint_dir), key_prefix)
 
 
-def _complete(config: CheckpointingConfig, folder: Path, topology: Topology, mark: SaveMarker | None) -> None:
+def _complete(config: CheckpointingConfig, folder: Place, topology: Topology, mark: SaveMarker | AddressMark | None) -> None:
     """Write metadata.json, the last step of a save. If another rank fails in it, the error says that the checkpoint is complete."""
     with topology.phase("complete") as phase:
         if mark is not None:
@@ -266,7 +277,7 @@ def _complete(config: CheckpointingConfig, folder: Path, topology: Topology, mar
             mark.remove()
 
 
-def _sharded_metadata(folder: Path, sharded: LoadShardedStrategy, common: LoadCommonStrategy) -> CkptShardedMetadata:
+def _sharded_metadata(folder: Place, sharded: LoadShardedStrategy, common: LoadCommonStrategy) -> CkptShardedMetadata:
     found = dict(sharded.load_sharded_metadata(folder))
     if not sharded.can_handle_sharded_objects:
         validate_sharded_objects_handling(sharded, common)
@@ -274,13 +285,13 @@ def _sharded_metadata(folder: Path, sharded: LoadShardedStrategy, common: LoadCo
     return found
 
 
-def _is_pickled(folder: Path) -> bool:
-    config = maybe_load_config(str(folder))
+def _is_pickled(folder: Place) -> bool:
+    config = maybe_load_config(folder)
     return config is not None and config.common_backend == "torch"
 
 
-def _is_torch_dist(folder: Path) -> bool:
-    config = maybe_load_config(str(folder))
+def _is_torch_dist(folder: Place) -> bool:
+    config = maybe_load_config(folder)
     return config is not None and config.sharded_backend == TORCH_DIST
 
 
@@ -299,9 +310,9 @@ def get_default_save_common_strategy(backend: str = "json", version: int = 1) ->
     return get_default_strategy(StrategyAction.SAVE_COMMON, backend, version)
 
 
-def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> LoadShardedStrategy:
+def get_default_load_sharded_strategy(checkpoint_dir: str | Place) -> LoadShardedStrategy:
     """Return the default `sharded_strategy` of `load` for a checkpoint."""
-    return verify_checkpoint_and_load_strategy(str(checkpoint_dir))[0]
+    return verify_checkpoint_and_load_strategy(checkpoint_dir)[0]
 
 
 def _sharded_saver(given: object) -> SaveShardedStrategy:

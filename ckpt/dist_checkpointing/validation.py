@@ -26,6 +26,7 @@ from ckpt.dist_checkpointing.strategies.base import (
     chosen_strategy,
 )
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, MissingStateError, logger_of
+from ckpt.format.places import ObjectPath, as_place
 from ckpt.loading.report import some_of
 from ckpt.ranks.default_topology import current_topology
 from ckpt.storage.metadata import CONFIG_FNAME, maybe_load_config, other_format
@@ -230,7 +231,7 @@ Format = tuple[str, int]
 
 
 def verify_checkpoint_and_load_strategy(
-    checkpoint_dir: str | os.PathLike[str],
+    checkpoint_dir: str | os.PathLike[str] | ObjectPath,
     sharded_strategy: LoadShardedStrategy | Format | None = None,
     common_strategy: LoadCommonStrategy | Format | None = None,
 ) -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
@@ -244,7 +245,8 @@ def verify_checkpoint_and_load_strategy(
         CheckpointNotFoundError: the folder holds no complete distributed checkpoint.
         ConfigurationError: a strategy does not read the checkpoint's format, or none is registered.
     """
-    if not Path(checkpoint_dir).is_dir():
+    place = as_place(checkpoint_dir, "checkpoint_dir")
+    if isinstance(place, Path) and not place.is_dir():
         raise CheckpointNotFoundError(
             f"{checkpoint_dir} does not exist, or is no folder; give the folder of a checkpoint"
         )

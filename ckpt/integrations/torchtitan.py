@@ -8,7 +8,8 @@ or, in a function that makes a config:
 
     checkpoint=CkptManager.Config(enable=True, interval=500, format="zarr"),
 
-A checkpoint is `<dump_folder>/<folder>/step-<N>`, as torchtitan names it. `ckpt.load` reads it, and so does `CkptReader`. Checkpoints that
+A checkpoint is `<dump_folder>/<folder>/step-<N>`, as torchtitan names it, or `<address>/step-<N>` in an object store, without fsspec, where
+`checkpoint.folder` or `dump_folder` is an address such as s3://bucket/run. `ckpt.load` reads it, and so does `CkptReader`. Checkpoints that
 torchtitan has saved by itself in the same folder, or at `initial_load_path`, are still loaded, and count for `keep_latest_k`. Links,
 copies and renamed checkpoints in the folder do not count, stay, and are not searched for the newest.
 """
@@ -30,11 +31,15 @@ from torchtitan.config.override import derive, override
 from torchtitan.tools import filesystem
 from torchtitan.tools.utils import GarbageCollection
 
-from ckpt.catalog.ledger import Ledger, is_removable
+from ckpt.catalog.catalog import catalog_at
+from ckpt.catalog.committed import look
+from ckpt.catalog.ledger import is_removable
 from ckpt.errors import CheckpointExistsError, ConfigurationError
 from ckpt.format.manifest import MANIFEST_NAME
+from ckpt.format.places import ObjectPath, Place, is_address
 from ckpt.integrations.dcp import CkptReader, CkptWriter
-from ckpt.saving.arguments import as_folder, as_strategy, as_topology
+from ckpt.saving.arguments import as_location, as_strategy, as_topology
+from ckpt.storage.files_of import names_below
 
 _STEP = re.compile(r"step-([0-9]+)")
 _COMPLETE = (MANIFEST_NAME, ".metadata", "model.safetensors.index.json")
@@ -66,6 +71,8 @@ class CkptManager(CheckpointManager):
         load: str = "direct"
         """How ranks share a load: direct or two-stage."""
 
+    folder: str  # of torchtitan's own
+
     def __init__(self, config: Config, **states: Any) -> None:
         self.enable = False  # `close` has nothing to do until all is made
         self.save_future: Future[Any] | None = None
@@ -75,7 +82,7 @@ class CkptManager(CheckpointManager):
                 'choose "async" or "disabled"'
             )
         if config.enable:
-            self._root = as_folder("checkpoint.folder", filesystem.join(states.get("base_folder", ""), config.folder))
+            self._root = as_location("checkpoint.folder", filesystem.join(states.get("base_folder", ""), config.folder))
             self._load_strategy = as_strategy(config.load)
             self._topology = as_topology(None)
             self._writer = CkptWriter(format=config.format, topology=self._topology)
@@ -107,7 +114,7 @@ class CkptManager(CheckpointManager):
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         """Load. Called by torchtitan. A checkpoint that is not of this package is left to it."""
         with self._topology.operation(f"look into {checkpoint_id}"), self._topology.phase("look") as phase:
-            phase.payload = self._topology.is_lead and not from_hf and (Path(checkpoint_id) / MANIFEST_NAME).is_file()
+            phase.payload = self._topology.is_lead and not from_hf and _is_ours(as_location("checkpoint_id", checkpoint_id))
         if not phase.payloads[0]:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
@@ -135,30 +142,47 @@ class CkptManager(CheckpointManager):
                         "checkpoint.initial_load_path, or set checkpoint.load_only"
                     )
                 for path in newer:
-                    if path.is_symlink() or _is_complete(path):
+                    if not isinstance(path, Path) or path.is_symlink() or _is_complete(path):
                         _log.warning(
                             "%s is a copy, link or renamed checkpoint: a save of this step will be refused", path
                         )
                         continue
                     aside = path.rename(path.with_name(f"{path.name}.incomplete-{secrets.token_hex(4)}"))
                     _log.warning("%s is an incomplete checkpoint, and is now %s", path, aside)
-        return bool(super()._load(phase.payloads[0]))
+        return self._load_at(phase.payloads[0])
+
+    def _load_at(self, step: int) -> bool:
+        """Load a step, or what a run begins with. Where torchtitan would ask fsspec for an address, it is not asked."""
+        begins_at = self.initial_load_path or ""
+        if isinstance(self._root, Path) and not (step == -1 and is_address(begins_at)):
+            return bool(super()._load(step))
+        if step != -1 or is_address(begins_at):
+            place, model_only = (f"{self.folder}/step-{step}", step == 0) if step != -1 else (begins_at, self.initial_load_model_only)
+            self.dcp_load(self._states_to_load(model_only), place, from_hf=False, from_quantized=False)
+            return True
+        folder: str = self.folder
+        self.folder = ""
+        try:
+            return bool(super()._load(-1))
+        finally:
+            self.folder = folder
 
     def _find_load_step(self, folder: str = "") -> int:
         own = [number for number, path in self._steps(folder) if _is_own(path)]
         return own[-1] if own else -1
 
-    def _steps(self, folder: str = "") -> list[tuple[int, Path]]:
+    def _steps(self, folder: str = "") -> list[tuple[int, Place]]:
         """Every folder with the name of a step, the oldest first."""
-        root = Path(folder or self._root)
-        found = [(match, path) for path in root.glob("step-*") if (match := _STEP.fullmatch(path.name))]
-        return sorted((int(match[1]), path) for match, path in found)
+        root = as_location("checkpoint.folder", folder) if folder else self._root
+        found = [(int(match[1]), root / name) for name in names_below(root) if (match := _STEP.fullmatch(name))]
+        return sorted(found, key=lambda one: one[0])
 
     def _purge_stale_checkpoints(self) -> None:
-        if self._should_purge():
-            ledger = Ledger(self._root, run_id="purge", delete=lambda removed: self.purge_queue.put(str(removed)))
+        in_store = isinstance(self._root, ObjectPath)  # of which torchtitan would ask fsspec
+        if self.keep_latest_k > 0 and self._topology.is_lead if in_store else self._should_purge():
+            catalog = catalog_at(self._root, run_id="purge", delete=lambda removed: self.purge_queue.put(str(removed)))
             for path in [path for _, path in self._steps() if _is_own(path)][: -self.keep_latest_k]:
-                ledger.remove(path)
+                catalog.remove(path)
 
     def _wait_for_saving(self) -> None:
         saving, self.save_future = self.save_future, None  # its error is raised once
@@ -172,14 +196,19 @@ class CkptManager(CheckpointManager):
             super()._close()
 
 
+def _is_ours(step: Place) -> bool:
+    return (step / MANIFEST_NAME).is_file() if isinstance(step, Path) else look(step) is not None
+
+
 def _is_complete(step: Path) -> bool:
     return any((step / name).is_file() for name in _COMPLETE)
 
 
-def _is_own(step: Path) -> bool:
+def _is_own(step: Place) -> bool:
     """Whether a folder is a complete checkpoint, and no link, copy or renamed one, which is the user's."""
-    is_ours = (step / MANIFEST_NAME).is_file()
-    return _is_complete(step) and not step.is_symlink() and (is_removable(step) or not is_ours)
+    if isinstance(step, ObjectPath):
+        return is_removable(step)
+    return _is_complete(step) and not step.is_symlink() and (is_removable(step) or not _is_ours(step))
 
 
 @override(target=BaseCheckpointManager.Config)  # type: ignore[untyped-decorator]

@@ -13,9 +13,13 @@ from typing import Any
 
 from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, sentence
 from ckpt.format.manifest import digest_of
+from ckpt.format.places import ObjectPath, Place, as_place
 from ckpt.format.strict_json import parse
-from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.durable import replace_durably
+from ckpt.storage.files_of import files_below
+
+Given = str | os.PathLike[str] | ObjectPath
+"""A folder, or an address in an object store."""
 
 CONFIG_FNAME = "metadata.json"
 MOST_CONFIG_BYTES = 1 << 20
@@ -47,8 +51,8 @@ class CheckpointingConfig:
     common_backend_version: int = 1
 
 
-def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds a complete distributed checkpoint. Any rank; reads one small file.
+def check_is_distributed_checkpoint(checkpoint_dir: Given) -> bool:
+    """Whether a folder, or an address in an object store, holds a complete distributed checkpoint. Any rank; reads one small file.
 
     Raises:
         CorruptCheckpointError, StorageError: as `maybe_load_config`: a damaged file does not count as a missing one.
@@ -56,7 +60,7 @@ def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> b
     return maybe_load_config(checkpoint_dir) is not None
 
 
-def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig | None:
+def maybe_load_config(checkpoint_dir: Given) -> CheckpointingConfig | None:
     """Read `metadata.json`; return None if the folder has none. Any rank.
 
     Unknown keys are ignored. Without a common backend, as older versions wrote it, it is torch's, version 1.
@@ -65,10 +69,11 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingCo
         CorruptCheckpointError: the file does not fit the schema, or does not match its digest.
         StorageError: it cannot be read.
     """
-    path = Path(checkpoint_dir, CONFIG_FNAME)
+    place = as_place(checkpoint_dir, "checkpoint_dir")
+    path = place / CONFIG_FNAME
     try:
-        with CheckpointFolder(path.parent) as folder:
-            data = folder.read(CONFIG_FNAME, MOST_CONFIG_BYTES)
+        with files_below(place) as files:
+            data = files.read(CONFIG_FNAME, MOST_CONFIG_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -76,9 +81,9 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingCo
     return _parsed(path, data)
 
 
-def other_format(checkpoint_dir: str | os.PathLike[str]) -> str | None:
+def other_format(checkpoint_dir: Given) -> str | None:
     """Return a sentence about a folder in a known format that is read elsewhere, with the way to read it; else None. Any rank."""
-    folder = Path(checkpoint_dir)
+    folder = as_place(checkpoint_dir, "checkpoint_dir")
     try:
         config = maybe_load_config(folder)
     except CheckpointError:  # somebody else's file of that name
@@ -88,7 +93,7 @@ def other_format(checkpoint_dir: str | os.PathLike[str]) -> str | None:
             f"{folder} is a {TORCH_DIST} checkpoint of Megatron-Core, whose metadata is a pickle. Load it by ckpt.load(path, "
             "allow_pickle=True), or by ckpt.dist_checkpointing.load with allow_pickle=True and no sharded_strategy; no code in it is run"
         )
-    if config is None and (folder / _DCP_METADATA).is_file():
+    if config is None and isinstance(folder, Path) and (folder / _DCP_METADATA).is_file():
         return (
             f"{folder} is a checkpoint of torch.distributed.checkpoint, whose metadata is a pickle. Load it by "
             "ckpt.load(path, allow_pickle=True), or into a run by its path; no code in it is run"
@@ -96,15 +101,19 @@ def other_format(checkpoint_dir: str | os.PathLike[str]) -> str | None:
     return None
 
 
-def save_config(config: CheckpointingConfig, checkpoint_dir: str | os.PathLike[str]) -> None:
+def save_config(config: CheckpointingConfig, checkpoint_dir: Given) -> None:
     """Write `metadata.json` durably and atomically: readers find the old file, if any, or the new one. One rank.
 
     Raises:
         StorageError: the folder cannot be written; the old file is unchanged.
     """
-    path = Path(checkpoint_dir, CONFIG_FNAME)
+    place = as_place(checkpoint_dir, "checkpoint_dir")
+    path = place / CONFIG_FNAME
     try:
-        replace_durably(path, config_bytes(config))
+        if isinstance(path, Path):
+            replace_durably(path, config_bytes(config))
+        else:
+            files_below(place).write(CONFIG_FNAME, config_bytes(config))
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {sentence(error)}") from error
 
@@ -119,7 +128,7 @@ def _digest(said: dict[str, Any]) -> str:
     return digest_of(json.dumps(said).encode())
 
 
-def _parsed(path: Path, data: bytes) -> CheckpointingConfig:
+def _parsed(path: Place, data: bytes) -> CheckpointingConfig:
     try:
         found = parse(data, CONFIG_FNAME)
     except CorruptCheckpointError as error:
@@ -141,7 +150,7 @@ def _parsed(path: Path, data: bytes) -> CheckpointingConfig:
     return CheckpointingConfig(**(_BEFORE_COMMON_WAS_NAMED | named))
 
 
-def _unlike(path: Path, what: str) -> CorruptCheckpointError:
+def _unlike(path: Place, what: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         f"{path} {what}, so the checkpoint's formats are unknown; take another checkpoint, or a copy of this one"
     )

@@ -23,8 +23,11 @@ from torch.utils.data import Dataset
 
 import ckpt
 from ckpt.errors import CheckpointExistsError, ConfigurationError
+from ckpt.format.places import place_of
 from ckpt.ranks.topology import Topology
+from ckpt.storage.files_of import names_below
 from tests.e2e.test_examples import EXAMPLES, TORCHRUN, losses_of
+from tests.object_server import ObjectServer
 from tests.ranks import run_ranks
 
 pytest.importorskip(
@@ -275,6 +278,34 @@ def test_a_seed_checkpoint_starts_runs_of_any_number_of_ranks(tmp_path: Path) ->
         assert all(torch.equal(seed[name], value) for name, value in started.items() if name.startswith("model."))
 
 
+def _saves_into_a_store(topology: Topology, folder: Path, at: str) -> None:
+    options = KEPT | {"folder": f"{at}/run"}
+    run = Training(topology, folder, options=options)
+    assert not run.checkpoints.load()
+    run.train(6)
+    bits = run.bits()
+    run.checkpoints.close()
+    assert names_below(place_of(f"{at}/run")) == ["step-4", "step-6"]
+    rest = Training(topology, folder, options=options, seed=1)
+    assert rest.checkpoints.load()
+    require_equal(rest.bits(), bits)
+    with pytest.raises(CheckpointExistsError, match="step-6 is newer"):
+        Training(topology, folder, options=options).checkpoints.load(4)
+    begun = Training(topology, folder, options={"initial_load_path": f"{at}/run/step-6"}, seed=2)
+    assert begun.checkpoints.load()
+    require_equal(
+        {name: value for name, value in begun.bits().items() if name.startswith("model.")},
+        {name: value for name, value in bits.items() if name.startswith("model.")},
+    )
+    for one in (rest, begun):
+        one.checkpoints.close()
+
+
+def test_it_saves_into_an_object_store_and_goes_on_from_it(tmp_path: Path) -> None:
+    with ObjectServer() as server:
+        run_ranks(2, _saves_into_a_store, tmp_path, "s3://bucket", process_group=True, environment=server.environment)
+
+
 def _fails(topology: Topology, folder: Path) -> None:
     bad = object() if topology.rank == 1 else 0
     run = Training(topology, folder / "sync", extra=bad, options=KEPT)
@@ -304,7 +335,7 @@ def _refuses(topology: Topology, folder: Path) -> None:
             Training(topology, folder, options=KEPT | options).checkpoints.load(options.get("load_step", -1))
 
     refused(ConfigurationError, "async_with_pinned_mem .*; choose", async_mode="async_with_pinned_mem")
-    refused(ConfigurationError, "checkpoint.folder is s3://b/c: ", folder="s3://b/c")
+    refused(ConfigurationError, "checkpoint.folder is s4://b/c: ", folder="s4://b/c")
     refused(ConfigurationError, "expected one of zarr", format="nonesuch")
     refused(ConfigurationError, "strategy", load="nonesuch")
     refused(FileNotFoundError, "step=2 not found", load_step=2)

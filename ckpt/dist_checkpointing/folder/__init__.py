@@ -4,6 +4,7 @@ Files:
 
     saving                  the state to be saved, and the steps of a save
     destination, save_marker   the folder as the destination of a save; the marker of a save that has begun
+    address                 an address in an object store as the destination
     loading                 a load
     removing                removal of tensors from a checkpoint
 """

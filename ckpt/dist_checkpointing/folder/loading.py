@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from ckpt.format.box import Box, overlap, whole
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.manifest import MANIFEST_NAME, SHARDED, ArrayEntry
 from ckpt.format.manifest_parsing import parse_manifest
+from ckpt.format.places import Place
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint, OtherTensor
 from ckpt.loading.report import some_of
@@ -34,6 +34,7 @@ from ckpt.state.flatten import path_from_json, unflatten
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import SharingPattern, StateComponent
 from ckpt.state.statefuls import Given
+from ckpt.storage.files_of import names_below
 from ckpt.storage.stored import read_manifest, read_manifest_bytes
 
 _log = logging.getLogger("ckpt")
@@ -95,7 +96,7 @@ class _ByLibrary:
 
 def load_tensors(
     sharded_state_dict: ShardedStateDict,
-    checkpoint_dir: Path,
+    checkpoint_dir: Place,
     *,
     open_source: Callable[[], TensorSource],
     into_data: bool | None,
@@ -138,16 +139,17 @@ def load_tensors(
     return sharded_state_dict
 
 
-def open_tensors(checkpoint_dir: Path, library: Library, topology: Topology, strategy: LoadingStrategy) -> TensorSource:
+def open_tensors(checkpoint_dir: Place, library: Library, topology: Topology, strategy: LoadingStrategy) -> TensorSource:
     """Open a checkpoint's tensors. Collective: the lead reads the manifest for all ranks.
 
     Args:
         library: decodes the chunks of Megatron-Core's arrays; with `DirectLoad` it also reads them.
     """
     with topology.phase("open") as phase:
-        if topology.is_lead and not is_megatron_zarr(checkpoint_dir):
+        if topology.is_lead and not (isinstance(checkpoint_dir, Path) and is_megatron_zarr(checkpoint_dir)):
             phase.payload = read_manifest_bytes(checkpoint_dir).decode()
     if phase.payloads[0] is None:
+        assert isinstance(checkpoint_dir, Path), "Megatron-Core writes folders"
         checkpoint = MegatronZarr(checkpoint_dir, library)
         if checkpoint.layout.headless:  # damage: absent keys, which a load may ignore, are another matter
             raise headless(checkpoint_dir, checkpoint.layout.headless[0])
@@ -173,7 +175,7 @@ def tensors_in(sharded_state_dict: ShardedStateDict, does: str) -> list[ShardedT
 
 
 def load_state(
-    folder: Path,
+    folder: Place,
     key: str,
     *,
     only: Sequence[str] | None = None,
@@ -218,7 +220,7 @@ def _read_part(
     return nested
 
 
-def state_keys(folder: Path, key: str) -> list[str]:
+def state_keys(folder: Place, key: str) -> list[str]:
     """The entries of the outermost dictionary that `folder.save_state` wrote, in order. Any process, alone."""
     source, component = _open_state(folder, key, None)
     rows = [row for prefix in source.prefixes(component) for row in source.rows(component, prefix).values()]
@@ -226,7 +228,7 @@ def state_keys(folder: Path, key: str) -> list[str]:
 
 
 def _open_state(
-    folder: Path, key: str, progress: Callable[[int], None] | None
+    folder: Place, key: str, progress: Callable[[int], None] | None
 ) -> tuple[CommittedSource, StateComponent]:
     manifest = read_manifest(folder)
     checkpoint = StoredCheckpoint(folder, manifest)
@@ -278,10 +280,10 @@ class _Load:
         return wanted
 
 
-def _require_stored(tensor: ShardedTensor, stored: Mapping[str, StoredArray], checkpoint_dir: Path) -> StoredArray:
+def _require_stored(tensor: ShardedTensor, stored: Mapping[str, StoredArray], checkpoint_dir: Place) -> StoredArray:
     array = stored.get(tensor.key)
     if array is None:
-        _log.debug("%s holds %s", checkpoint_dir, sorted(os.listdir(checkpoint_dir)))
+        _log.debug("%s holds %s", checkpoint_dir, names_below(checkpoint_dir))
         raise MissingStateError(
             f"{tensor.key} is asked for, and {checkpoint_dir} does not hold it; it holds {some_of(sorted(stored)) or 'no tensor'}. "
             "Leave it out, or load with a `strict` that lets unexpected keys go, such as 'log_unexpected'."

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -28,6 +28,7 @@ from ckpt.errors import CheckpointExistsError, CorruptCheckpointError, free_byte
 from ckpt.format.consistency import MAX_FILE_BYTES
 from ckpt.format.manifest import COMMON, MANIFEST_NAME, OBJECTS, SHARDED
 from ckpt.format.names import PLAIN_NAME
+from ckpt.format.places import Place
 from ckpt.format.strict_json import read
 from ckpt.ranks.addresses import machine
 from ckpt.saving.writing import path_of
@@ -210,11 +211,11 @@ def lines_of(mark: Path) -> list[Making]:
     return made
 
 
-_given: ContextVar[SaveMarker | None] = ContextVar("the mark of the save that is under way", default=None)
+_given: ContextVar[Any] = ContextVar("the mark of the save that is under way", default=None)
 
 
 @contextmanager
-def marked(mark: SaveMarker | None) -> Iterator[None]:
+def marked(mark: Any) -> Iterator[None]:
     """Have saves inside the block use this marker instead of making one. Let it go if the block fails."""
     token = _given.set(mark)
     try:
@@ -227,7 +228,7 @@ def marked(mark: SaveMarker | None) -> Iterator[None]:
         _given.reset(token)
 
 
-def given_mark(folder: Path) -> tuple[SaveMarker | None, str]:
+def given_mark(folder: Place) -> tuple[Any, str]:
     """The marker that a caller has made for this folder, or for the one above, or None; and the folder's path below that of the marker."""
     mark = _given.get()
     if mark is not None and mark.folder == folder:

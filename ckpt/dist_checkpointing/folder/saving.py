@@ -10,16 +10,19 @@ from typing import Any
 import torch
 
 from ckpt.backends.base import Backend
+from ckpt.dist_checkpointing.folder.address import GivenAddress
 from ckpt.dist_checkpointing.folder.destination import GivenFolder
 from ckpt.dist_checkpointing.folder.save_marker import Making, given_mark
 from ckpt.dist_checkpointing.mapping import is_main_replica
 from ckpt.errors import ConfigurationError, ShardingError
 from ckpt.format.box import Box, whole
 from ckpt.format.manifest import SHARDED
+from ckpt.format.places import Place
 from ckpt.memory.arena import Arena
 from ckpt.ranks.topology import Topology, first_difference
 from ckpt.saving.background.snapshot import Snapshot, arena_bytes
 from ckpt.saving.planner import Planner
+from ckpt.saving.prepared_save import PreparedSave
 from ckpt.saving.writing import RankWritePlan
 from ckpt.state.collect import RankState, collect
 from ckpt.state.sharded_tensor import ShardedTensor
@@ -33,7 +36,7 @@ class FolderSave:
     All ranks call all steps. `write` communicates with no other rank, and may run in another thread.
     """
 
-    def __init__(self, folder: GivenFolder, mine: RankState, planner: Planner) -> None:
+    def __init__(self, folder: GivenFolder | GivenAddress, mine: RankState, planner: Planner) -> None:
         self._folder = folder
         self._mine = mine
         self._planner = planner
@@ -47,8 +50,7 @@ class FolderSave:
         """
         started = time.perf_counter()
         with self._folder.discarding(), self._topology.operation(self._folder.what):
-            save = self._planner.collect_and_prepare(self._folder, self._mine)
-            self._folder.expect(save, self._topology)
+            save = self._planned()
             save.run(self._topology, save.live_tensors(), RankWritePlan.write, started=started)
 
     def prepare(self, arena: Arena) -> None:
@@ -58,14 +60,18 @@ class FolderSave:
             CheckpointExistsError: a checkpoint, or a part of one, is in the folder.
             ShardingError, ShapeMismatchError, ReplicationError: the states of the ranks do not make up one.
         """
-        self._save = save = self._planner.collect_and_prepare(self._folder, self._mine)
-        self._folder.expect(save, self._topology)
+        self._save = save = self._planned()
         snapshot = Snapshot(save.share, save.plan, save.mine, arena, watched=None, pinned_bytes=None)
         _, num_bytes = arena_bytes(save.share, is_pinned=save.device.type != "cpu")
         arena.grow(num_bytes, lambda: None)
         snapshot.take()
         self._snapshot = snapshot  # not before: `give_up` waits for the end of `take`
         save.open(self._topology, snapshot)
+
+    def _planned(self) -> PreparedSave[Any]:
+        save: PreparedSave[Any] = self._planner.collect_and_prepare(self._folder, self._mine)
+        self._folder.expect(save, self._topology)
+        return save
 
     def write(self) -> None:
         """Write this rank's share durably. Communicates with no other rank."""
@@ -103,8 +109,17 @@ def require_alike(said: Sequence[Mapping[str, Any]]) -> None:
         raise ConfigurationError(f"{name} is {here} on rank {rank} and {on_lead} on rank 0; all ranks must save alike")
 
 
+def destination_at(place: Place, *, is_marked: bool = False) -> GivenFolder | GivenAddress:
+    """Return the destination of a save into a folder, or to an address.
+
+    Args:
+        is_marked: see `GivenFolder`.
+    """
+    return GivenFolder(place, is_marked=is_marked) if isinstance(place, Path) else GivenAddress(place)
+
+
 def save_state(
-    folder: Path, key: str, state: Mapping[str, Any], pattern: SharingPattern, topology: Topology, backend: Backend
+    folder: Place, key: str, state: Mapping[str, Any], pattern: SharingPattern, topology: Topology, backend: Backend
 ) -> None:
     """Save one nested state dict as a checkpoint with the only component `key`. Collective.
 
@@ -112,14 +127,14 @@ def save_state(
         pattern: GLOBAL, or PER_RANK if the ranks hold different keys.
     """
     with topology.phase("make the folder"):
-        if topology.is_lead:
+        if topology.is_lead and isinstance(folder, Path):
             mark, base = given_mark(folder)
             if mark is not None:
                 mark.add(Making(base=base))
             folder.mkdir(exist_ok=True)
     with topology.phase("collect"):
         mine = collect([StateComponent(key, Given(state), pattern)], topology)
-    place = GivenFolder(folder, is_marked=True)
+    place = destination_at(folder, is_marked=True)
     FolderSave(place, mine, Planner(topology, backend, mine.device)).run()
 
 

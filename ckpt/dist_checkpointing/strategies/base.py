@@ -9,12 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, overload
 
 from ckpt.errors import ConfigurationError
 from ckpt.errors.imports import importing
+from ckpt.format.places import Place
 from ckpt.saving.background.async_utils import AsyncCallsQueue, AsyncRequest
 
 if TYPE_CHECKING:
@@ -107,14 +107,14 @@ class LoadCommonStrategy(LoadStrategyBase):
     """Loads the common part, equal on all ranks: plain values, and tensors that are not sharded."""
 
     @abstractmethod
-    def load_common(self, checkpoint_dir: Path) -> StateDict:
+    def load_common(self, checkpoint_dir: Place) -> StateDict:
         """Return the common part."""
 
     @abstractmethod
-    def load_sharded_objects(self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Path) -> StateDict:
+    def load_sharded_objects(self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Place) -> StateDict:
         """Replace each `ShardedObject` by the saved object, and return the state dict."""
 
-    def load_sharded_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
+    def load_sharded_metadata(self, checkpoint_dir: Place) -> ShardedStateDict:
         """Return unique key -> `ShardedObject` without data, of the checkpoint; empty if it does not handle them."""
         if self.can_handle_sharded_objects:
             raise NotImplementedError(f"{type(self).__name__} loads sharded objects, and does not list them")
@@ -125,23 +125,23 @@ class LoadShardedStrategy(LoadStrategyBase):
     """Loads the sharded part: the shards that each rank requests, independent of the saving ranks."""
 
     @abstractmethod
-    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> StateDict:
+    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Place) -> StateDict:
         """Replace each `ShardedTensor` by the loaded tensor, and return the state dict. Collective."""
 
     @abstractmethod
-    def load_tensors_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
+    def load_tensors_metadata(self, checkpoint_dir: Place) -> ShardedStateDict:
         """Return key -> `ShardedTensor` of the tensors in the checkpoint.
 
         Only its global shape and data type are meaningful: it has no data and is not cut.
         """
 
-    def load_sharded_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
+    def load_sharded_metadata(self, checkpoint_dir: Place) -> ShardedStateDict:
         """Return the tensors and, if it handles them, the objects of the checkpoint, by key and without data."""
         if self.can_handle_sharded_objects:
             raise NotImplementedError(f"{type(self).__name__} loads sharded objects, and does not list them")
         return self.load_tensors_metadata(checkpoint_dir)
 
-    def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
+    def remove_sharded_tensors(self, checkpoint_dir: str | Place, key_prefix: str) -> None:
         """Remove from the checkpoint every tensor whose key begins with `key_prefix`. Collective."""
         raise NotImplementedError(f"{type(self).__name__} cannot remove tensors from {checkpoint_dir}")
 
@@ -178,10 +178,10 @@ class SaveCommonStrategy(SaveStrategyBase, ABC):
     """Saves the common part, equal on all ranks."""
 
     @abstractmethod
-    def save_common(self, common_state_dict: StateDict, checkpoint_dir: Path) -> None:
+    def save_common(self, common_state_dict: StateDict, checkpoint_dir: Place) -> None:
         """Write the common part once. Collective."""
 
-    def save_sharded_objects(self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
+    def save_sharded_objects(self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Place) -> None:
         """Write each `ShardedObject` whose main replica this rank holds."""
         raise NotImplementedError(f"{self} does not save sharded objects")
 
@@ -190,7 +190,7 @@ class SaveShardedStrategy(SaveStrategyBase, ABC):
     """Saves the sharded part."""
 
     @abstractmethod
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Place) -> None:
         """Write the shards; when it returns, those of all ranks are written. Collective."""
 
 
@@ -198,10 +198,10 @@ class AsyncSaveShardedStrategy(SaveShardedStrategy):
     """Saves the sharded part in the background, or at once."""
 
     @abstractmethod
-    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> AsyncRequest:
+    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Place) -> AsyncRequest:
         """Copy the tensors, so that training may change them, and return the rest as a request for the caller to schedule. Collective."""
 
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Place) -> None:
         self.async_save(sharded_state_dict, checkpoint_dir).execute_sync()
 
 

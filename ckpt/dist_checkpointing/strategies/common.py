@@ -28,13 +28,14 @@ from ckpt.dist_checkpointing.strategies.base import (
 )
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingStateError, logger_of
 from ckpt.format.manifest import COMMON, MANIFEST_NAME, OBJECTS
+from ckpt.format.places import Place, local_path, place_of
 from ckpt.format.unpickling import unknown_in
 from ckpt.loading.report import some_of
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import SharingPattern
 from ckpt.storage.checkpoint_files import CheckpointFolder
-from ckpt.storage.stored import read_listed_file, read_manifest
+from ckpt.storage.stored import has_manifest, read_listed_file, read_manifest
 
 logger = logger_of(__name__)
 
@@ -56,7 +57,7 @@ class JsonSaveCommonStrategy(SaveCommonStrategy):
     def can_handle_sharded_objects(self) -> bool:
         return True
 
-    def save_common(self, common_state_dict: StateDict, checkpoint_dir: Path) -> None:
+    def save_common(self, common_state_dict: StateDict, checkpoint_dir: Place) -> None:
         """Save rank 0's state dict; those of other ranks are ignored. Collective.
 
         Raises:
@@ -65,11 +66,11 @@ class JsonSaveCommonStrategy(SaveCommonStrategy):
         topology = current_topology()
         with topology.operation(f"save into {checkpoint_dir}"), topology.phase("common state"):
             if topology.is_lead:
-                folder = Path(checkpoint_dir) / COMMON
+                folder = place_of(checkpoint_dir) / COMMON
                 alone = Topology.alone(topology.progress)
                 save_state(folder, COMMON, common_state_dict, SharingPattern.GLOBAL, alone, ZarrBackend())
 
-    def save_sharded_objects(self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
+    def save_sharded_objects(self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Place) -> None:
         """Save the objects of all ranks' main replicas, each under its unique key. Collective.
 
         Raises:
@@ -85,7 +86,7 @@ class JsonSaveCommonStrategy(SaveCommonStrategy):
                 }
                 phase.payload = len(objects)
             if any(phase.payloads):
-                folder = Path(checkpoint_dir) / OBJECTS
+                folder = place_of(checkpoint_dir) / OBJECTS
                 save_state(folder, OBJECTS, objects, SharingPattern.PER_RANK, topology, ZarrBackend())
 
 
@@ -99,18 +100,18 @@ class JsonLoadCommonStrategy(DeclaredFormats, LoadCommonStrategy):
     def can_handle_sharded_objects(self) -> bool:
         return True
 
-    def load_common(self, checkpoint_dir: Path) -> StateDict:
+    def load_common(self, checkpoint_dir: Place) -> StateDict:
         """Load the state dict that rank 0 saved.
 
         Raises:
             CorruptCheckpointError: it is missing or damaged.
         """
         with _naming(COMMON):
-            folder = _below(Path(checkpoint_dir), COMMON)
+            folder = _below(place_of(checkpoint_dir), COMMON)
             return load_state(folder, COMMON, progress=current_topology().progress)
 
     def load_sharded_objects(
-        self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Path
+        self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Place
     ) -> ShardedStateDict:
         """Replace every ShardedObject, in place, by the object saved under its unique key; return the state dict.
 
@@ -122,19 +123,19 @@ class JsonLoadCommonStrategy(DeclaredFormats, LoadCommonStrategy):
             return sharded_objects_state_dict
         found: Mapping[Any, Any] = {}
         with _naming(OBJECTS):
-            if _is_part(Path(checkpoint_dir), OBJECTS):
-                folder, topology = _below(Path(checkpoint_dir), OBJECTS), current_topology()
+            if _is_part(place_of(checkpoint_dir), OBJECTS):
+                folder, topology = _below(place_of(checkpoint_dir), OBJECTS), current_topology()
                 found = load_state(folder, OBJECTS, only=wanted, first=topology.rank, progress=topology.progress)
-        _require_found(wanted, found, Path(checkpoint_dir))
+        _require_found(wanted, found, place_of(checkpoint_dir))
         dict_list_map_inplace(lambda one: found[one.unique_key], sharded_objects_state_dict)
         return sharded_objects_state_dict
 
-    def load_sharded_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
+    def load_sharded_metadata(self, checkpoint_dir: Place) -> ShardedStateDict:
         """Unique key -> ShardedObject without data, of all saved objects."""
         with _naming(OBJECTS):
-            if not _is_part(Path(checkpoint_dir), OBJECTS):
+            if not _is_part(place_of(checkpoint_dir), OBJECTS):
                 return {}
-            keys = state_keys(_below(Path(checkpoint_dir), OBJECTS), OBJECTS)
+            keys = state_keys(_below(place_of(checkpoint_dir), OBJECTS), OBJECTS)
         return {key: ShardedObject.empty_from_unique_key(key) for key in keys}
 
 
@@ -158,19 +159,19 @@ class TorchCommonLoadStrategy(DeclaredFormats, LoadCommonStrategy):
     def can_handle_sharded_objects(self) -> bool:
         return True
 
-    def load_common(self, checkpoint_dir: Path) -> StateDict:
+    def load_common(self, checkpoint_dir: Place) -> StateDict:
         """Load `common.pt`.
 
         Raises:
             ConfigurationError: pickles are not allowed, or it holds objects of unknown classes.
         """
-        common = load_megatron_common(Path(checkpoint_dir), allow_pickle=self._allow_pickle, unknown=self._unknown)
+        common = load_megatron_common(local_path(checkpoint_dir, "checkpoint_dir"), allow_pickle=self._allow_pickle, unknown=self._unknown)
         if current_topology().is_lead:
-            tell_of_unknown(common, Path(checkpoint_dir))
+            tell_of_unknown(common, local_path(checkpoint_dir, "checkpoint_dir"))
         return common
 
     def load_sharded_objects(
-        self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Path
+        self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Place
     ) -> ShardedStateDict:
         """Replace every ShardedObject, in place, by the contents of its file; return the state dict.
 
@@ -181,17 +182,17 @@ class TorchCommonLoadStrategy(DeclaredFormats, LoadCommonStrategy):
 
         def load(one: ShardedObject) -> Any:
             found = load_megatron_object(
-                Path(checkpoint_dir), one.unique_key, allow_pickle=self._allow_pickle, unknown=self._unknown
+                local_path(checkpoint_dir, "checkpoint_dir"), one.unique_key, allow_pickle=self._allow_pickle, unknown=self._unknown
             )
-            tell_of_unknown({one.unique_key: found}, Path(checkpoint_dir))
+            tell_of_unknown({one.unique_key: found}, local_path(checkpoint_dir, "checkpoint_dir"))
             return found
 
         dict_list_map_inplace(load, sharded_objects_state_dict)
         return sharded_objects_state_dict
 
-    def load_sharded_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
+    def load_sharded_metadata(self, checkpoint_dir: Place) -> ShardedStateDict:
         """Unique key -> ShardedObject without data, by the names of the files; none is opened."""
-        return dict(megatron_objects(Path(checkpoint_dir)))
+        return dict(megatron_objects(local_path(checkpoint_dir, "checkpoint_dir")))
 
 
 class TorchCommonSaveStrategy(SaveCommonStrategy):
@@ -201,7 +202,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         super().__init__(backend, version)
         self.save_common({}, Path())
 
-    def save_common(self, common_state_dict: StateDict, checkpoint_dir: Path) -> None:
+    def save_common(self, common_state_dict: StateDict, checkpoint_dir: Place) -> None:
         """Refuse.
 
         Raises:
@@ -213,7 +214,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         )
 
 
-def tell_of_unknown(value: Any, checkpoint_dir: Path) -> None:
+def tell_of_unknown(value: Any, checkpoint_dir: Place) -> None:
     """Log a warning that names the unknown objects in a value that was unpickled."""
     unknown = unknown_in(value)
     if unknown:
@@ -221,18 +222,24 @@ def tell_of_unknown(value: Any, checkpoint_dir: Path) -> None:
         logger.warning("%s: in the place of objects of unknown classes are inert ones: %s", checkpoint_dir, named)
 
 
-def _is_part(checkpoint_dir: Path, name: str) -> bool:
+def _is_part(checkpoint_dir: Place, name: str) -> bool:
     """Whether the small checkpoint `name` is there, or listed in the manifest."""
+    if not isinstance(checkpoint_dir, Path):
+        return has_manifest(checkpoint_dir / name)
     if (checkpoint_dir / name).is_dir():
         return True
     has_record = (checkpoint_dir / MANIFEST_NAME).is_file()
     return has_record and f"{name}/{MANIFEST_NAME}" in read_manifest(checkpoint_dir).files
 
 
-def _below(checkpoint_dir: Path, name: str) -> Path:
+def _below(checkpoint_dir: Place, name: str) -> Place:
     """The folder of the small checkpoint `name`. If there is a manifest above, its digest of that manifest must match."""
     folder = checkpoint_dir / name
-    if not folder.is_dir():
+    if not isinstance(checkpoint_dir, Path):
+        if not has_manifest(folder):
+            raise CorruptCheckpointError(f"{folder} is missing")
+        return folder
+    if not (checkpoint_dir / name).is_dir():
         raise CorruptCheckpointError(f"{folder} is missing")
     with CheckpointFolder(checkpoint_dir) as above:
         above.require_folder(name)
@@ -252,7 +259,7 @@ def _naming(name: str) -> Iterator[None]:
         raise CorruptCheckpointError(f"{name}: {error}") from error
 
 
-def _require_found(wanted: list[str], found: Mapping[Any, Any], checkpoint_dir: Path) -> None:
+def _require_found(wanted: list[str], found: Mapping[Any, Any], checkpoint_dir: Place) -> None:
     missing = [key for key in wanted if key not in found]
     if missing:
         raise MissingStateError(

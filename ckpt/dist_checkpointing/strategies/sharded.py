@@ -7,20 +7,19 @@ from abc import abstractmethod
 from collections import deque
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import ClassVar
 
 import torch
 
 from ckpt.backends.base import Backend
-from ckpt.dist_checkpointing.folder.destination import GivenFolder
 from ckpt.dist_checkpointing.folder.loading import TensorSource, load_tensors, open_tensors, tensors_in
 from ckpt.dist_checkpointing.folder.removing import remove_tensors
-from ckpt.dist_checkpointing.folder.saving import FolderSave, contribution_of, require_alike
+from ckpt.dist_checkpointing.folder.saving import FolderSave, contribution_of, destination_at, require_alike
 from ckpt.dist_checkpointing.mapping import ShardedStateDict
 from ckpt.dist_checkpointing.megatron.zarr import Library
 from ckpt.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, DeclaredFormats, LoadShardedStrategy
 from ckpt.format.dtypes import torch_dtype
+from ckpt.format.places import Place, local_path, place_of
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.memory.arena import Arena
@@ -59,7 +58,7 @@ class SaveTensors(AsyncSaveShardedStrategy):
     def _storage(self) -> Backend:
         """The backend that writes."""
 
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Place) -> None:
         """Save the tensors of all ranks. Collective; the folder exists.
 
         Raises:
@@ -67,14 +66,14 @@ class SaveTensors(AsyncSaveShardedStrategy):
             ShardingError: the shards leave a hole or overlap.
             ShapeMismatchError: the ranks disagree about a tensor.
         """
-        self._save_of(sharded_state_dict, Path(checkpoint_dir)).run()
+        self._save_of(sharded_state_dict, place_of(checkpoint_dir)).run()
 
-    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> AsyncRequest:
+    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Place) -> AsyncRequest:
         """Plan, copy this rank's share to host memory, and return the rest of the save as a request. Collective.
 
         The next save of this object reuses the memory of the copy, if the request has been written by then.
         """
-        save = self._save_of(sharded_state_dict, Path(checkpoint_dir))
+        save = self._save_of(sharded_state_dict, place_of(checkpoint_dir))
         arena = self._idle.pop() if self._idle else Arena(staging_memory)
         lent = ExitStack()
         lent.callback(self._idle.append, arena)
@@ -94,7 +93,7 @@ class SaveTensors(AsyncSaveShardedStrategy):
             abandon_fns=[save.abandon, give_back],
         )
 
-    def _save_of(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> FolderSave:
+    def _save_of(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Place) -> FolderSave:
         topology = current_topology()
         with topology.operation(f"save into {checkpoint_dir}"):
             with topology.phase("look at the tensors") as phase:
@@ -104,7 +103,7 @@ class SaveTensors(AsyncSaveShardedStrategy):
                 phase.payload = {"sharded_strategy": self.described}
             require_alike(phase.payloads)
         planner = Planner(topology, self._storage(), device, pack_below_bytes=0)
-        return FolderSave(GivenFolder(checkpoint_dir), mine, planner)
+        return FolderSave(destination_at(checkpoint_dir), mine, planner)
 
 
 class LoadTensors(DeclaredFormats, LoadShardedStrategy):
@@ -123,7 +122,7 @@ class LoadTensors(DeclaredFormats, LoadShardedStrategy):
         self.load_directly_on_device = load_directly_on_device
         self._has_told = False
 
-    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> ShardedStateDict:
+    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Place) -> ShardedStateDict:
         """Replace every ShardedTensor, in place, by the tensor it describes; return the state dict. Collective.
 
         Raises: those of `ckpt.dist_checkpointing.folder.loading.load_tensors`.
@@ -131,13 +130,13 @@ class LoadTensors(DeclaredFormats, LoadShardedStrategy):
         topology = self._topology()
         return load_tensors(
             sharded_state_dict,
-            Path(checkpoint_dir),
-            open_source=partial(self._open, Path(checkpoint_dir), topology, self._strategy()),
+            place_of(checkpoint_dir),
+            open_source=partial(self._open, place_of(checkpoint_dir), topology, self._strategy()),
             into_data=self.load_directly_on_device,
             topology=topology,
         )
 
-    def _open(self, checkpoint_dir: Path, topology: Topology, strategy: LoadingStrategy) -> TensorSource:
+    def _open(self, checkpoint_dir: Place, topology: Topology, strategy: LoadingStrategy) -> TensorSource:
         """Open the tensors of a checkpoint. Collective."""
         return open_tensors(checkpoint_dir, self.library, topology, strategy)
 
@@ -153,14 +152,14 @@ class LoadTensors(DeclaredFormats, LoadShardedStrategy):
         self._has_told = True
         return topology
 
-    def load_tensors_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
+    def load_tensors_metadata(self, checkpoint_dir: Place) -> ShardedStateDict:
         """Key -> ShardedTensor without data and uncut, of every tensor in the checkpoint. Not collective."""
-        stored = self._open(Path(checkpoint_dir), Topology.alone(), DirectLoad()).stored
+        stored = self._open(place_of(checkpoint_dir), Topology.alone(), DirectLoad()).stored
         return {key: uncut(key, torch_dtype(one.dtype), one.shape) for key, one in stored.items()}
 
-    def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
+    def remove_sharded_tensors(self, checkpoint_dir: str | Place, key_prefix: str) -> None:
         """Remove every tensor whose key starts with `key_prefix`; the rest is a whole checkpoint. Collective."""
-        remove_tensors(Path(checkpoint_dir), key_prefix, current_topology())
+        remove_tensors(local_path(checkpoint_dir, "checkpoint_dir"), key_prefix, current_topology())
 
 
 def uncut(key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> ShardedTensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ckpt.dist_checkpointing.dict_utils import dict_list_map_inplace, extract_matching_values, merge, nested_values
 from ckpt.dist_checkpointing.folder.loading import TensorSource
 from ckpt.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
@@ -11,6 +9,7 @@ from ckpt.dist_checkpointing.strategies.base import StrategyAction, register_def
 from ckpt.dist_checkpointing.strategies.common import tell_of_unknown
 from ckpt.dist_checkpointing.strategies.sharded import LoadTensors
 from ckpt.errors import ConfigurationError, MissingStateError
+from ckpt.format.places import Place, local_path
 from ckpt.loading.other_formats.megatron_folders import open_sharded
 from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint
 from ckpt.loading.strategy import LoadingStrategy
@@ -42,7 +41,7 @@ class TorchDistLoadShardedStrategy(LoadTensors):
     def can_handle_sharded_objects(self) -> bool:
         return True
 
-    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> ShardedStateDict:
+    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Place) -> ShardedStateDict:
         """Replace every ShardedTensor and ShardedObject by what it describes; return the state dict. Collective.
 
         Raises: those of `LoadTensors.load`, and
@@ -52,19 +51,19 @@ class TorchDistLoadShardedStrategy(LoadTensors):
         topology = current_topology()
         with topology.operation(f"load of {checkpoint_dir}"), topology.phase("objects"):
             if any(True for _ in nested_values(objects)):
-                checkpoint = self._opened(Path(checkpoint_dir))
+                checkpoint = self._opened(checkpoint_dir)
                 dict_list_map_inplace(lambda one: _object(checkpoint, one.unique_key), objects)
         loaded = super().load(tensors, checkpoint_dir)
         merge(loaded, objects)
         return loaded
 
-    def load_sharded_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
+    def load_sharded_metadata(self, checkpoint_dir: Place) -> ShardedStateDict:
         """Return the tensors by key and the objects by unique key, without data. Not collective."""
-        keys = [str(key) for (key,) in self._opened(Path(checkpoint_dir)).values]
+        keys = [str(key) for (key,) in self._opened(checkpoint_dir).values]
         objects = {key: ShardedObject.empty_from_unique_key(key) for key in keys}
         return {**self.load_tensors_metadata(checkpoint_dir), **objects}
 
-    def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
+    def remove_sharded_tensors(self, checkpoint_dir: str | Place, key_prefix: str) -> None:
         """Refuse: several tensors lie in one file.
 
         Raises:
@@ -72,13 +71,13 @@ class TorchDistLoadShardedStrategy(LoadTensors):
         """
         raise ConfigurationError(f"{checkpoint_dir} is a {TORCH_DIST} checkpoint, of which no tensors are removed")
 
-    def _open(self, checkpoint_dir: Path, topology: Topology, strategy: LoadingStrategy) -> TensorSource:
+    def _open(self, checkpoint_dir: Place, topology: Topology, strategy: LoadingStrategy) -> TensorSource:
         with topology.phase("open"):
             checkpoint = self._opened(checkpoint_dir)
         return TensorSource(checkpoint.tensors, checkpoint, "", strategy, topology)
 
-    def _opened(self, checkpoint_dir: Path) -> OtherCheckpoint:
-        return open_sharded(checkpoint_dir, allow_pickle=self._allow_pickle)
+    def _opened(self, checkpoint_dir: Place) -> OtherCheckpoint:
+        return open_sharded(local_path(checkpoint_dir, "checkpoint_dir"), allow_pickle=self._allow_pickle)
 
 
 def _object(checkpoint: OtherCheckpoint, unique_key: str) -> object:

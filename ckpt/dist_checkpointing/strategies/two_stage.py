@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from ckpt.dist_checkpointing.folder.loading import load_tensors
 from ckpt.dist_checkpointing.mapping import ShardedStateDict
 from ckpt.dist_checkpointing.strategies.sharded import LoadTensors
 from ckpt.errors import logger_of
+from ckpt.format.places import Place, place_of
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.loading.two_stage.network import TorchTransport, make_groups
@@ -77,7 +77,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadTensors):
         self._max_in_flight_mib = max_in_flight_mib
         self.timers: Timers = defaultdict(list)
 
-    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> ShardedStateDict:
+    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Place) -> ShardedStateDict:
         """Replace every ShardedTensor, in place, by the tensor it describes; return the state dict. Collective.
 
         Raises: those of `ckpt.dist_checkpointing.folder.loading.load_tensors`.
@@ -114,7 +114,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadTensors):
         return [of_chunk[chunk] for chunk in sorted(of_chunk)]
 
     @timed(verbose=False)
-    def load_tensor_from_storage(self, checkpoint_dir: Path, ten_meta: ShardedTensorMetadata) -> torch.Tensor:
+    def load_tensor_from_storage(self, checkpoint_dir: Place, ten_meta: ShardedTensorMetadata) -> torch.Tensor:
         """Read the whole chunk that contains a shard, of the stored data type, into new host memory. Not collective.
 
         A flattened range is not applied: each rank cuts its own.
@@ -123,8 +123,8 @@ class TwoStageDataParallelLoadShardedStrategy(LoadTensors):
         alone = Topology.alone()
         loaded = load_tensors(
             {"whole": whole},
-            Path(checkpoint_dir),
-            open_source=partial(self._open, Path(checkpoint_dir), alone, DirectLoad()),
+            place_of(checkpoint_dir),
+            open_source=partial(self._open, place_of(checkpoint_dir), alone, DirectLoad()),
             into_data=False,
             topology=alone,
         )
