@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,8 +104,10 @@ def disk_use(folders: Iterable[Place]) -> tuple[dict[Place, DiskUse], int]:
     return each, in_stores + sum(everywhere.values())
 
 
-def files_of(folder: Path) -> dict[_Inode, int]:
-    """Return the bytes of each file of a checkpoint, by device and inode, which are equal in all checkpoints that share the file."""
+def files_of(folder: Place) -> dict[Hashable, int]:
+    """Return the bytes of each file of a checkpoint, by what is equal in all checkpoints that share the file. Objects are not shared."""
+    if not isinstance(folder, Path):
+        return {(folder, number): size for number, size in enumerate(ObjectFiles(folder).sizes())}
     return {inode: file.st_size for inode, file in _files_below(folder)}
 
 

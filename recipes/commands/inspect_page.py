@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from ckpt.catalog.committed import Committed
 from ckpt.catalog.incremental import DiskUse, disk_use, files_of
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, printable, sentence
 from ckpt.format.manifest import CheckpointManifest
-from ckpt.format.places import local_path
+from ckpt.format.places import Place, as_place
 from ckpt.storage.stored import noticing_removal, read_manifest
 from recipes.commands.checkpoint_page import checkpoint_sections
 from recipes.commands.reading import InspectKeys, committed_below, is_checkpoint, manifests_below
@@ -76,8 +76,8 @@ def leave_page(keys: InspectKeys) -> None:
         CheckpointError: there is no checkpoint at the path, it is damaged, or the page cannot be written there.
     """
     assert keys.html is not None
-    path, target = local_path(keys.path, "path"), Path(keys.html)
-    if other_at(path, allow_pickle=keys.load.allow_pickle) is not None:
+    path, target = as_place(keys.path, "path"), Path(keys.html)
+    if isinstance(path, Path) and other_at(path, allow_pickle=keys.load.allow_pickle) is not None:
         raise ConfigurationError(
             f"html={keys.html}: a page shows a checkpoint of this project, and {path} is none; leave html out"
         )
@@ -87,14 +87,14 @@ def leave_page(keys: InspectKeys) -> None:
         print(printable(f"{target}: a page of {path}, {decimal(len(text.encode()))}"))
 
 
-def checkpoint_page(path: Path) -> str:
+def checkpoint_page(path: Place) -> str:
     """Return the page of one checkpoint."""
     with noticing_removal(path):
         sections = _sections(path, read_manifest(path), disk_use([path])[0][path])
     return page(path.absolute().name, tag("p", f"The checkpoint {path}", class_="lead"), sections)
 
 
-def folder_page(root: Path) -> str:
+def folder_page(root: Place) -> str:
     """Return the page of a folder of checkpoints.
 
     Raises:
@@ -126,10 +126,10 @@ def folder_page(root: Path) -> str:
     )
 
 
-def _commits(listed: Sequence[Committed], each: Mapping[Path, DiskUse]) -> list[Commit]:
+def _commits(listed: Sequence[Committed], each: Mapping[Place, DiskUse]) -> list[Commit]:
     """Return the checkpoints in commit order, without those that were removed since they were listed."""
     found: list[Commit] = []
-    seen: set[tuple[int, int]] = set()
+    seen: set[Hashable] = set()
     for one in listed:
         head, num_arrays, problem = None, 0, None
         try:
@@ -269,5 +269,5 @@ def _newest(commits: Sequence[Commit]) -> Markup:
     return Markup("")
 
 
-def _sections(path: Path, manifest: CheckpointManifest, use: DiskUse) -> Markup:
+def _sections(path: Place, manifest: CheckpointManifest, use: DiskUse) -> Markup:
     return checkpoint_sections({"": manifest, **manifests_below(path, manifest)}, use)

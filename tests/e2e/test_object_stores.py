@@ -75,6 +75,9 @@ def test_a_run_goes_on_in_another_layout_to_the_bit_and_its_checkpoints_are_read
     assert verified["ok"] and len(verified["checkpoints"]) == 3
     inspected = json.loads(command("inspect", f"path={ROOT}", "json=true"))
     assert [one["id"] for one in inspected["checkpoints"]] == ["00000003", "00000006", "00000009"]
+    for at in (ROOT, f"{ROOT}/checkpoint-00000009"):
+        command("inspect", f"path={at}", "html=page.html")
+        assert f"{at}<" in (command.folder / "page.html").read_text()
     assert "It would load." in command("plan", f"checkpoint={ROOT}/checkpoint-00000009", "parallel=tp_fsdp", "launch.nproc_per_node=4")
 
     newest = f"{ROOT}/checkpoint-00000009"
