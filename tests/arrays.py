@@ -15,6 +15,7 @@ from ckpt.format.box import Box, chunk_box, chunks_meeting, num_chunks, overlap,
 from ckpt.format.dtypes import zarr_name
 from ckpt.format.records import ArraySpec, ChunkExtent, Content, Expected, FileRecord, stored_shape
 from ckpt.storage.extents import ExtentReader
+from ckpt.storage.files_of import files_below
 from ckpt.storage.runs import WantedBox
 from tests.states import zero_bits
 
@@ -31,7 +32,12 @@ class Saved:
     lead_files: list[str] = field(default_factory=list)
 
     def files_found(self) -> set[str]:
-        return {path.relative_to(self.root).as_posix() for path in self.root.rglob("*") if path.is_file()}
+        with files_below(self.root) as files:
+            return set(files.below())
+
+
+SAVES: list[Saved] = []
+"""Registry: all saves of this process."""
 
 
 def array(path: str, value: torch.Tensor, *grid: int) -> tuple[ArraySpec, torch.Tensor]:
@@ -53,6 +59,7 @@ def save(
         keys: path -> key, where the path does not tell.
     """
     saved = Saved(root, dict(arrays), backend.store)
+    SAVES.append(saved)
     writers = {rank: backend.writer(root, rank, lambda num_bytes: None) for rank in ranks}
     shares = dealt(arrays, len(ranks))
     for writer, share in zip(writers.values(), shares, strict=True):
