@@ -18,8 +18,10 @@ from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.catalog.verify import verify_checkpoint
+from ckpt.convert.rewriting import rewrite
 from ckpt.errors import CheckpointError
 from ckpt.format.manifest import MANIFEST_NAME
+from ckpt.format.places import place_of
 from ckpt.ranks.topology import Topology
 from ckpt.saving import planner
 from ckpt.saving.save_settings import SaveSettings
@@ -51,8 +53,9 @@ SCENARIOS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "retention": (3, "3", {"keep_last": 2}),
     "incremental": (3, "3", {"saves": SaveSettings(incremental=True)}),
     "async": (3, "3", {"saves": SaveSettings(mode="async")}),
+    "convert": (2, "3", {}),
 }
-"""Name -> generation, id, and settings of a run that goes on from checkpoint 2 and saves once."""
+"""Name -> generation, id, and settings of a run that goes on from checkpoint 2 and saves once. "convert" copies it, in another format."""
 
 
 def write(scenario: str) -> None:
@@ -63,6 +66,9 @@ def write(scenario: str) -> None:
             for generation in (1, 2):
                 held.state = state_of(generation)
                 run.save_checkpoint(checkpoint_id=str(generation))
+        return
+    if scenario == "convert":
+        rewrite(place_of(f"{ROOT}/checkpoint-2"), place_of(f"{ROOT}/checkpoint-3"), TensorStoreBackend(segment_mib=1), Topology.alone())
         return
     generation, id, options = SCENARIOS[scenario]
     with _run(held, options) as run:

@@ -3,8 +3,8 @@
     pip install s3fs 's3torchconnector[dcp]==1.5.0'
     python -m tests.store_benchmark [rounds]
 
-Two ranks hold halves of 403 MB, in tensors of 50 MB. The store is `tests/object_server.py`, in a process of its own on this machine; it keeps
-objects in memory. All contenders take turns in one run of the ranks; of each the median is printed, and its ratio to the bare requests.
+Two ranks hold halves of 403 MB, in tensors of 50 MB. The store is `tests/object_server.py`, in a process of its own on this machine; it
+keeps objects in memory. All contenders take turns in one run of the ranks; of each the median is printed, and its ratio to the bare requests.
 """
 
 from __future__ import annotations

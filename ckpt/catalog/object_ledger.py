@@ -33,7 +33,7 @@ from typing import Any
 from ckpt.catalog.committed import COMMITTED, Committed, id_in, look, look_for, placed, said_by
 from ckpt.catalog.lease import Lease, living_runs
 from ckpt.catalog.ledger import Commit, commit_after, require_valid_id, told, warned
-from ckpt.catalog.owner import OWNER_SUFFIX
+from ckpt.catalog.owner import OWNER_SUFFIX, about_process, has_ended
 from ckpt.catalog.retention import Retention, as_retention
 from ckpt.errors import CheckpointError, CheckpointExistsError, StorageError, logger_of, sentence
 from ckpt.format.manifest import MANIFEST_NAME, closing, digest_of, fence, is_fence
@@ -50,7 +50,8 @@ _DATA = re.compile(rb'\n  "data": "([0-9a-f]{16})",\n')
 _NOTE = re.compile(r"\.attempt-(?P<id>.+)-(?P<nonce>[0-9a-f]{16})\.json")
 _HEAD_BYTES = 4096
 _UNCLAIMED = timedelta(days=1)
-"""An attempt of a save that has claimed no root, as `ckpt.save` makes them, counts as dead after this time."""
+"""An attempt of a save that has claimed no root, as `ckpt.save` makes them, counts as dead after this time, or when its process was one of
+this machine and has ended."""
 
 _COPIED = "its files have no place of their own: it was copied there"
 _IN_FLIGHT: set[str] = set()
@@ -408,8 +409,8 @@ class ObjectLedger:
         return (self._root / f"{ATTEMPT}{checkpoint.name.removeprefix(COMMITTED)}-{nonce}.json").key
 
     def _noted(self, checkpoint: ObjectPath, nonce: str, old: str | None) -> bytes:
-        by = self._saves_as if self._lock is not None else None
-        return json.dumps({"checkpoint": checkpoint.name, "nonce": nonce, "old": old, "run_id": by}).encode()
+        said = {"checkpoint": checkpoint.name, "nonce": nonce, "old": old, "run_id": self._saves_as}
+        return json.dumps(said if self._lock is not None else about_process(self._run_id) | said | {"run_id": None}).encode()
 
     def _commit(self, attempt: _Attempt) -> None:
         """Put the manifest, on the condition that the checkpoint is as it was when the attempt began."""
@@ -566,7 +567,7 @@ class ObjectLedger:
         by = said.get("run_id")
         if by is not None:
             return by in living
-        return datetime.now(UTC).timestamp() - self._listed.times[name] < _UNCLAIMED.total_seconds()
+        return not has_ended(said) and datetime.now(UTC).timestamp() - self._listed.times[name] < _UNCLAIMED.total_seconds()
 
     def _fence(self, manifest: str, data: bytes, tag: Tag | None) -> bool:
         """Change what a sleeping writer expects of a manifest; return whether it is changed."""

@@ -22,6 +22,7 @@ AFTER = {
     "retention": {"2": 2, "3": 3},
     "incremental": {**BEFORE, "3": 3},
     "async": {**BEFORE, "3": 3},
+    "convert": {**BEFORE, "3": 2},
 }
 BETWEEN = {"retention": [{**BEFORE, "3": 3}]}
 WOKEN = {"retention": [{"3": 3}]}
@@ -134,6 +135,7 @@ def hash_free(text: str) -> int:
         ("retention", "kill before"),
         ("incremental", "500"),
         ("async", "lost"),
+        ("convert", "kill before"),
     ],
 )
 def test_a_fault_at_a_request_leaves_the_checkpoints_before_or_after_and_never_half_of_one(
