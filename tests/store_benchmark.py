@@ -4,7 +4,8 @@
     python -m tests.store_benchmark [rounds]
 
 Two ranks hold halves of 403 MB, in tensors of 50 MB. The store is `tests/object_server.py`, in a process of its own on this machine; it
-keeps objects in memory. All contenders take turns in one run of the ranks; of each the median is printed, and its ratio to the bare requests.
+keeps objects in memory. All contenders take turns in one run of the ranks; of each the median is printed, and its ratio to the bare
+requests.
 """
 
 from __future__ import annotations

@@ -75,6 +75,7 @@ IN_TESTS = {
     "torch._utils._rebuild_tensor_v2": "the name that pickles of tensors hold",
     "torch.cuda._sleep": "keeps a device busy",
     "torch.distributed.algorithms._checkpoint.": "the wrapper that people train with, whose name the product knows",
+    "torch.distributed.checkpoint._fsspec_filesystem.": "the writer and reader of DCP for fsspec, which have no other name",
     "torch.distributed.checkpoint.filesystem._Storage": "what metadata of other programs hold",
     "torch.distributed.checkpoint.state_dict_loader._load_state_dict_from_keys": "what torchtitan calls",
     "torch.distributed.distributed_c10d.": "groups as torch sees them",

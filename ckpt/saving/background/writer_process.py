@@ -38,7 +38,7 @@ from ckpt.format.dtypes import contiguous, raw_bytes
 from ckpt.format.places import Place
 from ckpt.memory.shared_memory import segment_of
 from ckpt.saving.background.serialized_errors import deserialize_error, refusing
-from ckpt.storage.objects.store import retry_s
+from ckpt.storage.objects import store
 
 if TYPE_CHECKING:
     import torch
@@ -186,7 +186,7 @@ class _Child:
             raise ConfigurationError(
                 "saves.writer='process' needs sys.executable, which is empty here; give saves.writer='thread'"
             )
-        settings |= {"parent": os.getpid(), "retry_s": retry_s(), "modules": [] if module == "__main__" else [module]}
+        settings |= {"parent": os.getpid(), "retry_s": store.RETRY_S, "modules": [] if module == "__main__" else [module]}
         return subprocess.Popen(
             [sys.executable, "-P", "-c", _PROGRAM, json.dumps(settings), *(entry or os.getcwd() for entry in sys.path)],
             stdin=subprocess.DEVNULL,

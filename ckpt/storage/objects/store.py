@@ -1,6 +1,6 @@
 """The requests to one bucket: whole objects and ranges, conditional puts, lists. By obstore, which this file alone imports.
 
-Every request is tried again after a failure that may pass, for `retry_s()`. What remains is an `OSError` with the object's address: one
+Every request is tried again after a failure that may pass, for `RETRY_S`. What remains is an `OSError` with the object's address: one
 line, without the URL of the request, its query or an answer's body.
 """
 
@@ -12,6 +12,8 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from configparser import ConfigParser
+from configparser import Error as ConfigParserError
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
@@ -23,7 +25,7 @@ from ckpt.errors.imports import importing
 from ckpt.format.places import ObjectPath, Place
 
 RETRY_S = 60.0
-"""Seconds in which a failed request is tried again, unless `retry_for` has set others."""
+"""Seconds in which a failed request is tried again. `retry_for` sets others."""
 
 CONNECT_S = 10
 READ_S = 60
@@ -205,7 +207,7 @@ class Store:
 
         Whoever asked with a condition finds it broken, perhaps by the first try: see `create`.
         """
-        until = time.monotonic() + retry_s()
+        until = time.monotonic() + RETRY_S
         while True:
             try:
                 with self._telling(operation, key):
@@ -280,15 +282,11 @@ def all_of(counts: Iterable[Counts]) -> Counts:
     return {operation: total[operation] for operation in sorted(total)}
 
 
-def retry_s() -> float:
-    """Return the seconds in which this process tries a failed request again."""
-    return _RETRY_S[0] if _RETRY_S else RETRY_S
-
-
 def retry_for(seconds: float) -> None:
     """Set for how long this process tries failed requests again. Clients in use keep the time that they were made with."""
-    if seconds != retry_s():
-        _RETRY_S[:] = [seconds]
+    global RETRY_S
+    if seconds != RETRY_S:
+        RETRY_S = seconds
         forget_clients()
 
 
@@ -316,8 +314,8 @@ def _client(scheme: str, bucket: str) -> Any:
     if scheme == "memory":
         return _MEMORY.setdefault(bucket, clients.MemoryStore())
     made = {"s3": clients.S3Store, "gs": clients.GCSStore, "az": clients.AzureStore}[scheme]
-    options: dict[str, Any] = {}
-    if scheme == "s3" and not os.environ.get("AWS_ENDPOINT_URL", "https:").startswith("http:"):
+    options: dict[str, Any] = _profile(f"s3://{bucket}") if scheme == "s3" else {}
+    if scheme == "s3" and not os.environ.get("AWS_ENDPOINT_URL", options.get("endpoint", "https:")).startswith("http:"):
         options["unsigned_payload"] = True  # TLS protects the bytes: to hash them again takes 0.7 s a GB
     try:
         return made(
@@ -328,7 +326,7 @@ def _client(scheme: str, bucket: str) -> Any:
                 "read_timeout": timedelta(seconds=READ_S),
                 "timeout": timedelta(seconds=REQUEST_S),
             },
-            retry_config={"max_retries": 1000, "retry_timeout": timedelta(seconds=min(retry_s(), _LONGEST_S))},
+            retry_config={"max_retries": 1000, "retry_timeout": timedelta(seconds=min(RETRY_S, _LONGEST_S))},
             **options,
         )
     except Exception as error:  # obstore names no class for them
@@ -337,8 +335,54 @@ def _client(scheme: str, bucket: str) -> Any:
         ) from None
 
 
-_RETRY_S: list[float] = []
-"""Registry: what `retry_for` has set."""
+def _profile(what: str) -> dict[str, str]:
+    """Read what the environment lacks from the files of AWS's own tools: the keys of a profile, its region and endpoint.
+
+    Raises:
+        ConfigurationError: `AWS_PROFILE` names a profile that has no keys, as one of single sign-on or of a role has none.
+    """
+    name = os.environ.get("AWS_PROFILE", "default")
+    said: dict[str, str] = {}
+    for variable, file, section in (
+        ("AWS_CONFIG_FILE", "~/.aws/config", "default" if name == "default" else f"profile {name}"),
+        ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials", name),
+    ):
+        path = Path(os.environ.get(variable, file)).expanduser()
+        parser = ConfigParser(interpolation=None, default_section="")
+        try:
+            parser.read(path)
+        except (ConfigParserError, UnicodeDecodeError):
+            raise ConfigurationError(f"{path} cannot be read: it is no file of profiles") from None
+        if parser.has_section(section):
+            said |= parser[section]
+    found = {ours: said[theirs] for theirs, ours in _IN_PROFILES.items() if theirs in said}
+    for option, variables in _SET_BY.items():
+        if any(one.startswith(variables) for one in os.environ):
+            found.pop(option, None)
+    if any(one.startswith(_OTHER_KEYS) for one in os.environ):
+        return {option: value for option, value in found.items() if option in _SET_BY}
+    if "AWS_PROFILE" in os.environ and not {"access_key_id", "secret_access_key"} <= found.keys():
+        raise ConfigurationError(
+            f"{what}: the profile {name} of AWS_PROFILE has no keys in ~/.aws; where it is one of single sign-on or of a role, put its "
+            'keys into the environment: eval "$(aws configure export-credentials --format env)"'
+        )
+    return found
+
+
+_IN_PROFILES = {
+    "aws_access_key_id": "access_key_id",
+    "aws_secret_access_key": "secret_access_key",
+    "aws_session_token": "session_token",
+    "region": "region",
+    "endpoint_url": "endpoint",
+}
+"""Names in the files of AWS's tools -> options of the client."""
+
+_SET_BY = {"region": ("AWS_REGION", "AWS_DEFAULT_REGION"), "endpoint": ("AWS_ENDPOINT_URL",)}
+"""Options that are no secret -> variables that come before a profile's."""
+
+_OTHER_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_", "AWS_SKIP_SIGNATURE")
+"""Variables whose keys come before a profile's."""
 
 _USED: list[int] = []
 """Registry: this process, if it has used a store."""

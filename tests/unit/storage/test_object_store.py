@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,50 @@ def _use(address: str, answers: Any) -> None:
         answers.put(str(error))
     else:
         answers.put("it worked")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A home folder whose files say what the environment does not."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    (tmp_path / ".aws").mkdir()
+    stores.forget_clients()
+    yield tmp_path / ".aws"
+    stores.forget_clients()
+
+
+def test_keys_region_and_endpoint_of_a_profile_are_used(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ObjectServer() as server:
+        (home / "credentials").write_text(
+            "[default]\naws_access_key_id = wrong\n\n[mine]\naws_access_key_id = nobody\naws_secret_access_key = a%sec:ret\n"
+        )
+        mine = f"[profile mine]\nregion = eu-central-1\nendpoint_url = {server.url}\n"
+        (home / "config").write_text(f"{mine}[profile sso]\nsso_session = x\n")
+        monkeypatch.setenv("AWS_PROFILE", "mine")
+        store = store_of(ObjectPath("s3", "bucket"))
+        store.put("a", b"b")
+        assert bytes(store.get("a")[0]) == b"b"
+        for name in ("sso", "none"):
+            monkeypatch.setenv("AWS_PROFILE", name)
+            with pytest.raises(ConfigurationError, match=f"the profile {name} of AWS_PROFILE has no keys in ~/.aws") as refused:
+                Store("s3", "bucket")
+            assert "a%sec" not in str(refused.value)
+        (home / "credentials").write_text("secret=x")
+        with pytest.raises(ConfigurationError, match="credentials cannot be read: it is no file of profiles"):
+            Store("s3", "bucket")
+
+
+def test_keys_of_the_environment_come_before_those_of_a_profile(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "credentials").write_text("[default]\naws_access_key_id = wrong\naws_secret_access_key = wrong\nregion = there\n")
+    assert stores._profile("s3://bucket") == {"access_key_id": "wrong", "secret_access_key": "wrong", "region": "there"}
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "x")
+            assert stores._profile("s3://bucket") == {"region": "there"}
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "here")
+    assert "region" not in stores._profile("s3://bucket")
 
 
 def test_a_forked_process_is_told_that_it_cannot_use_a_store(server: ObjectServer) -> None:
