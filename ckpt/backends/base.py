@@ -6,7 +6,6 @@ ranks, and does not read raw chunks in a load: storage/extents.py reads those of
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from ckpt.format.box import Box
 from ckpt.format.digests import BlockDigests
 from ckpt.format.places import Place
 from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, Expected, FileRecord
+from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.pieces import padded_pieces
 from ckpt.storage.pool import Memories
 
@@ -27,10 +27,8 @@ DATABASE = "arrays.ocdbt"
 
 def database_files(root: Path) -> Iterator[str]:
     """Yield the files of the joined database by path below the checkpoint, without those of the ranks' own databases."""
-    for inside, folders, files in os.walk(root / DATABASE):
-        folders[:] = [name for name in folders if not name.startswith("rank-")]
-        for name in files:
-            yield Path(inside, name).relative_to(root).as_posix()
+    with CheckpointFolder(root) as folder:
+        yield from (path for path in folder.below(DATABASE) if "/rank-" not in path)
 
 
 @dataclass(slots=True)

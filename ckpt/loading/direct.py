@@ -7,7 +7,6 @@ works while ranks copy: within a file because it knows that the file is read in 
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ from ckpt.loading.chunk_reader import ChunkReader
 from ckpt.loading.strategy import ReadRequest, ReadStats, Stored, StoredPart, by_chunk, bytes_of, in_flight_bytes
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
-from ckpt.storage.extents import ReadAt
+from ckpt.storage.extents import PREADV, ReadAt
 from ckpt.storage.objects.files import RANGE_BYTES, REQUESTS
 
 AHEAD_BYTES = 32 << 20
@@ -46,7 +45,7 @@ class DirectLoad:
         ConfigurationError: `max_in_flight_mib` is not positive.
     """
 
-    def __init__(self, *, max_in_flight_mib: int = 8, read_at: ReadAt = os.preadv) -> None:
+    def __init__(self, *, max_in_flight_mib: int = 8, read_at: ReadAt = PREADV) -> None:
         self._slab_bytes = in_flight_bytes(max_in_flight_mib)
         self._read_at = read_at
 

@@ -16,7 +16,6 @@ form, such as safetensors, are not read here: leave the model out, or convert it
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ from ckpt.state.flatten import Leaves, flatten, rows_of
 from ckpt.state.plain import to_json
 from ckpt.state.sharing import OWN_COPIES, Sharing, SharingPattern, StateComponent, find_aliases, holders_of
 from ckpt.storage.checkpoint_files import CheckpointFolder
+from ckpt.storage.files_of import names_below
 
 _FILE = re.compile(r"(?P<key>[A-Za-z0-9_-]+?)_state(?:_[A-Za-z0-9_.-]+)?\.pt")
 _KINDS = {
@@ -62,7 +62,7 @@ def old_files(folder: Place, *, allow_pickle: bool) -> list[str]:
     """
     if not isinstance(folder, Path) or (folder / MANIFEST_NAME).exists() or not folder.is_dir():
         return []
-    files = sorted(name for name in os.listdir(folder) if _FILE.fullmatch(name))
+    files = sorted(name for name in names_below(folder) if _FILE.fullmatch(name))
     if files and not allow_pickle:
         raise CheckpointNotFoundError(
             f"{folder} has no {MANIFEST_NAME}; it looks like an old checkpoint of pickled files ({files[0]}, ...). To read tensors and "

@@ -59,6 +59,10 @@ ReadAt = Callable[[int, Sequence[memoryview], int], int]
 """A function like `os.preadv`: fills buffers in turn from an offset of an open file; returns the number of bytes."""
 
 
+PREADV: ReadAt = os.preadv
+"""What reads files, unless a caller gives something else."""
+
+
 class Landing(Protocol):
     """Copies bytes that were read to tensors on devices. See `ckpt.memory.copies.Filling`."""
 

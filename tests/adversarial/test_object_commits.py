@@ -207,4 +207,5 @@ def test_a_run_that_slept_at_any_request(
 ) -> None:
     """A third of the requests each, so that none takes longer than a hang is waited for."""
     tally = sleep_at_each(server, objects, tmp_path, scenario, 3, part)
-    assert tally["before"] > 0 and tally["after"] > 0
+    assert tally["after"] > 0
+    assert tally["before"] > 0 or scenario == "convert", "nobody takes a process without a claim for dead while it lives"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -39,6 +38,7 @@ from ckpt.loading.strategy import ReadRequest, StoredPart
 from ckpt.planning.plan import needed_chunks
 from ckpt.storage.checked_blocks import CheckedBlocks
 from ckpt.storage.checkpoint_files import CheckpointFolder
+from ckpt.storage.files_of import names_below
 from ckpt.storage.held import NOTHING_HELD
 from ckpt.storage.runs import WantedBox
 
@@ -145,7 +145,7 @@ class MegatronZarr:
             return self.arrays[key]
         if key in self.layout.headless:
             raise headless(self.root, key)
-        _log.debug("%s holds %s", self.root, sorted(os.listdir(self.root)))
+        _log.debug("%s holds %s", self.root, names_below(self.root))
         raise MissingStateError(
             f"array {key} is not in {self.root}: there is no {self.root / key / ARRAY_FILE}. It holds {len(self.arrays)} others; "
             "the debug log lists the folder."
@@ -157,7 +157,8 @@ class MegatronZarr:
         Raises:
             CorruptCheckpointError: one is missing, or the first has the wrong size.
         """
-        found = sum(len(files) for _, _, files in os.walk(self.root / array.key))
+        with CheckpointFolder(self.root) as folder:
+            found = sum(1 for _ in folder.below(array.key))
         for number in range(array.num_chunks if found < array.num_chunks else min(1, array.num_chunks)):
             self.require_chunk(array, number)
 
@@ -232,7 +233,7 @@ def load_megatron_common(checkpoint_dir: Path, *, allow_pickle: bool, unknown: U
     """
     file = checkpoint_dir / COMMON_STATE_FNAME
     if not file.is_file():
-        _log.debug("%s holds %s", checkpoint_dir, sorted(os.listdir(checkpoint_dir)))
+        _log.debug("%s holds %s", checkpoint_dir, names_below(checkpoint_dir))
         raise CorruptCheckpointError(f"{file} does not exist. {NO_DIGESTS}")
     common = _unpickled(checkpoint_dir, COMMON_STATE_FNAME, allow_pickle, unknown)
     if not isinstance(common, dict):
@@ -273,7 +274,7 @@ def load_megatron_object(
         if not (checkpoint_dir / path).is_file() or unique_key not in megatron_objects(checkpoint_dir):
             folder = (checkpoint_dir / unique_key).parent
             shown = folder if folder.is_dir() else checkpoint_dir
-            _log.debug("%s holds %s", shown, sorted(os.listdir(shown)))
+            _log.debug("%s holds %s", shown, names_below(shown))
             raise MissingStateError(
                 f"object {unique_key} is not in {checkpoint_dir}. Objects cannot be resharded: request the objects that were saved. "
                 "The debug log lists the folder."

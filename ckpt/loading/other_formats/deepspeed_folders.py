@@ -34,6 +34,7 @@ from ckpt.loading.other_formats.torch_files import Content, content_of
 from ckpt.state.flatten import Path as StatePath
 from ckpt.state.flatten import key_of
 from ckpt.storage.checkpoint_files import CheckpointFolder
+from ckpt.storage.files_of import names_below
 
 LATEST = "latest_universal"
 _ZERO = "zero"
@@ -91,7 +92,7 @@ class _Opening:
         self._values: dict[StatePath, Callable[[], Any]] = {}
 
     def checkpoint(self) -> OtherCheckpoint:
-        files = [one for one in os.listdir(self._root) if one.endswith(_MODEL_STATES)]
+        files = [one for one in names_below(self._root) if one.endswith(_MODEL_STATES)]
         files.sort(key=lambda one: [int(number) for number in re.findall(r"rank_([0-9]+)", one)])
         ranks = [_content(self._root, one) for one in files]
         if not ranks:
@@ -105,7 +106,7 @@ class _Opening:
             if ("module",) not in one.values  # None: a pipeline's stage
             for name in _value(one, "buffer_names") or ()
         }
-        names = {one for one in os.listdir(self._root / _ZERO) if (self._root / _ZERO / one).is_dir()}
+        names = {one for one in names_below(self._root / _ZERO) if (self._root / _ZERO / one).is_dir()}
         for name in sorted((names | shapes.keys()) - tied.keys() - buffers.keys()):
             self._parameter(name, shapes.get(name))
         self._untrained(ranks)
@@ -125,7 +126,7 @@ class _Opening:
         folder = f"{_ZERO}/{name}"
         weight = self._tensor(f"{folder}/{_WEIGHT}.pt", shape)
         self._add(("model", name), weight)
-        files = set(os.listdir(self._root / folder))
+        files = set(names_below(self._root / folder))
         for moment in _MOMENTS:
             if f"{moment}.pt" in files:
                 one = self._tensor(f"{folder}/{moment}.pt", shape)

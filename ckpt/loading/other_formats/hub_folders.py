@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import msgspec
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.strict_json import fit, parse
 from ckpt.storage.checkpoint_files import CheckpointFolder
+from ckpt.storage.files_of import names_below
 from ckpt.storage.hub_snapshots import files_in
 
 SAFETENSORS, BIN = "safetensors", "bin"
@@ -47,7 +47,7 @@ def weights_at(path: Path) -> Path | None:
             for name in (f"{stem}.{kind}", f"{stem}.{kind}.index.json"):
                 if (path / name).is_file():
                     return path / name
-    listed = os.listdir(path)
+    listed = names_below(path)
     for kind, stems in _STEMS.items():
         variant = re.compile(rf"(?:{'|'.join(stems)})(?:\.\w+\.{kind}|\.{kind}\.index\.\w+\.json)")
         found = [name for name in listed if variant.fullmatch(name) and (path / name).is_file()]
@@ -58,7 +58,7 @@ def weights_at(path: Path) -> Path | None:
 
 def state_beside(path: Path) -> list[str]:
     """Return the names of what Trainer, Accelerate and DeepSpeed saved of other objects in a folder whose weights are read."""
-    return sorted(name for name in os.listdir(path) if _STATE_BESIDE.fullmatch(name)) if path.is_dir() else []
+    return sorted(name for name in names_below(path) if _STATE_BESIDE.fullmatch(name)) if path.is_dir() else []
 
 
 @contextmanager

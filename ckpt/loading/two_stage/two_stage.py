@@ -10,7 +10,6 @@ its host has all of it: from there to its tensors is one copy, through a slot it
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -37,7 +36,7 @@ from ckpt.memory.copies import Filling
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology, first_difference, group_of
 from ckpt.state.collect import digest_of_json
-from ckpt.storage.extents import ReadAt
+from ckpt.storage.extents import PREADV, ReadAt
 from ckpt.storage.host_memory import can_be_shared
 
 
@@ -73,7 +72,7 @@ class TwoStageLoad:
         cpu_transfer: bool = True,
         max_in_flight_mib: int = 16,
         transport: Transport | str | None = None,
-        read_at: ReadAt = os.preadv,
+        read_at: ReadAt = PREADV,
     ) -> None:
         self._group = group
         self._cpu_transfer = cpu_transfer
