@@ -240,6 +240,7 @@ def model_files_in(src: Path) -> ModelFiles:
         CorruptCheckpointError: a link of a snapshot leads elsewhere.
     """
     root, place_of = files_in(src)
+    assert isinstance(root, Path), "as src is"
     names = {path.name for pattern in _BESIDE_MODEL for path in src.glob(pattern) if path.is_file()}
     return ModelFiles(
         root, {name: place_of(name) for name in sorted(names) if root != src or not (src / name).is_symlink()}

@@ -50,6 +50,10 @@ class ObjectPath:
         return self.key.rpartition("/")[2]
 
     @property
+    def suffix(self) -> str:
+        return PurePosixPath(self.name).suffix
+
+    @property
     def parent(self) -> ObjectPath:
         return ObjectPath(self.scheme, self.bucket, self.key.rpartition("/")[0])
 

@@ -252,7 +252,6 @@ class Loader:
             assert isinstance(path, Path)
             return OldSource(path, other, self.topology)
         if isinstance(other, str):
-            assert isinstance(path, Path)
             with self.topology.phase("open"):
                 checkpoint = open_other(path, other, allow_pickle=self.allow_pickle)
             source = OtherSource(path, checkpoint, self.topology, self.strategy, self.device)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, Self
+from typing import BinaryIO, Protocol, Self
 
 from ckpt.format.places import ObjectPath, Place
 from ckpt.storage.checkpoint_files import CheckpointFolder
@@ -77,6 +78,9 @@ class Files(Protocol):
             once: its bytes are not read again soon, and need not stay in the page cache.
         """
 
+    def stream(self, path: str) -> BinaryIO:
+        """Open a file as what other libraries read."""
+
     def below(self, path: str = "") -> Iterator[str]:
         """Yield the path of every file below a folder, at any depth. A symbolic link counts as a file."""
 
@@ -85,6 +89,9 @@ class Files(Protocol):
 
     def require_folder(self, path: str) -> None:
         """Refuse a path that is not a folder, such as a symbolic link, before it is opened as a checkpoint."""
+
+    def require_regular(self, path: str) -> None:
+        """Refuse a path that is not a regular file, before a library opens it by its path."""
 
     def require_regular_below(self, path: str, progress: Callable[[], object] = lambda: None) -> None:
         """Refuse a folder that contains links, devices or pipes, before a library opens files in it."""
@@ -123,6 +130,20 @@ def names_below(place: Place) -> list[str]:
         return sorted(os.listdir(place))
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def is_file(place: Place) -> bool:
+    """Whether a file, or an object, is there."""
+    if isinstance(place, Path):
+        return place.is_file()
+    with suppress(FileNotFoundError):
+        return bool(store_of(place).head(place.key))
+    return False
+
+
+def is_folder(place: Place) -> bool:
+    """Whether a folder is there, or objects below an address."""
+    return place.is_dir() if isinstance(place, Path) else bool(names_below(place))
 
 
 def same_place(one: Place, other: Place) -> bool:

@@ -13,17 +13,20 @@ from functools import partial
 from pathlib import Path
 
 from ckpt.errors import CorruptCheckpointError
+from ckpt.format.places import Place
 
 _SNAPSHOTS, _MODEL = "snapshots", "models--"
 _BLOB = re.compile(r"\.\./\.\./blobs/([^/]+)")
 
 
-def files_in(folder: Path) -> tuple[Path, Callable[[str], str]]:
+def files_in(folder: Place) -> tuple[Place, Callable[[str], str]]:
     """Return a folder to open, and a function from the name of a file in `folder` to its path below the folder to open.
 
     That is `folder` itself, unless it is a snapshot. The function raises:
         CorruptCheckpointError: the file is a link to anything but a blob of its snapshot.
     """
+    if not isinstance(folder, Path):  # stores have no links
+        return folder, lambda name: name
     snapshot = Path(os.path.realpath(folder))  # it may be given through a link, or as "."
     model = snapshot.parent.parent
     if snapshot.parent.name != _SNAPSHOTS or not model.name.startswith(_MODEL):

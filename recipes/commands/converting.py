@@ -221,6 +221,8 @@ def _format_of(src: Place) -> str:
         CheckpointNotFoundError: there is none that is known.
     """
     if not isinstance(src, Path):
+        if (found := format_at(src)) is not None:
+            return found
         read_manifest_bytes(src)
         return _OURS
     if not src.exists():

@@ -77,7 +77,7 @@ def leave_page(keys: InspectKeys) -> None:
     """
     assert keys.html is not None
     path, target = as_place(keys.path, "path"), Path(keys.html)
-    if isinstance(path, Path) and other_at(path, allow_pickle=keys.load.allow_pickle) is not None:
+    if other_at(path, allow_pickle=keys.load.allow_pickle) is not None:
         raise ConfigurationError(
             f"html={keys.html}: a page shows a checkpoint of this project, and {path} is none; leave html out"
         )

@@ -150,8 +150,7 @@ def is_checkpoint(path: Place) -> bool:
 
 
 def _other_at(path: Place, keys: ReadingKeys) -> OtherAt | None:
-    """See `other_at`. Files of other programs are looked for in folders alone."""
-    return other_at(path, allow_pickle=keys.load.allow_pickle) if isinstance(path, Path) else None
+    return other_at(path, allow_pickle=keys.load.allow_pickle)
 
 
 def committed_below(root: Place) -> Sequence[Committed[Place]]:

@@ -9,17 +9,20 @@ from pathlib import Path
 
 import torch
 
-from ckpt.catalog.ledger import Ledger
+from ckpt.catalog.catalog import catalog_at
 from ckpt.convert.opened import PIECE_BYTES, Opened, Piece, batches, read_into, slabs
 from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr, is_megatron_zarr
 from ckpt.errors import CheckpointError, sentence
 from ckpt.format.box import Box
-from ckpt.format.manifest import MANIFEST_NAME, STATE, ArrayEntry
+from ckpt.format.manifest import STATE, ArrayEntry
+from ckpt.format.places import Place
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import source_at
 from ckpt.loading.other_formats.other_source import OtherSource, format_at
 from ckpt.loading.torch_save_folders import old_files
 from ckpt.ranks.topology import Topology
+from ckpt.storage.files_of import is_folder
+from ckpt.storage.stored import has_manifest
 
 _OLD = "files of torch.save"
 
@@ -64,17 +67,17 @@ class OtherAt:
         return None
 
 
-def other_at(path: Path, *, allow_pickle: bool) -> OtherAt | None:
+def other_at(path: Place, *, allow_pickle: bool) -> OtherAt | None:
     """Open what is at a path; None: a checkpoint of ours, a folder with some, or nothing that is read.
 
     Raises:
         CheckpointNotFoundError: it holds pickles, and these are not allowed.
         CorruptCheckpointError: what describes it is damaged.
     """
-    if (path / MANIFEST_NAME).exists() or (path.is_dir() and Ledger(path, run_id="reader").committed()):
+    if has_manifest(path) or (is_folder(path) and catalog_at(path).committed()):
         return None
     kind = format_at(path)
-    if kind is None and path.is_dir() and is_megatron_zarr(path):
+    if kind is None and isinstance(path, Path) and path.is_dir() and is_megatron_zarr(path):
         stored = MegatronZarr(path)
         entries = {key: ArrayEntry(one.dtype, one.shape) for key, one in stored.arrays.items()}
         read = partial(_read_of_zarr, stored)

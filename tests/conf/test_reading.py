@@ -370,14 +370,14 @@ def test_a_checkpoint_removed_while_it_is_read_is_passed_over_or_called_gone(
 @pytest.mark.parametrize(
     ("recipe", "keys"),
     [
-        ("inspect", ["path=s3://b/x", "html=x.html"]),
+        ("inspect", ["path=s3://b/x", "html=s3://b/x.html"]),
     ],
 )
 def test_the_address_of_an_object_store_is_refused(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: str, keys: list[str]
 ) -> None:
     assert run(monkeypatch, recipe, *keys) == 1
-    assert "is s3://b/x: expected a folder of a mounted file system here" in capsys.readouterr().err
+    assert "html is s3://b/x.html: expected a folder of a mounted file system here" in capsys.readouterr().err
 
 
 def test_inspect_leaves_a_page_of_a_checkpoint(

@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from ckpt.format.places import ObjectPath
+from ckpt.storage.objects.store import store_of
 from tests.object_server import ObjectServer
 from tests.pace import patience
 
@@ -93,6 +97,18 @@ def test_a_run_goes_on_in_another_layout_to_the_bit_and_its_checkpoints_are_read
     third = command.train("fourth", "train.steps=9", "parallel=ddp", "launch.nproc_per_node=2", f"checkpoint_root={ROOT}", "resume=latest")
     assert third["resumed_from"] == f"{ROOT}/checkpoint-00000006" and third["fell_back_from"] == [newest]
     assert "quarantined-" in "".join(server.keys())
+
+
+@pytest.mark.full
+def test_what_other_programs_wrote_is_inspected_verified_and_converted(command: Command, server: ObjectServer) -> None:
+    hub = command.folder / "hub"
+    hub.mkdir()
+    save_file({"w": torch.randn(300, 200), "b": torch.arange(7)}, hub / "model.safetensors")
+    store_of(ObjectPath("s3", "bucket")).put("hub/model.safetensors", (hub / "model.safetensors").read_bytes())
+    assert "safetensors" in command("inspect", "path=s3://bucket/hub")
+    assert "no digests: nothing to verify" in command("verify", "path=s3://bucket/hub")
+    command("convert", "src=s3://bucket/hub", "dst=s3://bucket/from-hub", "to=zarr")
+    assert "are equal" in command("diff", "a=s3://bucket/from-hub", "b=hub")
 
 
 def test_a_store_that_does_not_answer_ends_a_run_in_one_sentence(command: Command) -> None:

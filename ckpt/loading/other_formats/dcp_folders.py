@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
@@ -20,6 +19,7 @@ from ckpt.format.box import Box
 from ckpt.format.consistency import MAX_FILE_BYTES
 from ckpt.format.dtypes import is_known, item_bytes
 from ckpt.format.export_records import RECORDS_NAME, records_for
+from ckpt.format.places import Place
 from ckpt.format.unpickling import shown, unpickle_archived, unpickle_inert
 from ckpt.loading.other_formats.other_checkpoint import (
     Encoded,
@@ -31,19 +31,19 @@ from ckpt.loading.other_formats.other_checkpoint import (
 from ckpt.loading.other_formats.torch_archives import Archive, is_tensor, located, read_tensor, sizes_in, tensor_in
 from ckpt.state.flatten import Path as StatePath
 from ckpt.state.flatten import leaves_apart, unflatten
-from ckpt.storage.checkpoint_files import CheckpointFolder
+from ckpt.storage.files_of import files_below, is_file
 
 METADATA = ".metadata"
 _MOST_BYTES = 4 << 30
 _METADATA = "torch.distributed.checkpoint.metadata."
 
 
-def is_dcp(path: Path) -> bool:
+def is_dcp(path: Place) -> bool:
     """Whether a folder holds a checkpoint of DCP."""
-    return (path / METADATA).is_file()
+    return is_file(path / METADATA)
 
 
-def open_dcp(root: Path, *, allow_pickle: bool) -> OtherCheckpoint:
+def open_dcp(root: Place, *, allow_pickle: bool) -> OtherCheckpoint:
     """Open it. Reads `.metadata` alone.
 
     Raises:
@@ -54,7 +54,7 @@ def open_dcp(root: Path, *, allow_pickle: bool) -> OtherCheckpoint:
     return described_dcp(root, allow_pickle=allow_pickle)[0]
 
 
-def described_dcp(root: Path, *, allow_pickle: bool) -> tuple[OtherCheckpoint, dict[str, Any]]:
+def described_dcp(root: Place, *, allow_pickle: bool) -> tuple[OtherCheckpoint, dict[str, Any]]:
     """Open it as `open_dcp` does; also return all that `.metadata` says."""
     if not allow_pickle:
         raise CheckpointNotFoundError(
@@ -62,19 +62,19 @@ def described_dcp(root: Path, *, allow_pickle: bool) -> tuple[OtherCheckpoint, d
             "in it, load with allow_pickle=True."
         )
     where = str(root / METADATA)
-    with CheckpointFolder(root) as folder:
+    with files_below(root) as folder:
         data = folder.read(METADATA, _MOST_BYTES)
         described = unpickle_inert(data, where)
         with refusing_metadata(root):
             checkpoint = _checkpoint(root, described.state)
-        if (root / RECORDS_NAME).exists():
+        if is_file(root / RECORDS_NAME):
             found = folder.read(RECORDS_NAME, MAX_FILE_BYTES)
             checkpoint.records = records_for(data, found, str(root / RECORDS_NAME))
     return checkpoint, described.state
 
 
 @contextmanager
-def refusing_metadata(root: Path) -> Iterator[None]:
+def refusing_metadata(root: Place) -> Iterator[None]:
     """Turn errors of reading what `.metadata` says into a `CorruptCheckpointError`."""
     try:
         yield
@@ -86,7 +86,7 @@ def refusing_metadata(root: Path) -> Iterator[None]:
         ) from None
 
 
-def _checkpoint(root: Path, metadata: dict[str, Any]) -> OtherCheckpoint:
+def _checkpoint(root: Place, metadata: dict[str, Any]) -> OtherCheckpoint:
     places: dict[tuple[str, tuple[int, ...] | None], Any] = {}
     for index, place in metadata["storage_data"].items():
         key = index.state
@@ -123,7 +123,7 @@ def _checkpoint(root: Path, metadata: dict[str, Any]) -> OtherCheckpoint:
     )
 
 
-def _require_apart(root: Path, places: Mapping[Any, dict[str, Any]]) -> None:
+def _require_apart(root: Place, places: Mapping[Any, dict[str, Any]]) -> None:
     """Refuse values that lie in the same bytes, or beyond the end of a file: what they are copied to would be far larger than they.
 
     A missing file is an error of the values in it, when they are read.
@@ -137,17 +137,17 @@ def _require_apart(root: Path, places: Mapping[Any, dict[str, Any]]) -> None:
         for (_, end, fqn), (begin, _, other) in pairwise(found):
             if begin < end:
                 raise CorruptCheckpointError(f"{root / METADATA}: {fqn} and {other} lie in the same bytes of {file}")
-        with suppress(FileNotFoundError, NotADirectoryError), CheckpointFolder(root) as folder:
-            if found[-1][1] > folder.stat(file).st_size:
+        with suppress(FileNotFoundError, NotADirectoryError), files_below(root) as folder:
+            if found[-1][1] > folder.size(file):
                 raise _cut_off(root, file, found[-1][2])
 
 
-def _cut_off(root: Path, file: str, fqn: str) -> CorruptCheckpointError:
+def _cut_off(root: Place, file: str, fqn: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(f"{root / file} was cut off: it does not hold all of {fqn}", file=file)
 
 
 def _require_held(
-    root: Path, fqn: str, shape: tuple[int, ...], dtype: str, parts: list[tuple[Box, dict[str, Any]]]
+    root: Place, fqn: str, shape: tuple[int, ...], dtype: str, parts: list[tuple[Box, dict[str, Any]]]
 ) -> None:
     """Refuse a tensor with more elements than its parts, which have no more than their archives."""
     held = sum(min(box.num_elements, place["length"] // item_bytes(dtype)) for box, place in parts)
@@ -158,7 +158,7 @@ def _require_held(
 
 
 def _pieces(
-    root: Path, fqn: str, dtype: str, shape: tuple[int, ...], parts: list[tuple[Box, dict[str, Any]]]
+    root: Place, fqn: str, dtype: str, shape: tuple[int, ...], parts: list[tuple[Box, dict[str, Any]]]
 ) -> list[FilePiece] | Encoded:
     """Find the bytes of a tensor's parts in their archives."""
     found = []
@@ -178,7 +178,7 @@ def _pieces(
     return located(root, fqn, shape, found)
 
 
-def _value(root: Path, fqn: str, place: dict[str, Any]) -> Any:
+def _value(root: Place, fqn: str, place: dict[str, Any]) -> Any:
     """Read a value, with the tensors in it."""
     with _archive(root, fqn, place) as (stream, file, length):
         label = f"{root / file}: {fqn}"
@@ -194,7 +194,7 @@ def _value(root: Path, fqn: str, place: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def _archive(root: Path, fqn: str, place: dict[str, Any]) -> Iterator[tuple[BinaryIO, str, int]]:
+def _archive(root: Place, fqn: str, place: dict[str, Any]) -> Iterator[tuple[BinaryIO, str, int]]:
     """Open the file that holds an archive, at its first byte; give the file, its name, and the bytes of the archive."""
     file, offset, length = _place(root, fqn, place)
     if place.get("transform_descriptors"):
@@ -208,7 +208,7 @@ def _archive(root: Path, fqn: str, place: dict[str, Any]) -> Iterator[tuple[Bina
         yield stream, file, length
 
 
-def _place(root: Path, fqn: str, place: dict[str, Any]) -> tuple[str, int, int]:
+def _place(root: Place, fqn: str, place: dict[str, Any]) -> tuple[str, int, int]:
     """File, first byte and length of an archive."""
     file, offset, length = place["relative_path"], place["offset"], place["length"]
     if not isinstance(file, str) or not all(type(n) is int and n >= 0 for n in (offset, length)):

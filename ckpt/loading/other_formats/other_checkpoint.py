@@ -17,12 +17,13 @@ from ckpt.errors import CorruptCheckpointError
 from ckpt.format.box import Box, first_overlap, overlap, whole
 from ckpt.format.dtypes import item_bytes, torch_dtype
 from ckpt.format.export_records import ExportRecords
+from ckpt.format.places import Place
 from ckpt.format.records import ArraySpec, ChunkExtent
 from ckpt.loading.strategy import ReadRequest, StoredPart
 from ckpt.planning.plan import needed_chunks
 from ckpt.state.flatten import Path as StatePath
 from ckpt.storage.checked_blocks import CheckedBlocks
-from ckpt.storage.checkpoint_files import CheckpointFolder
+from ckpt.storage.files_of import Files, files_below, read_fully
 from ckpt.storage.held import NOTHING_HELD
 from ckpt.storage.runs import WantedBox
 
@@ -91,14 +92,14 @@ class OtherTensor:
 
 
 @contextmanager
-def folder_with(root: Path, file: str) -> Iterator[CheckpointFolder]:
+def folder_with(root: Place, file: str) -> Iterator[Files]:
     """Open a checkpoint's folder, for one of its files.
 
     Raises:
         CorruptCheckpointError: the file is missing.
     """
     try:
-        with CheckpointFolder(root) as folder:
+        with files_below(root) as folder:
             yield folder
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CorruptCheckpointError(f"{root / file} is missing", file=file) from error
@@ -132,13 +133,13 @@ class OtherCheckpoint:
 
     def __init__(
         self,
-        root: Path,
+        root: Place,
         program: str,
         tensors: Mapping[str, OtherTensor],
         values: Mapping[StatePath, Callable[[], Any]],
         *,
         paths: Sequence[StatePath] = (),
-        named_by: Path | None = None,
+        named_by: Place | None = None,
         described_in: str = "",
         unread: Mapping[StatePath, str] = MappingProxyType({}),
     ) -> None:
@@ -190,7 +191,8 @@ class OtherCheckpoint:
     def mapped(self, name: str) -> list[tuple[Box, torch.Tensor]]:
         """Return a tensor's pieces as views of their files, at any alignment; one that is not raw, or empty, whole and in memory.
 
-        Views are private mappings: writes to them do not reach the files. They are valid until somebody else changes the files.
+        Pieces of an object store are in memory. Views are private mappings: writes to them do not reach the files. They are valid until
+        somebody else changes the files.
 
         Raises:
             CorruptCheckpointError: a file is missing or too short, or pieces overlap.
@@ -205,6 +207,12 @@ class OtherCheckpoint:
         found = []
         for box, file, offset in ((one.box, one.file, one.offset) for one in pieces if one.box.num_elements):
             self._chunk_around(file, offset, box.num_elements * dtype.itemsize)
+            if not isinstance(self.root, Path):
+                memory = bytearray(box.num_elements * dtype.itemsize)
+                with folder_with(self.root, file) as folder, folder.opened(file) as stored:
+                    read_fully(stored, memoryview(memory), offset)
+                found.append((box, torch.frombuffer(memory, dtype=dtype).view(box.shape)))
+                continue
             if file not in self._maps:
                 with folder_with(self.root, file) as folder, folder.stream(file) as stream:
                     self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -259,7 +267,7 @@ class OtherCheckpoint:
         chunk = self._chunks.get(at)
         if chunk is None:
             with folder_with(self.root, file) as folder:
-                size = folder.stat(file).st_size
+                size = folder.size(file)
             chunk = self._chunks[at] = ChunkExtent(*at, max(0, size - at[1]), ())
         if offset + num_bytes > chunk.offset + chunk.length:
             raise CorruptCheckpointError(f"{self.root / file} was cut off", file=file)

@@ -20,7 +20,7 @@ import torch
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingStateError
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.gc_pause import gc_paused
-from ckpt.format.manifest import MANIFEST_NAME, STATE, ArrayEntry
+from ckpt.format.manifest import STATE, ArrayEntry
 from ckpt.format.places import Place
 from ckpt.format.unpickling import UnknownObject, unknown_in, without_unknown
 from ckpt.loading.other_formats.dcp_folders import is_dcp, open_dcp
@@ -53,6 +53,7 @@ from ckpt.state.flatten import (
 )
 from ckpt.state.plain import IN_JSON
 from ckpt.state.sharing import OWN_COPIES, Sharing, SharingPattern, StateComponent
+from ckpt.storage.stored import has_manifest
 
 _log = logging.getLogger("ckpt")
 
@@ -62,7 +63,7 @@ _OF_WEIGHTS = ("safetensors", "torch.save")
 _ORDERED = ("OrderedDict",)
 _Form = tuple[str, tuple[int, ...]]
 """Data type and shape of a tensor."""
-_OPEN: dict[str, tuple[Callable[[FilePath], bool], Callable[..., OtherCheckpoint]]] = {
+_OPEN: dict[str, tuple[Callable[[Any], bool], Callable[..., OtherCheckpoint]]] = {
     "megatron": (is_megatron, open_megatron),
     "dcp": (is_dcp, open_dcp),
     "safetensors": (is_safetensors, lambda path, *, allow_pickle: open_safetensors(path)),
@@ -72,17 +73,21 @@ _OPEN: dict[str, tuple[Callable[[FilePath], bool], Callable[..., OtherCheckpoint
 }
 
 
+_IN_STORES = ("dcp", "safetensors", "torch")
+
+
 def format_at(path: Place) -> str | None:
     """The format of another program's checkpoint at a path; None: there is one of this package, or none that is known.
 
-    In object stores none is known.
+    In object stores those of `_IN_STORES` are known.
     """
-    if not isinstance(path, FilePath) or (path / MANIFEST_NAME).exists():
+    if has_manifest(path):
         return None
-    return next((name for name, (is_one, _) in _OPEN.items() if is_one(path)), None)
+    known = _OPEN if isinstance(path, FilePath) else _IN_STORES
+    return next((name for name in known if _OPEN[name][0](path)), None)
 
 
-def open_other(path: FilePath, format: str, *, allow_pickle: bool) -> OtherCheckpoint:
+def open_other(path: Place, format: str, *, allow_pickle: bool) -> OtherCheckpoint:
     """Open a checkpoint of this format for reading by one rank.
 
     Raises:
@@ -104,7 +109,7 @@ class OtherSource(CheckpointSource):
     """Leave out objects that are not plain, with a warning, and name them in `left_out`; otherwise they are `unread`."""
 
     def __init__(
-        self, path: FilePath, checkpoint: OtherCheckpoint, topology: Topology, strategy: LoadingStrategy, device: Device
+        self, path: Place, checkpoint: OtherCheckpoint, topology: Topology, strategy: LoadingStrategy, device: Device
     ) -> None:
         number = re.search(r"[0-9]+$", (checkpoint.named_by or path).name)
         self.checkpoint_id = (

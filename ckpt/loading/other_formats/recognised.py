@@ -14,6 +14,7 @@ from ckpt.format.places import Place
 from ckpt.loading.other_formats.hub_folders import opened, weights_at
 from ckpt.loading.other_formats.other_source import format_at
 from ckpt.loading.report import some_of
+from ckpt.storage.files_of import is_file
 from ckpt.storage.hub_snapshots import files_in
 from ckpt.storage.metadata import maybe_load_config, other_format
 from ckpt.storage.stored import checkpoints_below, read_manifest_bytes
@@ -131,10 +132,10 @@ def _is_read(path: Path) -> bool:
     return False
 
 
-def _kind_of(path: Path, file: Path) -> str | None:
+def _kind_of(path: Place, file: Place) -> str | None:
     """`kind_of` the path itself, or of a file in that folder."""
     with suppress(OSError, CheckpointError):
-        if file.is_file():
+        if is_file(file):
             with opened(path, file) as stream:
                 return kind_of(stream)
     return None

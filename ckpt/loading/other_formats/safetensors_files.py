@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path as FilePath
 
 from ckpt.backends.safetensors_format import MOST_HEADER_BYTES, SUFFIX, read_shard
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.gc_pause import gc_paused
+from ckpt.format.places import Place
 from ckpt.loading.other_formats.hub_folders import (
     SAFETENSORS,
     index_kind,
@@ -25,7 +26,7 @@ from ckpt.storage.hub_snapshots import files_in
 ONE_FILE = "model.safetensors"
 
 
-def is_safetensors(path: Path) -> bool:
+def is_safetensors(path: Place) -> bool:
     """Whether a path is a safetensors file, by its name or its first bytes, an index of such files, or a folder with either."""
     file = weights_at(path)
     if file is None:
@@ -38,7 +39,7 @@ def is_safetensors(path: Path) -> bool:
 
 
 @gc_paused()
-def open_safetensors(path: Path) -> OtherCheckpoint:
+def open_safetensors(path: Place) -> OtherCheckpoint:
     """Open it. Reads the headers alone. An index says which file holds which tensor; what it does not name is no part of the model.
 
     Raises:
@@ -78,5 +79,5 @@ def open_safetensors(path: Path) -> OtherCheckpoint:
                     file=file,
                 )
     # The name of a snapshot is that of a commit, and no step, whatever it ends in.
-    named_by = None if root == folder else Path(ONE_FILE)
+    named_by = None if root == folder else FilePath(ONE_FILE)
     return OtherCheckpoint(root, "safetensors", tensors, {}, named_by=named_by, unread=unread)

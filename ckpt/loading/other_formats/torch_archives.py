@@ -22,6 +22,7 @@ from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointEr
 from ckpt.format.box import Box, first_overlap, overlap, whole
 from ckpt.format.dtypes import is_known, item_bytes, torch_dtype
 from ckpt.format.file_kinds import kind_of
+from ckpt.format.places import Place
 from ckpt.format.unpickling import UnknownObject, require_repeats_within, shown, unpickle_inert
 from ckpt.loading.other_formats.other_checkpoint import Encoded, FilePiece, folder_with
 
@@ -204,7 +205,7 @@ def kind_of_tensor(described: Any) -> tuple[bool, bool]:
     return False, made_by in _REBUILT and len(args) > 4 and args[4] is True
 
 
-def read_tensor(root: Path, file: str, one: ArchivedTensor, name: str) -> torch.Tensor:
+def read_tensor(root: Place, file: str, one: ArchivedTensor, name: str) -> torch.Tensor:
     """Read a tensor of a file into memory."""
     box = whole(one.shape)
     out = torch.empty(one.shape, dtype=torch_dtype(one.dtype), device="cpu")
@@ -226,7 +227,7 @@ def tensor_in(file: BinaryIO, begin: int, length: int, where: str) -> ArchivedTe
 
 
 def located(
-    root: Path, name: str, shape: tuple[int, ...], parts: Sequence[tuple[Box, str, ArchivedTensor]]
+    root: Place, name: str, shape: tuple[int, ...], parts: Sequence[tuple[Box, str, ArchivedTensor]]
 ) -> list[FilePiece] | Encoded:
     """Find the bytes of a tensor's parts: pieces, where all lie row-major; otherwise they are copied out of the files, which are mapped.
 
@@ -251,7 +252,7 @@ def located(
     return Encoded(parts[0][1], _grid(shape, parts[0][2].dtype), read)
 
 
-def _copy(root: Path, piece: FilePiece, one: ArchivedTensor, box: Box, out: torch.Tensor, name: str) -> None:
+def _copy(root: Place, piece: FilePiece, one: ArchivedTensor, box: Box, out: torch.Tensor, name: str) -> None:
     """Copy a box of a part into host memory. The elements may lie at any byte, so that NumPy copies them, as integers."""
     item = item_bytes(one.dtype)
     word = min(item, 8)
@@ -260,7 +261,12 @@ def _copy(root: Path, piece: FilePiece, one: ArchivedTensor, box: Box, out: torc
     shape, steps = (*box.shape, item // word), (*stride, word)
     with folder_with(root, piece.file) as folder, folder.stream(piece.file) as stream:
         try:
-            memory = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            memory: Any
+            if isinstance(root, Path):
+                memory = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            else:  # from the first byte that is wanted to the last one
+                stream.seek(first)
+                memory, first = stream.read(sum((side - 1) * step for side, step in zip(shape, steps, strict=True)) + word), 0
             source: Any = np.ndarray(shape, f"<i{word}", memory, first, steps)  # checks that all lies in the file
         except (ValueError, TypeError):
             raise CorruptCheckpointError(f"{root / piece.file} was cut off: {name}", file=piece.file) from None
@@ -329,7 +335,7 @@ def _bits(given: Any) -> tuple[bool, bool]:
     return bool(bits.get("conj")), bool(bits.get("neg"))
 
 
-def _content(root: Path, file: str, one: ArchivedTensor, name: str) -> int:
+def _content(root: Place, file: str, one: ArchivedTensor, name: str) -> int:
     """The position of a tensor's first element in its file. Its member's header says where the content begins."""
     if one.header is None:
         return 0

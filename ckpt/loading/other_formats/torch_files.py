@@ -15,6 +15,7 @@ from typing import Any
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError
 from ckpt.format.box import whole
 from ckpt.format.export_records import RECORDS_NAME, ExportRecords, records_for
+from ckpt.format.places import Place
 from ckpt.format.unpickling import UnknownObject, unpickle_archived
 from ckpt.loading.other_formats.hub_folders import BIN, index_kind, names_by_file, opened, require_all_held, weights_at
 from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint, OtherTensor, folder_with
@@ -32,7 +33,7 @@ _OF_DCP = ".distcp"
 _DESCRIBED = b"/data.pkl"
 
 
-def is_torch_file(path: Path) -> bool:
+def is_torch_file(path: Place) -> bool:
     """Whether a path is a file of `torch.save`, by its first bytes: `data.pkl` is the first member of its zip.
 
     Also an index of such files, and a folder of Hugging Face's with either.
@@ -46,7 +47,7 @@ def is_torch_file(path: Path) -> bool:
     return begin.startswith(_OLD) or (begin.startswith(_ZIP) and named.endswith(_DESCRIBED))
 
 
-def open_torch_file(path: Path, *, allow_pickle: bool) -> OtherCheckpoint:
+def open_torch_file(path: Place, *, allow_pickle: bool) -> OtherCheckpoint:
     """Open it. Reads the description of its tensors, and its plain values.
 
     Raises:
@@ -62,7 +63,7 @@ def open_torch_file(path: Path, *, allow_pickle: bool) -> OtherCheckpoint:
     weights = weights_at(path)
     assert weights is not None, "is_torch_file"
     if weights == path and not index_kind(path):  # a link that the user named is followed
-        path = path.resolve()
+        path = path.resolve() if isinstance(path, Path) else path
         root, held, named_by = path.parent, content_of(path.parent, path.name), None
     else:
         root, place_of = files_in(weights.parent)
@@ -97,7 +98,7 @@ class Content:
     records: ExportRecords | None = None
 
 
-def content_of(root: Path, file: str) -> Content:
+def content_of(root: Place, file: str) -> Content:
     """Read what describes the tensors of a file, and its plain values.
 
     Args:
@@ -138,7 +139,7 @@ def content_of(root: Path, file: str) -> Content:
     return Content(_kind(state), tensors, values, unread, [path for path, _ in leaves], records)
 
 
-def _of_index(index: Path, root: Path, place_of: Callable[[str], str]) -> Content:
+def _of_index(index: Place, root: Place, place_of: Callable[[str], str]) -> Content:
     """What the files of an index hold, each of them only what the index names in it; a dictionary, whatever they are.
 
     Raises: as `content_of`, and
