@@ -171,7 +171,7 @@ class Lease:
         """Wait until an owner has been silent for `stale_s`; False: the claim is free, or of another owner, by now.
 
         Raises:
-            FolderInUseError: the heartbeat moved.
+            FolderInUseError: the heartbeat moved, or the owner has ended its claim meanwhile: it may have saved since this run looked.
         """
         began = time.monotonic()
         _log.warning("%s was in use by %s: waiting up to %.0f s for a sign of life", self._what, who(said), self._stale_s)
@@ -183,12 +183,21 @@ class Lease:
             except FileNotFoundError:
                 return False
             now = _read(data)
-            if now.get("released") or now.get("nonce") != said.get("nonce"):
+            if now.get("nonce") != said.get("nonce"):
                 return False
+            if now.get("released"):
+                raise FolderInUseError(
+                    f"{self._what} was in use until now by {who(now)}, which may have saved since this run looked there: start again"
+                )
             if tag != old:
-                since = f" since {now['since']}" if "since" in now else ""
-                raise FolderInUseError(f"{self._what} is in use{since} by {who(now)}: {self._advice}")
+                raise self._in_use(now)
+            if has_ended(said):
+                return True
         return True
+
+    def _in_use(self, said: Mapping[str, Any]) -> FolderInUseError:
+        since = f" since {said['since']}" if "since" in said else ""
+        return FolderInUseError(f"{self._what} is in use{since} by {who(said)}: {self._advice}")
 
 
 _HELD: set[_Held] = set()

@@ -168,7 +168,7 @@ class ObjectLedger:
             FolderInUseError: another run saves here.
             StorageError: the store refuses, or does not keep the condition of a put.
         """
-        with told(f"checkpoint root {self._root} cannot be written", "; choose another place"):
+        with told(f"checkpoint root {self._root} cannot be written"):
             if not lock.is_held:
                 self._require_conditions()
             lock.acquire(progress)
@@ -183,7 +183,7 @@ class ObjectLedger:
             StorageError: the store refuses.
         """
         require_valid_id(checkpoint_id)
-        with told(f"checkpoint root {self._root} cannot be written", "; choose another place"):
+        with told(f"checkpoint root {self._root} cannot be written"):
             self._listed = self._list()
             if self._lock is not None:
                 self._sweep()
@@ -241,7 +241,7 @@ class ObjectLedger:
 
     def open_at(self, target: ObjectPath) -> ObjectPath:
         """As `open`, for a checkpoint whose address is not made of an id."""
-        with told(f"{target} cannot be written", "; choose another place"):
+        with told(f"{target} cannot be written"):
             self._require_conditions()
             return self._begin(target, None)
 

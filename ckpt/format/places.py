@@ -16,6 +16,7 @@ SCHEMES = {"s3": "S3", "gs": "Google Cloud Storage", "az": "Azure Blob Storage",
 """Scheme of an address -> the kind of store."""
 
 _ADDRESS = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*):/(?P<rest>.*)", re.DOTALL)
+_NO_SLASH = re.compile(rf"(?P<scheme>{'|'.join(SCHEMES)}):(?!/)", re.IGNORECASE)
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,221}")
 _KEY_PART = re.compile(r"(?!\.{1,2}\Z)[^/\\\x00-\x1f\x7f?#*\ud800-\udfff]+")
 
@@ -115,6 +116,10 @@ def as_place(given: str | os.PathLike[str] | ObjectPath, what: str) -> Place:
     if isinstance(given, ObjectPath):
         return given
     text = os.fspath(given)
+    if (match := _NO_SLASH.match(text)) is not None:
+        raise ConfigurationError(
+            f"{what} is {_shown(text)}: expected {match['scheme'].lower()}://bucket/run; a folder of this name is given as ./{_shown(text)}"
+        )
     match = _ADDRESS.match(text)
     if match is None:
         return Path(given)

@@ -20,7 +20,7 @@ import torch
 
 from ckpt.backends.base import Backend, Previous
 from ckpt.errors import StorageError
-from ckpt.format.places import Place
+from ckpt.format.places import ObjectPath, Place
 from ckpt.memory.device import Device
 from ckpt.planning.plan import SavePlan
 from ckpt.ranks.topology import Topology
@@ -183,6 +183,8 @@ def require_reachable(root: Place, is_seen: Callable[[], bool], topology: Topolo
     deadline = time.monotonic() + min(topology.timeout_s / 2, 30.0)
     while not is_seen():
         if time.monotonic() > deadline:
+            if isinstance(root, ObjectPath) and root.scheme == "memory":
+                raise StorageError(f"{root} is in the memory of one process, and other ranks cannot save there: give a folder, or a store")
             raise StorageError(
                 f"checkpoint root {root} is not shared by the ranks: rank {topology.rank} does not see what rank 0 made there. Put "
                 "output_dir on a file system that all hosts mount, or into one object store."

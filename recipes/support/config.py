@@ -199,7 +199,13 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
     check_choice(run["pattern_check"])
     check_report(run["report"])
     _check_start(run)
-    layout = check_training(run, num_ranks or run["launch"]["nproc_per_node"])
+    ranks = num_ranks or run["launch"]["nproc_per_node"]
+    if ranks > 1 and str(run["checkpoint_root"]).startswith("memory:"):
+        raise ConfigurationError(
+            f"checkpoint_root={run['checkpoint_root']} is in the memory of one process, and this run has {ranks} ranks: give a folder, or "
+            "the address of a store"
+        )
+    layout = check_training(run, ranks)
     for name in ("ckpt", "strategy", "coordinator"):  # the coordinator last: its nodes repeat others
         bind(run[name], name, AT_RUN_TIME[name])
     kept_memories(run)

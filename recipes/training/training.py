@@ -107,7 +107,7 @@ def _require_own_history(cfg: Mapping[str, Any], ledger: Catalog[Any]) -> None:
     if resumed is None and committed:
         raise CheckpointExistsError(
             f"{root} holds the checkpoints of an earlier run, up to {committed[-1].path.name}: resume with resume=latest, write elsewhere "
-            "with run_name=<another>, or replace them with overwrite=true"
+            f"with {_another_root(cfg)}, or replace them with overwrite=true"
         )
     if resumed in (None, "latest"):
         return
@@ -120,9 +120,16 @@ def _require_own_history(cfg: Mapping[str, Any], ledger: Catalog[Any]) -> None:
         foreign = ("checkpoints of another history", "remove")
         kind, then = foreign if newer is None else ("newer checkpoints", "set aside")
         raise CheckpointExistsError(
-            f"resume={resumed}: {root} holds {kind}: {some_of(others)}. Give overwrite=true to {then} them, run_name=<another> to write "
+            f"resume={resumed}: {root} holds {kind}: {some_of(others)}. Give overwrite=true to {then} them, {_another_root(cfg)} to write "
             "elsewhere, or resume=latest to resume from the newest"
         )
+
+
+def _another_root(cfg: Mapping[str, Any]) -> str:
+    """The key that names another checkpoint root: the name of the run, unless the root lies outside of its folder."""
+    place, run_dir = place_of(cfg["checkpoint_root"]), Path(cfg["run_dir"])
+    follows = isinstance(place, Path) and place.is_relative_to(run_dir)
+    return "run_name=<another>" if follows else "checkpoint_root=<another>"
 
 
 def train(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:

@@ -535,3 +535,15 @@ def test_a_command_that_only_reads_refuses_a_sweep_and_makes_no_folder(
         recipes.verify.main()
     assert capsys.readouterr().err == "verify only reads, one path at a time: leave out -m\n"
     assert not list(tmp_path.iterdir())
+
+
+def test_a_root_in_the_memory_of_one_process_is_refused_for_several_ranks(command: Command) -> None:
+    outcome = command(*SMALL[::2], "launch.nproc_per_node=2", "checkpoint_root=memory://a/b")
+    assert outcome.code == 1
+    assert "checkpoint_root=memory://a/b is in the memory of one process, and this run has 2 ranks" in outcome.err
+
+
+def test_another_root_is_advised_where_the_name_of_the_run_changes_none(command: Command) -> None:
+    assert command(*SMALL, "train.steps=1", "checkpoint_root=kept").code == 0
+    outcome = command(*SMALL, "train.steps=1", "checkpoint_root=kept", "run_name=other")
+    assert outcome.code == 1 and "write elsewhere with checkpoint_root=<another>" in outcome.err

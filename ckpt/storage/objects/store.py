@@ -19,6 +19,7 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from ckpt.errors import ConfigurationError
 from ckpt.errors.imports import importing
@@ -233,6 +234,10 @@ class Store:
             if "NoSuchBucket" in str(error):
                 raise OSError(errno.ENXIO, "there is no such bucket", self._name) from None
             raise _as_os_error(error, errors, f"{self._name}/{key}") from None
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of the client's own language: no Exception, and with a traceback of its own
+                raise
+            raise OSError(errno.EINVAL, f"the client failed ({_first_line(error)})", f"{self._name}/{key}") from None
         finally:
             self._count(operation, 0, requests=1)
 
@@ -315,7 +320,12 @@ def _client(scheme: str, bucket: str) -> Any:
         return _MEMORY.setdefault(bucket, clients.MemoryStore())
     made = {"s3": clients.S3Store, "gs": clients.GCSStore, "az": clients.AzureStore}[scheme]
     options: dict[str, Any] = _profile(f"s3://{bucket}") if scheme == "s3" else {}
-    if scheme == "s3" and not os.environ.get("AWS_ENDPOINT_URL", options.get("endpoint", "https:")).startswith("http:"):
+    endpoint = os.environ.get("AWS_ENDPOINT_URL", options.get("endpoint", "https://"))
+    if scheme == "s3" and not endpoint.startswith(("http://", "https://")):
+        raise ConfigurationError(
+            f"the endpoint of s3://{bucket} is {endpoint.rpartition('@')[2]}: expected a URL, such as http://{endpoint.rpartition('@')[2]}"
+        )
+    if scheme == "s3" and not endpoint.startswith("http:"):
         options["unsigned_payload"] = True  # TLS protects the bytes: to hash them again takes 0.7 s a GB
     try:
         return made(
@@ -413,11 +423,17 @@ def _as_os_error(error: Exception, errors: Any, address: str) -> OSError:
     if isinstance(error, errors.PermissionDeniedError | errors.UnauthenticatedError) or (status and status[1] in ("401", "403")):
         return PermissionError(errno.EACCES, f"the store denies access ({said})", address)
     if status is None:
-        return OSError(errno.EIO, f"the store does not answer ({said})", address)
+        return OSError(errno.EIO, f"the store does not answer ({said}{_endpoint()})", address)
     return OSError(errno.EIO, f"the store refuses ({said})", address)
 
 
-def _first_line(error: Exception) -> str:
+def _endpoint() -> str:
+    """Where an own server is said to be, for a sentence: without what may be a secret."""
+    found = urlsplit(os.environ.get("AWS_ENDPOINT_URL", ""))
+    return f", at {found.scheme}://{found.netloc.rpartition('@')[2]}" if found.netloc else ""
+
+
+def _first_line(error: BaseException) -> str:
     """The reason in an error of obstore, without the address of the request and without what comes after it."""
     line = str(error).partition("\n")[0]
     reason = line.rpartition(" - ")[2] if " - " in line else line

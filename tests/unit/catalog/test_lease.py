@@ -98,6 +98,21 @@ def test_an_owner_that_lives_is_named(store: Store, server: ObjectServer) -> Non
         lease(stale_s=5.0).acquire()
 
 
+def test_an_owner_that_ends_while_it_is_watched_may_have_saved_so_the_root_is_not_taken(store: Store, server: ObjectServer) -> None:
+    """What it has committed meanwhile, this run has not seen: as a run that starts again does."""
+    claimed_by_another(store)
+    looks = iter(range(1000))
+    server.after = lambda number, operation, key: (
+        claimed_by_another(store, released=True) if operation == "get" and next(looks) == 1 else None
+    )
+    with pytest.raises(FolderInUseError, match="was in use until now by run other .*, which may have saved since .*: start again"):
+        lease(stale_s=5.0).acquire()
+    server.forget()
+    free = lease()
+    free.acquire()
+    free.release()
+
+
 def test_an_owner_that_has_been_silent_is_replaced(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     claimed_by_another(store)
     waited: list[int] = []

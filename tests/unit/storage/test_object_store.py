@@ -233,6 +233,39 @@ def test_keys_of_the_environment_come_before_those_of_a_profile(home: Path, monk
     assert "region" not in stores._profile("s3://bucket")
 
 
+def test_an_endpoint_that_is_no_url_is_refused_in_one_sentence(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "me:secret@127.0.0.1:5555")
+    with pytest.raises(ConfigurationError, match="expected a URL, such as http://127.0.0.1:5555") as refused:
+        Store("s3", "bucket")
+    assert "secret" not in str(refused.value)
+
+
+def test_what_the_client_itself_fails_at_is_an_error_of_the_object(server: ObjectServer) -> None:
+    store = store_of(ObjectPath("s3", "bucket"))
+
+    class PanicException(BaseException): ...
+
+    def fails() -> None:
+        raise PanicException("request valid: https://here/?key=secret")
+
+    with pytest.raises(OSError, match="the client failed") as failed:
+        store._again("get", "a", fails)
+    assert "secret" not in sentence(failed.value) and failed.value.filename == "s3://bucket/a"
+
+
+def test_a_store_that_does_not_answer_is_named_by_its_endpoint(server: ObjectServer) -> None:
+    server.fault = lambda number, operation, key: "drop"
+    with pytest.raises(OSError, match=rf"the store does not answer \(.*, at {server.url}\)"):
+        store_of(ObjectPath("s3", "bucket")).get("a")
+
+
+@pytest.mark.parametrize("given_", ["s3:bucket/x", "S3:bucket", "gs:b/x"])
+def test_an_address_without_slashes_is_no_folder(given_: str) -> None:
+    with pytest.raises(ConfigurationError, match="expected (s3|gs)://bucket/run; a folder of this name is given as ./"):
+        as_place(given_, "output_dir")
+    assert as_place(f"./{given_}", "output_dir") == Path(given_)
+
+
 def test_a_forked_process_is_told_that_it_cannot_use_a_store(server: ObjectServer) -> None:
     store_of(ROOT).put("k", b"x")
     fork = multiprocessing.get_context("fork")
