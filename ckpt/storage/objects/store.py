@@ -430,7 +430,7 @@ def _as_os_error(error: Exception, errors: Any, address: str) -> OSError:
 def _endpoint() -> str:
     """Where an own server is said to be, for a sentence: without what may be a secret."""
     found = urlsplit(os.environ.get("AWS_ENDPOINT_URL", ""))
-    return f", at {found.scheme}://{found.netloc.rpartition('@')[2]}" if found.netloc else ""
+    return f", at {found.netloc.rpartition('@')[2]}" if found.netloc else ""
 
 
 def _first_line(error: BaseException) -> str:
