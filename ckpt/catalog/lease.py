@@ -48,6 +48,7 @@ class _Held:
         self._count = 0
         self._lost = False
         self._stop = threading.Event()
+        self._beating = threading.Lock()
         self._thread = threading.Thread(target=self._beat, name=f"heartbeat of {at}", daemon=True)
         start(self._thread)
 
@@ -65,18 +66,23 @@ class _Held:
                 self._store.replace(self.at.key, _said(self._about | {"released": True}), self._tag)
 
     def _beat(self) -> None:
-        while not self._stop.wait(self._beat_s):
-            self._count += 1
+        while not self._lost and not self._stop.wait(self._beat_s):
             try:
-                tag = self._store.replace(self.at.key, _said(self._about | {"beat": self._count}), self._tag)
+                self.beat()
             except OSError as error:
                 _log.warning("the heartbeat of %s fails: %s", self.at, sentence(error))
-                continue
-            if tag is None:
-                self._lost = True
-                _log.warning("%s was taken by another process: this one had been silent for too long", self.at)
-                return
-            self._tag = tag
+
+    def beat(self) -> None:
+        """Show that this process lives, and see whether the claim stands."""
+        with self._beating:
+            if self.stands:
+                self._count += 1
+                tag = self._store.replace(self.at.key, _said(self._about | {"beat": self._count}), self._tag)
+                if tag is None:
+                    self._lost = True
+                    _log.warning("%s was taken by another process: this one had been silent for too long", self.at)
+                else:
+                    self._tag = tag
 
 
 class Lease:
@@ -137,9 +143,10 @@ class Lease:
         """Whether the lease was acquired and not released."""
         return self._held is not None
 
-    @property
     def stands(self) -> bool:
-        """Whether the claim is held, and no other process has taken it over, as far as its heartbeat has seen."""
+        """Whether the claim is held, and no other process has taken it over. Asks the store."""
+        if self._held is not None:
+            self._held.beat()
         return self._held is not None and self._held.stands
 
     def release(self) -> None:

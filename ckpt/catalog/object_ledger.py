@@ -537,7 +537,23 @@ class ObjectLedger:
             with _warned(f"cannot clean up after {name}"):
                 self._sweep_one(name, living)
 
-    def _sweep_one(self, name: str, living: Set[str | None]) -> None:
+    def sweep_all(self) -> None:
+        """Clean up after all attempts of which notes lie in this root. The caller has claimed it, and so their processes are dead."""
+        self._listed = self._list()
+        for name in self._listed.notes:
+            self._sweep_one(name, None)
+
+    def give_up(self, target: ObjectPath, nonce: str) -> None:
+        """Remove an attempt, or what it has committed. The caller has claimed its place, and so its process is dead."""
+        self._sweep_one(self._note_of(target, nonce).rpartition("/")[2], None)
+        with suppress(FileNotFoundError):
+            data, _ = self._store.get((target / MANIFEST_NAME).key)
+            said = _DATA.search(bytes(data[:_HEAD_BYTES]))
+            if said is not None and said[1].decode() == nonce:
+                self._remove_what_says(target, data)
+
+    def _sweep_one(self, name: str, living: Set[str | None] | None) -> None:
+        """Clean up after the attempt that a note is of, unless one of these runs makes it; None: nobody does."""
         key = (self._root / name).key
         try:
             said = parse(bytes(self._store.get(key)[0]), name)
@@ -547,7 +563,7 @@ class ObjectLedger:
         if not isinstance(said, dict) or match is None or said.get("nonce") != match["nonce"]:
             return
         checkpoint, nonce = self._root / str(said["checkpoint"]), match["nonce"]
-        if checkpoint.parent != self._root or self._may_live(said, name, living):
+        if checkpoint.parent != self._root or (living is not None and self._may_live(said, name, living)):
             return
         manifest = (checkpoint / MANIFEST_NAME).key
         data, tag = b"", None

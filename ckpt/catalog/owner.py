@@ -451,9 +451,11 @@ def _trusted(lock: _Lock, descriptor: int, folder: Path) -> _Lock:
 
 
 def has_ended(about: Mapping[str, Any]) -> bool:
-    """Whether an owner file is of a process of this machine that has ended."""
+    """Whether an owner file is of a process of this machine that has ended. Of another container on it that is not known."""
     try:
-        return about["machine"] == machine() and bool(psutil.Process(about["pid"]).status() == psutil.STATUS_ZOMBIE)
+        if (about["machine"], about.get("pids")) not in ((machine(), None), (machine(), machine("pid"))):
+            return False
+        return bool(psutil.Process(about["pid"]).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
     except (KeyError, TypeError, ValueError, psutil.Error):
@@ -576,7 +578,7 @@ def _is_same_file(one: Path, other: Path) -> bool:
 def about_process(run_id: str) -> dict[str, object]:
     since = datetime.now(UTC).isoformat(timespec="seconds")
     host = socket.gethostname()
-    return {"run_id": run_id, "host": host, "pid": os.getpid(), "since": since, "machine": machine()}
+    return {"run_id": run_id, "host": host, "pid": os.getpid(), "since": since, "machine": machine(), "pids": machine("pid")}
 
 
 def _read(descriptor: int) -> dict[str, Any]:

@@ -22,16 +22,17 @@ from ckpt.format.places import Place
 from ckpt.format.records import ArraySpec, ChunkExtent, FileRecord
 from ckpt.format.strict_json import Refused
 from ckpt.state.flatten import check_plain_file
-from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.files_of import Files, OpenedFile, files_below
-from ckpt.storage.metadata import CONFIG_FNAME, MOST_CONFIG_BYTES, config_bytes, maybe_load_config
+from ckpt.storage.metadata import CONFIG_FNAME, MOST_CONFIG_BYTES, config_bytes, maybe_load_config, parts_at
 from ckpt.storage.stored import (
     checked_index,
     files_root,
+    has_manifest,
     noticing_removal,
     read_listed_file,
     read_manifest,
     read_plain_file,
+    require_place,
 )
 
 _READ_BYTES = 4 << 20
@@ -115,7 +116,8 @@ def examine(
     if SHARDED in manifest.components:
         listed.add(CONFIG_FNAME)
         with _noting(CONFIG_FNAME, result):
-            _check_config(root, manifest)
+            _check_config(checkpoint_dir, manifest)
+            _examine_parts(checkpoint_dir, manifest, result, progress)
     result.num_files = len(listed)
     below = [Path(path).parent for path in manifest.files if Path(path).name == MANIFEST_NAME]
     for folder in below:
@@ -137,15 +139,28 @@ def uncommitted(folder: Place, manifest: CheckpointManifest | None) -> tuple[Pla
 
 def _check_config(checkpoint_dir: Place, manifest: CheckpointManifest) -> None:
     """Check `metadata.json`, which is written after the manifest and is not listed. Saves by a strategy alone write none."""
-    if not isinstance(checkpoint_dir, Path):
-        return  # Megatron-Core's layout lies in folders alone
-    config = maybe_load_config(checkpoint_dir)
-    with CheckpointFolder(checkpoint_dir) as folder:
+    config, parts = maybe_load_config(checkpoint_dir), parts_at(checkpoint_dir)
+    with files_below(checkpoint_dir) as folder:
         data = folder.read(CONFIG_FNAME, MOST_CONFIG_BYTES) if config is not None else b""
-    if config is not None and data != config_bytes(config):
+    if config is not None and data != config_bytes(config, parts):
         raise CorruptCheckpointError(f"{CONFIG_FNAME} is not as it was written; it was changed after the save")
-    if config is None and f"{COMMON}/{MANIFEST_NAME}" in manifest.files:
+    has_common = has_manifest(checkpoint_dir / COMMON) if manifest.data else f"{COMMON}/{MANIFEST_NAME}" in manifest.files
+    if config is None and has_common:
         raise CorruptCheckpointError(f"{CONFIG_FNAME} is missing, so no load takes this for a whole checkpoint")
+
+
+def _examine_parts(
+    checkpoint_dir: Place, manifest: CheckpointManifest, result: Verification, progress: Callable[[int], None]
+) -> None:
+    """Examine the other parts of a save in an object store, or of a copy out of it, which its manifest does not list."""
+    for name, place in parts_at(checkpoint_dir).items():
+        if name == SHARDED:
+            require_place(checkpoint_dir, manifest, place)
+            continue
+        with _noting(f"{name}/{MANIFEST_NAME}", result):
+            require_place(checkpoint_dir / name, read_manifest(checkpoint_dir / name), place)
+            result.num_files += 1
+            _examine_below(checkpoint_dir, Path(name), result, progress)
 
 
 def _examine_below(checkpoint_dir: Place, folder: Path, result: Verification, progress: Callable[[int], None]) -> None:

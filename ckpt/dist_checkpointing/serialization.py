@@ -104,14 +104,20 @@ def save(
                 "async_sharded_save": async_sharded_save,
                 "validate_access_integrity": validate_access_integrity,
             }
-        with topology.phase("destination"):
-            require_alike(phase.payloads)
-            if async_sharded_save and not isinstance(sharded, AsyncSaveShardedStrategy):
-                raise ConfigurationError(
-                    f"{sharded} saves before it returns: give async_sharded_save=False, or another strategy"
-                )
-            tensors, common_state = split_for_save(sharded_state_dict)
-            mark = _taken(folder, topology.progress) if topology.is_lead else None
+        mark = None
+        try:
+            with topology.phase("destination"):
+                require_alike(phase.payloads)
+                if async_sharded_save and not isinstance(sharded, AsyncSaveShardedStrategy):
+                    raise ConfigurationError(
+                        f"{sharded} saves before it returns: give async_sharded_save=False, or another strategy"
+                    )
+                tensors, common_state = split_for_save(sharded_state_dict)
+                mark = _taken(folder, topology.progress) if topology.is_lead else None
+        except BaseException:  # also that of another rank
+            if mark is not None:
+                mark.let_go()
+            raise
         with marked(mark):
             if validate_access_integrity:
                 _, all_ranks = determine_global_metadata(tensors)
@@ -272,7 +278,7 @@ def _complete(config: CheckpointingConfig, folder: Place, topology: Topology, ma
         if mark is not None:
             mark.require()
             topology.require_awaited()
-            save_config(config, folder)
+            save_config(config, folder, mark.parts if isinstance(mark, AddressMark) else None)
             phase.stands = f"{folder} is complete"
             mark.remove()
 

@@ -116,7 +116,7 @@ def as_place(given: str | os.PathLike[str] | ObjectPath, what: str) -> Place:
     if isinstance(given, ObjectPath):
         return given
     text = os.fspath(given)
-    if (match := _NO_SLASH.match(text)) is not None:
+    if isinstance(given, str) and (match := _NO_SLASH.match(text)) is not None:
         raise ConfigurationError(
             f"{what} is {_shown(text)}: expected {match['scheme'].lower()}://bucket/run; a folder of this name is given as ./{_shown(text)}"
         )

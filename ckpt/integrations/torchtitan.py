@@ -33,10 +33,10 @@ from torchtitan.tools.utils import GarbageCollection
 
 from ckpt.catalog.catalog import catalog_at
 from ckpt.catalog.committed import look
-from ckpt.catalog.ledger import is_removable
-from ckpt.errors import CheckpointExistsError, ConfigurationError
+from ckpt.catalog.ledger import is_removable, warned
+from ckpt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ConfigurationError
 from ckpt.format.manifest import MANIFEST_NAME
-from ckpt.format.places import ObjectPath, Place, is_address
+from ckpt.format.places import ObjectPath, Place, is_address, place_of
 from ckpt.integrations.dcp import CkptReader, CkptWriter
 from ckpt.saving.arguments import as_location, as_strategy, as_topology
 from ckpt.storage.files_of import names_below
@@ -114,7 +114,8 @@ class CkptManager(CheckpointManager):
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         """Load. Called by torchtitan. A checkpoint that is not of this package is left to it."""
         with self._topology.operation(f"look into {checkpoint_id}"), self._topology.phase("look") as phase:
-            phase.payload = self._topology.is_lead and not from_hf and _is_ours(as_location("checkpoint_id", checkpoint_id))
+            is_known = "://" not in checkpoint_id or is_address(checkpoint_id)  # torchtitan reads others by fsspec
+            phase.payload = self._topology.is_lead and not from_hf and is_known and _is_ours(place_of(checkpoint_id))
         if not phase.payloads[0]:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
@@ -157,7 +158,9 @@ class CkptManager(CheckpointManager):
         if isinstance(self._root, Path) and not (step == -1 and is_address(begins_at)):
             return bool(super()._load(step))
         if step != -1 or is_address(begins_at):
-            place, model_only = (f"{self.folder}/step-{step}", step == 0) if step != -1 else (begins_at, self.initial_load_model_only)
+            at = self._root / f"step-{step}" if step != -1 else as_location("checkpoint.initial_load_path", begins_at)
+            place, model_only = str(at), step == 0 if step != -1 else self.initial_load_model_only
+            self._require_there(at)
             self.dcp_load(self._states_to_load(model_only), place, from_hf=False, from_quantized=False)
             return True
         folder: str = self.folder
@@ -166,6 +169,12 @@ class CkptManager(CheckpointManager):
             return bool(super()._load(-1))
         finally:
             self.folder = folder
+
+    def _require_there(self, at: Place) -> None:
+        """Refuse an address without a checkpoint, on every rank."""
+        with self._topology.operation(f"look into {at}"), self._topology.phase("look"):
+            if self._topology.is_lead and not _is_ours(at):
+                raise CheckpointNotFoundError(f"there is no checkpoint at {at}")
 
     def _find_load_step(self, folder: str = "") -> int:
         own = [number for number, path in self._steps(folder) if _is_own(path)]
@@ -181,8 +190,9 @@ class CkptManager(CheckpointManager):
         in_store = isinstance(self._root, ObjectPath)  # of which torchtitan would ask fsspec
         if self.keep_latest_k > 0 and self._topology.is_lead if in_store else self._should_purge():
             catalog = catalog_at(self._root, run_id="purge", delete=lambda removed: self.purge_queue.put(str(removed)))
-            for path in [path for _, path in self._steps() if _is_own(path)][: -self.keep_latest_k]:
-                catalog.remove(path)
+            with warned(f"old checkpoints in {self._root} cannot be removed", (OSError, CheckpointError)):
+                for path in [path for _, path in self._steps() if _is_own(path)][: -self.keep_latest_k]:
+                    catalog.remove(path)
 
     def _wait_for_saving(self) -> None:
         saving, self.save_future = self.save_future, None  # its error is raised once

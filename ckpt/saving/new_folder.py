@@ -37,7 +37,8 @@ def save_into_new_folder(
         CheckpointError: anything else, the same on every rank; there is nothing at `path` then.
     """
     started = time.perf_counter()
-    place = NewFolder(path)
+    with topology.operation(f"save into {path}"):
+        place = NewFolder(path)
     with place.discarding(), topology.operation(place.what):
         save = prepare(place, topology, backend, collected)
         save.run(topology, save.live_tensors(), RankWritePlan.write, started=started)

@@ -137,7 +137,7 @@ def is_file(place: Place) -> bool:
     if isinstance(place, Path):
         return place.is_file()
     with suppress(FileNotFoundError):
-        return bool(store_of(place).head(place.key))
+        return bool(place.key and store_of(place).head(place.key))
     return False
 
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, sentence
-from ckpt.format.manifest import digest_of
+from ckpt.format.manifest import COMMON, OBJECTS, SHARDED, digest_of
 from ckpt.format.places import ObjectPath, Place, as_place
 from ckpt.format.strict_json import parse
 from ckpt.storage.durable import replace_durably
@@ -29,6 +31,8 @@ TORCH_DIST = "torch_dist"
 """Megatron-Core's name for checkpoints in the format of torch.distributed.checkpoint."""
 _DCP_METADATA = ".metadata"
 _DIGEST = "digest"
+_PARTS = "parts"
+_PLACE = re.compile(r"[0-9a-f]{16}")
 
 CheckpointingException = CheckpointError
 """Megatron-Core's name for the base of all errors, so that its callers catch ours."""
@@ -60,6 +64,15 @@ def check_is_distributed_checkpoint(checkpoint_dir: Given) -> bool:
     return maybe_load_config(checkpoint_dir) is not None
 
 
+def parts_at(checkpoint_dir: Given) -> dict[str, str]:
+    """Return the parts of one save in an object store, or in a copy out of it: component -> name of the place of its files. Else {}.
+
+    Raises: as `maybe_load_config`.
+    """
+    found = _read(as_place(checkpoint_dir, "checkpoint_dir"))
+    return {} if found is None else found[1]
+
+
 def maybe_load_config(checkpoint_dir: Given) -> CheckpointingConfig | None:
     """Read `metadata.json`; return None if the folder has none. Any rank.
 
@@ -69,7 +82,11 @@ def maybe_load_config(checkpoint_dir: Given) -> CheckpointingConfig | None:
         CorruptCheckpointError: the file does not fit the schema, or does not match its digest.
         StorageError: it cannot be read.
     """
-    place = as_place(checkpoint_dir, "checkpoint_dir")
+    found = _read(as_place(checkpoint_dir, "checkpoint_dir"))
+    return None if found is None else found[0]
+
+
+def _read(place: Place) -> tuple[CheckpointingConfig, dict[str, str]] | None:
     path = place / CONFIG_FNAME
     try:
         with files_below(place) as files:
@@ -101,8 +118,11 @@ def other_format(checkpoint_dir: Given) -> str | None:
     return None
 
 
-def save_config(config: CheckpointingConfig, checkpoint_dir: Given) -> None:
+def save_config(config: CheckpointingConfig, checkpoint_dir: Given, parts: Mapping[str, str] | None = None) -> None:
     """Write `metadata.json` durably and atomically: readers find the old file, if any, or the new one. One rank.
+
+    Args:
+        parts: component -> name of the place of its files: see `parts_at`.
 
     Raises:
         StorageError: the folder cannot be written; the old file is unchanged.
@@ -111,16 +131,16 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: Given) -> None:
     path = place / CONFIG_FNAME
     try:
         if isinstance(path, Path):
-            replace_durably(path, config_bytes(config))
+            replace_durably(path, config_bytes(config, parts))
         else:
-            files_below(place).write(CONFIG_FNAME, config_bytes(config))
+            files_below(place).write(CONFIG_FNAME, config_bytes(config, parts))
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {sentence(error)}") from error
 
 
-def config_bytes(config: CheckpointingConfig) -> bytes:
+def config_bytes(config: CheckpointingConfig, parts: Mapping[str, str] | None = None) -> bytes:
     """Return the bytes of `metadata.json`: the config, and its digest, a key that Megatron-Core refuses."""
-    said = asdict(config)
+    said = asdict(config) | ({_PARTS: dict(parts)} if parts else {})
     return json.dumps(said | {_DIGEST: _digest(said)}).encode()
 
 
@@ -128,7 +148,7 @@ def _digest(said: dict[str, Any]) -> str:
     return digest_of(json.dumps(said).encode())
 
 
-def _parsed(path: Place, data: bytes) -> CheckpointingConfig:
+def _parsed(path: Place, data: bytes) -> tuple[CheckpointingConfig, dict[str, str]]:
     try:
         found = parse(data, CONFIG_FNAME)
     except CorruptCheckpointError as error:
@@ -147,7 +167,11 @@ def _parsed(path: Place, data: bytes) -> CheckpointingConfig:
             raise _unlike(
                 path, f"has {name}: {value!r:.40}, which should be {'a string' if kind is str else 'a whole number'}"
             )
-    return CheckpointingConfig(**(_BEFORE_COMMON_WAS_NAMED | named))
+    parts = found.get(_PARTS, {})
+    are_places = isinstance(parts, dict) and all(isinstance(one, str) and _PLACE.fullmatch(one) for one in parts.values())
+    if not are_places or not parts.keys() <= {COMMON, OBJECTS, SHARDED}:
+        raise _unlike(path, f"has {_PARTS}: {parts!r:.40}, which should name a place for each part")
+    return CheckpointingConfig(**(_BEFORE_COMMON_WAS_NAMED | named)), parts
 
 
 def _unlike(path: Place, what: str) -> CorruptCheckpointError:

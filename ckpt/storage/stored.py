@@ -15,7 +15,7 @@ from ckpt.format.manifest_parsing import parse_index, parse_manifest
 from ckpt.format.places import ObjectPath, Place
 from ckpt.format.records import ChunkExtent, FileRecord
 from ckpt.format.strict_json import refusing
-from ckpt.storage.files_of import Files, OpenedFile, files_below
+from ckpt.storage.files_of import Files, OpenedFile, files_below, is_file
 from ckpt.storage.held import NOTHING_HELD, HeldFiles
 from ckpt.storage.metadata import other_format
 
@@ -31,6 +31,16 @@ def read_manifest(checkpoint_dir: Place) -> CheckpointManifest:
         CorruptCheckpointError: the manifest was changed after the save.
     """
     return parse_manifest(read_manifest_bytes(checkpoint_dir), str(checkpoint_dir / MANIFEST_NAME))
+
+
+def require_place(checkpoint_dir: Place, manifest: CheckpointManifest, place: str) -> None:
+    """Require that a part of a save is of that very save: that its files are in this place.
+
+    Raises:
+        CorruptCheckpointError: it is of another one.
+    """
+    if manifest.data != place:
+        raise CorruptCheckpointError(f"{checkpoint_dir} is of another save than metadata.json tells of; take another checkpoint")
 
 
 def files_root(checkpoint_dir: Place, manifest: CheckpointManifest) -> Place:
@@ -103,9 +113,8 @@ def _newest_first(folder: Path, patterns: Iterable[str]) -> list[Path]:
 
 def has_manifest(checkpoint_dir: Place) -> bool:
     """Whether there is a manifest, whole or not."""
-    if isinstance(checkpoint_dir, Path):
-        return (checkpoint_dir / MANIFEST_NAME).exists()
-    return identity_of(checkpoint_dir) is not None
+    manifest = checkpoint_dir / MANIFEST_NAME
+    return manifest.exists() if isinstance(manifest, Path) else is_file(manifest)
 
 
 def identity_of(checkpoint_dir: Place) -> tuple[object, ...] | None:

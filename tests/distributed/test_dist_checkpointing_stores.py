@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import ckpt
 from ckpt import dist_checkpointing
 from ckpt.catalog.verify import verify_checkpoint
+from ckpt.dist_checkpointing.mapping import ShardedTensorFactory
 from ckpt.dist_checkpointing.strategies.async_utils import AsyncRequest
 from ckpt.dist_checkpointing.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 from ckpt.errors import (
@@ -137,12 +139,81 @@ def test_damage_is_found_and_what_a_store_cannot_do_is_refused(server: ObjectSer
         dist_checkpointing.load_common_state_dict("s3://bucket/none")
 
 
+def test_a_checkpoint_that_a_strategy_alone_has_saved_is_not_taken_for_a_leftover(server: ObjectServer) -> None:
+    def alone(topology: Topology) -> None:
+        state = {name: one for name, one in training_state(topology).items() if name != "rng"}
+        ZarrSaveShardedStrategy().save(state, place_of(AT))
+
+    threads(2, alone)
+    kept = dict(server.objects["bucket"])
+    with pytest.raises(CheckpointExistsError, match="holds a checkpoint already"):
+        threads(2, save_training_state, AT)
+    assert kept.keys() <= server.objects["bucket"].keys()
+    with pytest.raises(CheckpointExistsError, match="holds a checkpoint already"):
+        threads(2, alone)
+
+
+def test_a_save_that_is_refused_on_another_rank_leaves_the_address_free(server: ObjectServer) -> None:
+    def saves(topology: Topology) -> None:
+        odd = {"odd": ShardedTensorFactory("odd", torch.zeros(1), _refuse, _refuse)} if topology.rank == 1 else {}
+        dist_checkpointing.save(training_state(topology) | odd, AT)
+
+    with pytest.raises(CheckpointError):
+        threads(2, saves)
+    threads(2, save_training_state, AT)
+    threads(2, require_training_state, AT)
+
+
+def test_parts_of_another_save_and_missing_ones_are_found(server: ObjectServer) -> None:
+    threads(2, save_training_state, AT)
+    threads(2, save_training_state, f"{AT}-other", None, {"more": 1})
+    ours, bucket = dict(server.objects["bucket"]), server.objects["bucket"]
+
+    def swap(part: str) -> None:
+        for key in [key for key in bucket if f"iter_7/{part}/" in key]:
+            del bucket[key]
+        for key, one in ours.items():
+            if f"iter_7-other/{part}/" in key:
+                bucket[key.replace("iter_7-other", "iter_7")] = one
+
+    for part in ("common", "objects"):
+        swap(part)
+        assert any("of another save than metadata.json tells of" in one for one in verify_checkpoint(place_of(AT)))
+        with pytest.raises(CorruptCheckpointError, match="of another save"):
+            threads(2, require_training_state, AT)
+        bucket.clear()
+        bucket.update(ours)
+    for key in [key for key in bucket if "iter_7/common/" in key]:
+        del bucket[key]
+    assert any("common" in one for one in verify_checkpoint(place_of(AT)))
+    bucket.update(ours)
+    del bucket["megatron/iter_7/metadata.json"]
+    assert any("metadata.json is missing" in one for one in verify_checkpoint(place_of(AT)))
+    bucket.update(ours)
+    assert verify_checkpoint(place_of(AT)) == []
+
+
+def test_a_copy_in_a_folder_is_a_checkpoint_there(server: ObjectServer, tmp_path: Path) -> None:
+    threads(2, save_training_state, AT)
+    for key, one in server.objects["bucket"].items():
+        if key.startswith("megatron/iter_7/"):
+            file = tmp_path / "copy" / key.removeprefix("megatron/iter_7/")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(one.data)
+    threads(2, require_training_state, tmp_path / "copy")
+    assert [one for one in verify_checkpoint(tmp_path / "copy") if "does not belong" not in one] == []
+
+
 def _load(topology: Topology, strategy: Any) -> Any:
     return dist_checkpointing.load(training_state(topology), AT, strategy)
 
 
 def _failure_of(topology: Topology, call: Any, *args: Any) -> None:
     call(topology, *args)
+
+
+def _refuse(*_: Any) -> Any:
+    raise ValueError("this rank cannot")
 
 
 def _of(rank: int) -> Any:

@@ -1,41 +1,51 @@
 """An address in an object store as the destination of a save. The counterpart of `destination.py` and `save_marker.py`.
 
 Tensors, common state and objects are committed one after the other, each by a conditional put of its manifest; `metadata.json` is put last,
-and makes the three a checkpoint. A lease keeps other saves away until then. Without `metadata.json` they are what a dead save has left.
+makes the three a checkpoint, and names the place of the files of each. A lease keeps other saves away until then, and a note of the places,
+which the end of the save removes, is the proof by which the next save removes what a dead one has left.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import secrets
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ckpt.catalog.catalog import catalog_at
 from ckpt.catalog.committed import look
 from ckpt.catalog.lease import Lease
+from ckpt.catalog.object_ledger import ObjectLedger
 from ckpt.catalog.owner import OWNER_SUFFIX
 from ckpt.dist_checkpointing.folder.save_marker import given_mark
 from ckpt.errors import CheckpointExistsError, logger_of
 from ckpt.format.manifest import COMMON, OBJECTS, SHARDED
 from ckpt.format.places import ObjectPath
+from ckpt.format.strict_json import fit, parse
 from ckpt.ranks.topology import Topology
 from ckpt.saving.new_folder import NewFolder
 from ckpt.saving.prepared_save import PreparedSave
+from ckpt.saving.writing import WriteResult
+from ckpt.storage.files_of import files_below
 from ckpt.storage.metadata import maybe_load_config
-from ckpt.storage.stored import read_manifest
+from ckpt.storage.objects.store import store_of
 
 _OWNER = f".saving{OWNER_SUFFIX}"
-_UNDER_WAY: set[ObjectPath] = set()
+_PARTS = ".saving.parts.json"
+_MOST_BYTES = 1 << 16
+_UNDER_WAY: weakref.WeakValueDictionary[ObjectPath, AddressMark] = weakref.WeakValueDictionary()
 """Registry: addresses that this process saves to, which shares its leases."""
 
 _log = logger_of(__name__)
 
 
 class GivenAddress(NewFolder):
-    """The address of a save through dist_checkpointing. See `GivenFolder`."""
+    """The address of a save through dist_checkpointing, or of a strategy alone. See `GivenFolder`."""
 
     def __init__(self, place: ObjectPath) -> None:
         super().__init__(place, replaces=True)
+        self._mark: AddressMark | None = None
 
     def expect(self, save: PreparedSave[Any], topology: Topology) -> None:
         """Do nothing: the note of an attempt names all of its objects."""
@@ -47,13 +57,32 @@ class GivenAddress(NewFolder):
             CheckpointExistsError: a checkpoint is at the address, and no caller has looked at it.
         """
         with topology.phase("look"):
-            if topology.is_lead and given_mark(self.path)[0] is None and look(self.path) is not None:
-                raise _holds_a_checkpoint(self.path)
+            if topology.is_lead:
+                self._mark, base = given_mark(self.path)
+                if self._mark is None and look(self.path) is not None:
+                    raise _holds_a_checkpoint(self.path)
         super().open(topology)
+        with topology.phase("note"):
+            if self._mark is not None:
+                self._mark.note(base or SHARDED, self.folder.name)
+
+    def publish(self, save: PreparedSave[Any], results: Sequence[WriteResult], topology: Topology) -> None:
+        """See `NewFolder.publish`.
+
+        Raises:
+            CheckpointExistsError: another save may have begun there.
+        """
+        with topology.phase("claim"):
+            if self._mark is not None:
+                self._mark.require()
+        super().publish(save, results, topology)
 
 
 class AddressMark:
     """The claim of one save on an address, until `remove`. Lead rank only. See `SaveMarker`.
+
+    Attributes:
+        parts: component -> name of the place of its files, of what this save has begun to write.
 
     Raises:
         CheckpointExistsError: another save of this process to the address is under way.
@@ -62,6 +91,7 @@ class AddressMark:
 
     def __init__(self, place: ObjectPath, progress: Callable[[], object]) -> None:
         self.folder = place
+        self.parts: dict[str, str] = {}
         if place in _UNDER_WAY:
             raise CheckpointExistsError(
                 f"another save into {place} is under way: finalize it if it is an asynchronous one of this job, or save to another address"
@@ -69,8 +99,17 @@ class AddressMark:
         self._lease = Lease(
             place / _OWNER, run_id=secrets.token_hex(8), what=f"{place}", advice="wait for it to end, or save to another address"
         )
-        self._lease.acquire(progress)
-        _UNDER_WAY.add(place)
+        _UNDER_WAY[place] = self
+        try:
+            self._lease.acquire(progress)
+        except BaseException:
+            self.let_go()
+            raise
+
+    def note(self, component: str, place: str) -> None:
+        """Note what this save is about to write: the proof by which the next one removes it."""
+        self.parts[component] = place
+        files_below(self.folder).write(_PARTS, json.dumps(self.parts).encode())
 
     def require(self) -> None:
         """Require that no other save has taken over.
@@ -78,38 +117,52 @@ class AddressMark:
         Raises:
             CheckpointExistsError: one may have.
         """
-        if not self._lease.stands:
+        if not self._lease.stands():
             raise CheckpointExistsError(
                 f"the lease on {self.folder} was lost, so another save into it may have begun, and this one is given up"
             )
 
     def remove(self) -> None:
-        """Let other saves come: at the end of a save, or after a failure. The next one removes what this one has left."""
-        _UNDER_WAY.discard(self.folder)
-        self._lease.release()
+        """Let other saves come, at the end of a save."""
+        store_of(self.folder).delete([(self.folder / _PARTS).key])
+        self.let_go()
 
-    let_go = remove
+    def let_go(self) -> None:
+        """Let other saves come after a failure. The next one removes what this one has left."""
+        _UNDER_WAY.pop(self.folder, None)
+        self._lease.release()
 
 
 def take_address(place: ObjectPath, progress: Callable[[], object]) -> AddressMark:
-    """Refuse an address that is in use, or holds a checkpoint; claim it, and remove what a dead save has left.
-
-    Only checkpoints of one component that dist_checkpointing alone saves are removed.
-    """
+    """Refuse an address that is in use, or holds a checkpoint; claim it, and remove what a dead save has noted as its own."""
     _require_none(place)
     mark = AddressMark(place, progress)
     try:
         _require_none(place)
-        for at, component in ((place / COMMON, COMMON), (place / OBJECTS, OBJECTS), (place, SHARDED)):
+        ObjectLedger(place, run_id=f"save into {place}").sweep_all()
+        for component, nonce in _left_at(place).items():
+            at = place if component == SHARDED else place / component
+            _log.warning("%s is what an interrupted save has left, and is removed now", at / nonce)
+            ObjectLedger(at.parent, run_id=f"save into {place}").give_up(at, nonce)
+        for at in (place, place / COMMON, place / OBJECTS):
             if look(at) is not None:
-                if read_manifest(at).components.keys() != {component}:
-                    raise _holds_a_checkpoint(at)
-                _log.warning("%s is what an interrupted save has left, and is removed now", at)
-                catalog_at(at.parent, run_id=f"save into {place}").remove(at)
+                raise _holds_a_checkpoint(at)
     except BaseException:
         mark.let_go()
         raise
     return mark
+
+
+def _left_at(place: ObjectPath) -> dict[str, str]:
+    """What the save before has begun to write, and not ended."""
+    try:
+        with files_below(place) as files:
+            found = fit(parse(files.read(_PARTS, _MOST_BYTES), _PARTS), dict[str, str], _PARTS)
+    except FileNotFoundError:
+        return {}
+    if not found.keys() <= {COMMON, OBJECTS, SHARDED} or not all(re.fullmatch("[0-9a-f]{16}", one) for one in found.values()):
+        raise CheckpointExistsError(f"{place / _PARTS} is in the way, and no save has written it; remove it if nobody needs it")
+    return found
 
 
 def _require_none(place: ObjectPath) -> None:

@@ -35,7 +35,8 @@ from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import SharingPattern, StateComponent
 from ckpt.state.statefuls import Given
 from ckpt.storage.files_of import names_below
-from ckpt.storage.stored import read_manifest, read_manifest_bytes
+from ckpt.storage.metadata import parts_at
+from ckpt.storage.stored import read_manifest, read_manifest_bytes, require_place
 
 _log = logging.getLogger("ckpt")
 
@@ -155,6 +156,9 @@ def open_tensors(checkpoint_dir: Place, library: Library, topology: Topology, st
             raise headless(checkpoint_dir, checkpoint.layout.headless[0])
         return TensorSource(checkpoint.arrays, checkpoint, "", strategy, topology)
     manifest = parse_manifest(phase.payloads[0].encode(), str(checkpoint_dir / MANIFEST_NAME))
+    if place := parts_at(checkpoint_dir).get(SHARDED):
+        with topology.phase("parts"):
+            require_place(checkpoint_dir, manifest, place)
     ours = StoredCheckpoint(checkpoint_dir, manifest)
     return TensorSource(manifest.arrays_of(SHARDED), ours, f"{SHARDED}/", strategy, topology)
 
@@ -283,7 +287,8 @@ class _Load:
 def _require_stored(tensor: ShardedTensor, stored: Mapping[str, StoredArray], checkpoint_dir: Place) -> StoredArray:
     array = stored.get(tensor.key)
     if array is None:
-        _log.debug("%s holds %s", checkpoint_dir, names_below(checkpoint_dir))
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("%s holds %s", checkpoint_dir, names_below(checkpoint_dir))
         raise MissingStateError(
             f"{tensor.key} is asked for, and {checkpoint_dir} does not hold it; it holds {some_of(sorted(stored)) or 'no tensor'}. "
             "Leave it out, or load with a `strict` that lets unexpected keys go, such as 'log_unexpected'."

@@ -34,8 +34,9 @@ from ckpt.loading.report import some_of
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import SharingPattern
-from ckpt.storage.checkpoint_files import CheckpointFolder
-from ckpt.storage.stored import has_manifest, read_listed_file, read_manifest
+from ckpt.storage.files_of import files_below, is_folder
+from ckpt.storage.metadata import parts_at
+from ckpt.storage.stored import has_manifest, read_listed_file, read_manifest, require_place
 
 logger = logger_of(__name__)
 
@@ -224,6 +225,8 @@ def tell_of_unknown(value: Any, checkpoint_dir: Place) -> None:
 
 def _is_part(checkpoint_dir: Place, name: str) -> bool:
     """Whether the small checkpoint `name` is there, or listed in the manifest."""
+    if parts := parts_at(checkpoint_dir):
+        return name in parts
     if not isinstance(checkpoint_dir, Path):
         return has_manifest(checkpoint_dir / name)
     if (checkpoint_dir / name).is_dir():
@@ -233,17 +236,16 @@ def _is_part(checkpoint_dir: Place, name: str) -> bool:
 
 
 def _below(checkpoint_dir: Place, name: str) -> Place:
-    """The folder of the small checkpoint `name`. If there is a manifest above, its digest of that manifest must match."""
+    """The folder of the small checkpoint `name`. If there is a manifest above, its digest of that manifest must match; in an object store,
+    and in a copy out of it, metadata.json says of which save it is."""
     folder = checkpoint_dir / name
-    if not isinstance(checkpoint_dir, Path):
-        if not has_manifest(folder):
-            raise CorruptCheckpointError(f"{folder} is missing")
-        return folder
-    if not (checkpoint_dir / name).is_dir():
+    if not is_folder(folder):
         raise CorruptCheckpointError(f"{folder} is missing")
-    with CheckpointFolder(checkpoint_dir) as above:
+    with files_below(checkpoint_dir) as above:
         above.require_folder(name)
-    if (checkpoint_dir / MANIFEST_NAME).is_file():
+    if place := parts_at(checkpoint_dir).get(name):
+        require_place(folder, read_manifest(folder), place)
+    elif isinstance(checkpoint_dir, Path) and (checkpoint_dir / MANIFEST_NAME).is_file():
         read_listed_file(checkpoint_dir, read_manifest(checkpoint_dir), f"{name}/{MANIFEST_NAME}")
     return folder
 

@@ -51,7 +51,7 @@ class TwoStageLoad:
         max_in_flight_mib: the most memory that a rank gives to bytes on their way, in MiB; on the host, and as much on the device
             where they travel in device memory. Besides, the bytes that a rank alone wants, and cannot read into tensors as they are,
             pass through 4 MiB, and an encoded chunk is decoded whole; bytes for a device pass through 16 MiB of page-locked memory,
-            and up to 8 MiB on the device.
+            and up to 8 MiB on the device. From an object store, up to 16 ranges of 8 MiB come besides.
         transport: carries blocks between hosts. "torch": torch.distributed, in groups of its default one. "engine": the transport
             that carries weights to rollouts (ckpt/engine), which needs none. None: "engine" where the coordinator's backend says so,
             else "torch".

@@ -23,6 +23,9 @@ RANGE_BYTES = 8 << 20
 REQUESTS = 16
 """Requests in flight: at 30 ms each, one alone gives 0.2 GB/s, 16 give 1.3 (measured)."""
 
+_ASKED_ONE_BY_ONE = 4
+"""Objects whose size is asked for before all are listed."""
+
 _STREAM_BYTES = 256 << 10
 """Bytes of a request for a stream: those that describe a checkpoint of another program, mostly."""
 
@@ -49,6 +52,7 @@ class ObjectFiles:
         self.root = root
         self._store = store_of(root)
         self._sizes: dict[str, int] | None = None
+        self._num_asked = 0
         self._listing = Lock()
         self._ahead = _Ahead((), self._range)
 
@@ -75,9 +79,12 @@ class ObjectFiles:
         return bytes(self._store.get_range(self._key(path), 0, most_bytes))
 
     def size(self, path: str) -> int:
-        """Return the size of an object in bytes. The first call lists all of them: a request for each would take minutes of waiting."""
+        """Return the size of an object in bytes. After some calls all are listed: a request for each would take minutes of waiting."""
         key = self._key(path)
         with self._listing:
+            if self._sizes is None and self._num_asked < _ASKED_ONE_BY_ONE:
+                self._num_asked += 1
+                return self._store.head(key)[0]
             if self._sizes is None:
                 self._sizes = {one.key: one.size for one in self._store.below(self.root.key)}
         if key not in self._sizes:

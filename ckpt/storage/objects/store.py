@@ -68,6 +68,7 @@ class Store:
             import obstore
         self._obstore: Any = obstore
         self._name = f"{scheme}://{bucket}"
+        self._endpoint = _host_of(os.environ.get("AWS_ENDPOINT_URL", "")) if scheme == "s3" else ""
         self._keeps_memory = scheme == "memory"  # its objects are the memory that it is given
         self._store = _client(scheme, bucket)
         self._counts: Counts = {}
@@ -233,7 +234,7 @@ class Store:
         except (errors.BaseError, OSError) as error:
             if "NoSuchBucket" in str(error):
                 raise OSError(errno.ENXIO, "there is no such bucket", self._name) from None
-            raise _as_os_error(error, errors, f"{self._name}/{key}") from None
+            raise _as_os_error(error, errors, f"{self._name}/{key}", self._endpoint) from None
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # of the client's own language: no Exception, and with a traceback of its own
                 raise
@@ -320,7 +321,9 @@ def _client(scheme: str, bucket: str) -> Any:
         return _MEMORY.setdefault(bucket, clients.MemoryStore())
     made = {"s3": clients.S3Store, "gs": clients.GCSStore, "az": clients.AzureStore}[scheme]
     options: dict[str, Any] = _profile(f"s3://{bucket}") if scheme == "s3" else {}
-    endpoint = os.environ.get("AWS_ENDPOINT_URL", options.get("endpoint", "https://"))
+    endpoint = os.environ.get("AWS_ENDPOINT_URL") or options.get("endpoint") or "https://"
+    if scheme == "s3" and os.environ.get("AWS_ENDPOINT_URL") == "":
+        raise ConfigurationError("AWS_ENDPOINT_URL is empty: unset it, or give the URL of a server")
     if scheme == "s3" and not endpoint.startswith(("http://", "https://")):
         raise ConfigurationError(
             f"the endpoint of s3://{bucket} is {endpoint.rpartition('@')[2]}: expected a URL, such as http://{endpoint.rpartition('@')[2]}"
@@ -352,24 +355,27 @@ def _profile(what: str) -> dict[str, str]:
         ConfigurationError: `AWS_PROFILE` names a profile that has no keys, as one of single sign-on or of a role has none.
     """
     name = os.environ.get("AWS_PROFILE", "default")
+    has_keys = any(one.startswith(_OTHER_KEYS) for one in os.environ)
     said: dict[str, str] = {}
     for variable, file, section in (
         ("AWS_CONFIG_FILE", "~/.aws/config", "default" if name == "default" else f"profile {name}"),
         ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials", name),
     ):
-        path = Path(os.environ.get(variable, file)).expanduser()
+        path = os.path.expanduser(os.environ.get(variable, file))
         parser = ConfigParser(interpolation=None, default_section="")
         try:
             parser.read(path)
         except (ConfigParserError, UnicodeDecodeError):
+            if has_keys:
+                continue
             raise ConfigurationError(f"{path} cannot be read: it is no file of profiles") from None
         if parser.has_section(section):
             said |= parser[section]
     found = {ours: said[theirs] for theirs, ours in _IN_PROFILES.items() if theirs in said}
     for option, variables in _SET_BY.items():
-        if any(one.startswith(variables) for one in os.environ):
+        if any(os.environ.get(one) for one in variables):
             found.pop(option, None)
-    if any(one.startswith(_OTHER_KEYS) for one in os.environ):
+    if has_keys:
         return {option: value for option, value in found.items() if option in _SET_BY}
     if "AWS_PROFILE" in os.environ and not {"access_key_id", "secret_access_key"} <= found.keys():
         raise ConfigurationError(
@@ -388,7 +394,7 @@ _IN_PROFILES = {
 }
 """Names in the files of AWS's tools -> options of the client."""
 
-_SET_BY = {"region": ("AWS_REGION", "AWS_DEFAULT_REGION"), "endpoint": ("AWS_ENDPOINT_URL",)}
+_SET_BY = {"region": ("AWS_REGION", "AWS_DEFAULT_REGION"), "endpoint": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")}
 """Options that are no secret -> variables that come before a profile's."""
 
 _OTHER_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_", "AWS_SKIP_SIGNATURE")
@@ -414,7 +420,7 @@ def _is_past_end(error: Exception) -> bool:
     return status[1] == "416" if status else "range" in _first_line(error).lower()
 
 
-def _as_os_error(error: Exception, errors: Any, address: str) -> OSError:
+def _as_os_error(error: Exception, errors: Any, address: str, endpoint: str) -> OSError:
     text = str(error)
     status, code = _STATUS.search(text), _CODE.search(text)
     said = f"{status[1]} {code[1] if code else status[2].strip()}" if status else _first_line(error)
@@ -423,14 +429,15 @@ def _as_os_error(error: Exception, errors: Any, address: str) -> OSError:
     if isinstance(error, errors.PermissionDeniedError | errors.UnauthenticatedError) or (status and status[1] in ("401", "403")):
         return PermissionError(errno.EACCES, f"the store denies access ({said})", address)
     if status is None:
-        return OSError(errno.EIO, f"the store does not answer ({said}{_endpoint()})", address)
+        return OSError(errno.EIO, f"the store does not answer ({said}{endpoint})", address)
     return OSError(errno.EIO, f"the store refuses ({said})", address)
 
 
-def _endpoint() -> str:
+def _host_of(url: str) -> str:
     """Where an own server is said to be, for a sentence: without what may be a secret."""
-    found = urlsplit(os.environ.get("AWS_ENDPOINT_URL", ""))
-    return f", at {found.netloc.rpartition('@')[2]}" if found.netloc else ""
+    with suppress(ValueError):
+        return f", at {host}" if (host := urlsplit(url).netloc.rpartition("@")[2]) else ""
+    return ""
 
 
 def _first_line(error: BaseException) -> str:
