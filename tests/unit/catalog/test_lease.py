@@ -10,7 +10,7 @@ import pytest
 
 from ckpt.catalog import lease as leases
 from ckpt.catalog.lease import Lease, living_runs
-from ckpt.catalog.owner import about_process
+from ckpt.catalog.owner import about_process, has_ended
 from ckpt.errors import FolderInUseError
 from ckpt.format.places import ObjectPath
 from ckpt.storage.objects.store import Store, store_of
@@ -159,3 +159,11 @@ def test_runs_that_share_a_root_are_known_by_their_heartbeats(store: Store, serv
     _, times = store.names(ROOT.key)
     times[".run-c.owner.json"] -= 100
     assert living_runs(ROOT, times, 60.0, ".run-mine.owner.json") == {"a"}
+
+
+def test_a_process_of_another_container_on_this_machine_is_not_known_to_have_ended() -> None:
+    gone = about_process("x") | {"pid": 2**22 + 1}
+    assert has_ended(gone)
+    assert not has_ended(gone | {"pids": "another namespace"})
+    assert not has_ended(gone | {"machine": "another"})
+    assert not has_ended(about_process("x"))

@@ -20,6 +20,7 @@ from ckpt.storage.objects import store as stores
 from ckpt.storage.objects.files import ObjectFiles
 from ckpt.storage.objects.sink import NUM_THREADS, ObjectSink
 from ckpt.storage.objects.store import Store, Tag, store_of
+from ckpt.storage.stored import has_manifest
 from tests.object_server import ObjectServer
 
 ROOT = ObjectPath("s3", "bucket", "root")
@@ -264,6 +265,24 @@ def test_an_address_without_slashes_is_no_folder(given_: str) -> None:
     with pytest.raises(ConfigurationError, match="expected (s3|gs)://bucket/run; a folder of this name is given as ./"):
         as_place(given_, "output_dir")
     assert as_place(f"./{given_}", "output_dir") == Path(given_)
+
+
+def test_files_of_profiles_that_cannot_be_read_matter_only_where_they_are_needed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "config").write_text("[default]\nregion = a\n[default]\nregion = b\n")
+    with pytest.raises(ConfigurationError, match="it is no file of profiles"):
+        stores._profile("s3://bucket")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    assert stores._profile("s3://bucket") == {}
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "")
+    with pytest.raises(ConfigurationError, match="AWS_ENDPOINT_URL is empty"):
+        Store("s3", "bucket")
+
+
+def test_a_store_that_does_not_answer_is_not_one_without_a_manifest(server: ObjectServer) -> None:
+    assert not has_manifest(ROOT)
+    server.fault = lambda number, operation, key: "403"
+    with pytest.raises(OSError, match="denies access"):
+        has_manifest(ROOT)
 
 
 def test_a_forked_process_is_told_that_it_cannot_use_a_store(server: ObjectServer) -> None:
