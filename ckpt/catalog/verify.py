@@ -23,7 +23,7 @@ from ckpt.format.records import ArraySpec, ChunkExtent, FileRecord
 from ckpt.format.strict_json import Refused
 from ckpt.state.flatten import check_plain_file
 from ckpt.storage.files_of import Files, OpenedFile, files_below
-from ckpt.storage.metadata import CONFIG_FNAME, MOST_CONFIG_BYTES, config_bytes, maybe_load_config, parts_at
+from ckpt.storage.metadata import CONFIG_FNAME, MOST_CONFIG_BYTES, config_and_parts_at, config_bytes
 from ckpt.storage.stored import (
     checked_index,
     files_root,
@@ -116,8 +116,8 @@ def examine(
     if SHARDED in manifest.components:
         listed.add(CONFIG_FNAME)
         with _noting(CONFIG_FNAME, result):
-            _check_config(checkpoint_dir, manifest)
-            _examine_parts(checkpoint_dir, manifest, result, progress)
+            parts = _checked_parts(checkpoint_dir, manifest)
+            _examine_parts(checkpoint_dir, manifest, parts, result, progress)
     result.num_files = len(listed)
     below = [Path(path).parent for path in manifest.files if Path(path).name == MANIFEST_NAME]
     for folder in below:
@@ -137,9 +137,10 @@ def uncommitted(folder: Place, manifest: CheckpointManifest | None) -> tuple[Pla
     return (folder, None) if isinstance(folder, Path) else (folder.parent, manifest)
 
 
-def _check_config(checkpoint_dir: Place, manifest: CheckpointManifest) -> None:
-    """Check `metadata.json`, which is written after the manifest and is not listed. Saves by a strategy alone write none."""
-    config, parts = maybe_load_config(checkpoint_dir), parts_at(checkpoint_dir)
+def _checked_parts(checkpoint_dir: Place, manifest: CheckpointManifest) -> Mapping[str, str]:
+    """Check `metadata.json`, which is written after the manifest and is not listed, and return its parts. Saves by a strategy alone write
+    none."""
+    config, parts = config_and_parts_at(checkpoint_dir)
     with files_below(checkpoint_dir) as folder:
         data = folder.read(CONFIG_FNAME, MOST_CONFIG_BYTES) if config is not None else b""
     if config is not None and data != config_bytes(config, parts):
@@ -147,13 +148,18 @@ def _check_config(checkpoint_dir: Place, manifest: CheckpointManifest) -> None:
     has_common = has_manifest(checkpoint_dir / COMMON) if manifest.data else f"{COMMON}/{MANIFEST_NAME}" in manifest.files
     if config is None and has_common:
         raise CorruptCheckpointError(f"{CONFIG_FNAME} is missing, so no load takes this for a whole checkpoint")
+    return parts
 
 
 def _examine_parts(
-    checkpoint_dir: Place, manifest: CheckpointManifest, result: Verification, progress: Callable[[int], None]
+    checkpoint_dir: Place,
+    manifest: CheckpointManifest,
+    parts: Mapping[str, str],
+    result: Verification,
+    progress: Callable[[int], None],
 ) -> None:
     """Examine the other parts of a save in an object store, or of a copy out of it, which its manifest does not list."""
-    for name, place in parts_at(checkpoint_dir).items():
+    for name, place in parts.items():
         if name == SHARDED:
             require_place(checkpoint_dir, manifest, place)
             continue

@@ -112,10 +112,17 @@ class CkptManager(CheckpointManager):
         return None
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        """Load. Called by torchtitan. A checkpoint that is not of this package is left to it."""
+        """Load. Called by torchtitan. A checkpoint in a folder, or read by fsspec, that is not of this package is left to it.
+
+        Raises:
+            CheckpointNotFoundError: none is at an address in an object store.
+        """
         with self._topology.operation(f"look into {checkpoint_id}"), self._topology.phase("look") as phase:
-            is_known = "://" not in checkpoint_id or is_address(checkpoint_id)  # torchtitan reads others by fsspec
-            phase.payload = self._topology.is_lead and not from_hf and is_known and _is_ours(place_of(checkpoint_id))
+            in_store = is_address(checkpoint_id)
+            if self._topology.is_lead and not from_hf and (in_store or "://" not in checkpoint_id):
+                phase.payload = look(place_of(checkpoint_id)) is not None
+                if in_store and not phase.payload:
+                    raise CheckpointNotFoundError(f"there is no checkpoint at {checkpoint_id}")
         if not phase.payloads[0]:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
@@ -159,9 +166,8 @@ class CkptManager(CheckpointManager):
             return bool(super()._load(step))
         if step != -1 or is_address(begins_at):
             at = self._root / f"step-{step}" if step != -1 else as_location("checkpoint.initial_load_path", begins_at)
-            place, model_only = str(at), step == 0 if step != -1 else self.initial_load_model_only
-            self._require_there(at)
-            self.dcp_load(self._states_to_load(model_only), place, from_hf=False, from_quantized=False)
+            model_only = step == 0 if step != -1 else self.initial_load_model_only
+            self.dcp_load(self._states_to_load(model_only), str(at), from_hf=False, from_quantized=False)
             return True
         folder: str = self.folder
         self.folder = ""
@@ -169,12 +175,6 @@ class CkptManager(CheckpointManager):
             return bool(super()._load(-1))
         finally:
             self.folder = folder
-
-    def _require_there(self, at: Place) -> None:
-        """Refuse an address without a checkpoint, on every rank."""
-        with self._topology.operation(f"look into {at}"), self._topology.phase("look"):
-            if self._topology.is_lead and not _is_ours(at):
-                raise CheckpointNotFoundError(f"there is no checkpoint at {at}")
 
     def _find_load_step(self, folder: str = "") -> int:
         own = [number for number, path in self._steps(folder) if _is_own(path)]
@@ -206,10 +206,6 @@ class CkptManager(CheckpointManager):
             super()._close()
 
 
-def _is_ours(step: Place) -> bool:
-    return (step / MANIFEST_NAME).is_file() if isinstance(step, Path) else look(step) is not None
-
-
 def _is_complete(step: Path) -> bool:
     return any((step / name).is_file() for name in _COMPLETE)
 
@@ -218,7 +214,7 @@ def _is_own(step: Place) -> bool:
     """Whether a folder is a complete checkpoint, and no link, copy or renamed one, which is the user's."""
     if isinstance(step, ObjectPath):
         return is_removable(step)
-    return _is_complete(step) and not step.is_symlink() and (is_removable(step) or not _is_ours(step))
+    return _is_complete(step) and not step.is_symlink() and (is_removable(step) or look(step) is None)
 
 
 @override(target=BaseCheckpointManager.Config)  # type: ignore[untyped-decorator]

@@ -7,7 +7,6 @@ import operator
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from ckpt.backends.base import Backend
 from ckpt.backends.registry import BACKENDS, backend_named
 from ckpt.errors import ConfigurationError
-from ckpt.format.places import ObjectPath, Place, as_place, local_path
+from ckpt.format.places import ObjectPath, Place, as_place
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.loading.two_stage.two_stage import TwoStageLoad
@@ -136,15 +135,6 @@ def as_groups(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
 def as_saves(given: SaveSettings) -> SaveSettings:
     """Return the settings of saves."""
     return _object(given, SaveSettings, "saves", "a SaveSettings, such as SaveSettings(mode='async')")
-
-
-def as_folder(name: str, given: str | os.PathLike[str] | ObjectPath) -> Path:
-    """Return the folder, of a mounted file system, that the argument `name` gives.
-
-    Raises:
-        ConfigurationError: it is an address in an object store, or no path.
-    """
-    return local_path(as_location(name, given), name)
 
 
 def as_location(name: str, given: str | os.PathLike[str] | ObjectPath) -> Place:

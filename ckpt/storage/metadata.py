@@ -69,8 +69,7 @@ def parts_at(checkpoint_dir: Given) -> dict[str, str]:
 
     Raises: as `maybe_load_config`.
     """
-    found = _read(as_place(checkpoint_dir, "checkpoint_dir"))
-    return {} if found is None else found[1]
+    return config_and_parts_at(checkpoint_dir)[1]
 
 
 def maybe_load_config(checkpoint_dir: Given) -> CheckpointingConfig | None:
@@ -82,17 +81,18 @@ def maybe_load_config(checkpoint_dir: Given) -> CheckpointingConfig | None:
         CorruptCheckpointError: the file does not fit the schema, or does not match its digest.
         StorageError: it cannot be read.
     """
-    found = _read(as_place(checkpoint_dir, "checkpoint_dir"))
-    return None if found is None else found[0]
+    return config_and_parts_at(checkpoint_dir)[0]
 
 
-def _read(place: Place) -> tuple[CheckpointingConfig, dict[str, str]] | None:
+def config_and_parts_at(checkpoint_dir: Given) -> tuple[CheckpointingConfig | None, dict[str, str]]:
+    """Return what `maybe_load_config` and `parts_at` do, and read the file once."""
+    place = as_place(checkpoint_dir, "checkpoint_dir")
     path = place / CONFIG_FNAME
     try:
         with files_below(place) as files:
             data = files.read(CONFIG_FNAME, MOST_CONFIG_BYTES)
     except (FileNotFoundError, NotADirectoryError):
-        return None
+        return None, {}
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {sentence(error)}") from error
     return _parsed(path, data)

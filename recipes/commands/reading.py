@@ -146,7 +146,7 @@ def show(keys: InspectKeys) -> None:
 
 
 def is_checkpoint(path: Place) -> bool:
-    return (path / MANIFEST_NAME).is_file() if isinstance(path, Path) else look(path) is not None
+    return look(path) is not None
 
 
 def _other_at(path: Place, keys: ReadingKeys) -> OtherAt | None:

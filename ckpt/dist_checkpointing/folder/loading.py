@@ -156,9 +156,10 @@ def open_tensors(checkpoint_dir: Place, library: Library, topology: Topology, st
             raise headless(checkpoint_dir, checkpoint.layout.headless[0])
         return TensorSource(checkpoint.arrays, checkpoint, "", strategy, topology)
     manifest = parse_manifest(phase.payloads[0].encode(), str(checkpoint_dir / MANIFEST_NAME))
-    if place := parts_at(checkpoint_dir).get(SHARDED):
+    if manifest.data is not None:  # of an object store, or a copy out of it
         with topology.phase("parts"):
-            require_place(checkpoint_dir, manifest, place)
+            if topology.is_lead and (place := parts_at(checkpoint_dir).get(SHARDED)):
+                require_place(checkpoint_dir, manifest, place)
     ours = StoredCheckpoint(checkpoint_dir, manifest)
     return TensorSource(manifest.arrays_of(SHARDED), ours, f"{SHARDED}/", strategy, topology)
 
