@@ -452,5 +452,5 @@ class CheckpointCoordinator:
 
     def _id_of_now(self) -> str:
         with self._topology.phase("name") as phase:
-            phase.payload = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")
-        return str(phase.payloads[0])
+            phase.from_lead = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")
+        return str(phase.from_lead)

@@ -24,6 +24,7 @@ from ckpt.format.names import step_of
 from ckpt.format.places import Place, place_of
 from ckpt.loading.report import ComponentReport, LoadReport
 from ckpt.memory.device import Device, device_of
+from ckpt.ranks.merging import most
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.saving.arguments import (
     STRATEGIES,
@@ -354,12 +355,13 @@ class Checkpointer:
         now = time.monotonic()
         steps_s = (step - then) / max(now - at, 1e-6)
         with self._topology.phase("told to end") as phase:
-            phase.payload = [self._has_sigterm_come(), min(_MOST_STEPS, max(1, round(_LOOK_S * steps_s)))]
-        self._next_look, self._last_look = step + phase.payloads[0][1], (step, now)
+            phase.merge = {"told": most(self._has_sigterm_come())}
+            phase.from_lead = min(_MOST_STEPS, max(1, round(_LOOK_S * steps_s))) if self._topology.is_lead else None
+        self._next_look, self._last_look = step + phase.from_lead, (step, now)
         if self.coordinator.num_pending:
             with self._telling_of_saves():
                 self.coordinator.maybe_finalize()
-        return any(told for told, _ in phase.payloads)
+        return bool(phase.merged["told"])
 
     def list(self) -> list[SavedStep]:
         """Return the committed checkpoints in the folder, the oldest first, without damaged ones. Not collective."""
@@ -455,8 +457,9 @@ class Checkpointer:
     def _is_empty(self) -> bool:
         """Whether the folder holds no checkpoint, as the lead sees it. Collective."""
         with self._topology.operation(f"look into {self._folder}"), self._topology.phase("look") as phase:
-            phase.payload = self._topology.is_lead and self.find_latest() is None
-        return bool(phase.payloads[0])
+            if self._topology.is_lead:
+                phase.from_lead = self.find_latest() is None
+        return bool(phase.from_lead)
 
     def _best(self) -> Place:
         """The checkpoint with the best metric, as the lead sees it. Collective."""
@@ -469,8 +472,8 @@ class Checkpointer:
                     raise CheckpointNotFoundError(
                         f"no checkpoint in {self._folder} was saved with the metric {self._retention.metric!r}"
                     )
-                phase.payload = str(best.path)
-        return place_of(phase.payloads[0])
+                phase.from_lead = str(best.path)
+        return place_of(phase.from_lead)
 
     def _require_own_folder(self) -> None:
         """Before the first save without `restore`: require that the folder holds no other run's checkpoints. Collective."""

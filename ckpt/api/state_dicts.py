@@ -129,8 +129,8 @@ def load(
             given = None if into is None else _mapping("into", into)
             if run.topology.is_lead:
                 saved = components_of(folder)
-                phase.payload = {key: [one.pattern.value, one.group] for key, one in saved.items()}
-        sharing = {key: Sharing(SharingPattern(name), group) for key, (name, group) in phase.payloads[0].items()}
+                phase.from_lead = {key: [one.pattern.value, one.group] for key, one in saved.items()}
+        sharing = {key: Sharing(SharingPattern(name), group) for key, (name, group) in phase.from_lead.items()}
         is_one = list(sharing) == [STATE]
         with run.topology.phase("into"):
             device = device_of([] if given is None else _tensors(given))

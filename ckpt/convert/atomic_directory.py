@@ -58,8 +58,8 @@ def shared_place(dst: Place, topology: Topology) -> Iterator[NewPlace]:
         with topology.phase("create") as phase:
             if topology.is_lead:
                 catalog.require_free(dst)
-                phase.payload = str(catalog.open_at(dst))
-        place = place_of(phase.payloads[0])
+                phase.from_lead = str(catalog.open_at(dst))
+        place = place_of(phase.from_lead)
         yield NewPlace(place, partial(catalog.record, place))
         with topology.phase("publish"):
             topology.require_awaited()
@@ -76,8 +76,8 @@ def shared_directory(dst: Path, topology: Topology, *, is_file: bool = False) ->
     with ExitStack() as stack:
         with topology.phase("create") as phase:
             if topology.is_lead:
-                phase.payload = str(stack.enter_context(atomic_directory(dst, is_file=is_file)))
-        yield Path(phase.payloads[0])
+                phase.from_lead = str(stack.enter_context(atomic_directory(dst, is_file=is_file)))
+        yield Path(phase.from_lead)
         with topology.phase("publish"):
             topology.require_awaited()
             stack.close()

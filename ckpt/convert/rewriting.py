@@ -83,19 +83,19 @@ def rewrite(src: Place, dst: Place, backend: Backend, topology: Topology) -> Non
             folder = made.folder
             with topology.phase("write") as writing:
                 rewriting = _Rewriting(src, folder, manifest, backend, topology.progress)
-                writing.payload = {rank: rewriting.write_rank(rank).to_json() for rank in saved_ranks}
+                writing.to_lead = {rank: rewriting.write_rank(rank).to_json() for rank in saved_ranks}
             with topology.phase("commit") as phase:
                 if topology.is_lead:
-                    written = {int(rank): tree for mine in writing.payloads for rank, tree in mine.items()}
+                    written = {int(rank): tree for mine in writing.gathered for rank, tree in mine.items()}
                     results = [WriteResult(**written.get(rank, {})) for rank in range(manifest.world_size)]
                     await_indexes(folder, results, topology)
                     data = rewriting.commit(results)
                     made.record(data)
-                    phase.payload = None if isinstance(folder, Path) else data.decode()
+                    phase.from_lead = None if isinstance(folder, Path) else data.decode()
                     if config is not None:
                         save_config(config, require_folder(folder))
             with topology.phase("read back"):
-                said = phase.payloads[0]
+                said = phase.from_lead
                 place, told = uncommitted(folder, said and parse_manifest(said.encode(), str(dst)))
                 examined = examine(place, writers=saved_ranks, manifest=told, progress=topology.progress)
                 if examined.problems:

@@ -21,6 +21,7 @@ from ckpt.format.manifest import digest_of
 from ckpt.loading.report import some_of
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
+from ckpt.state.collect import DistinctRanks
 from ckpt.state.replication import fingerprints
 
 _log = logger_of(__name__)
@@ -49,11 +50,12 @@ def compare_common(
     topology = current_topology()
     with topology.phase("common state") as phase:
         mine = _rows_of(common_state_dict if preprocess is None else preprocess(common_state_dict), topology.progress)
-        phase.payload = digest_of(json.dumps(sorted(mine.items())).encode())
-    digests: list[str] = phase.payloads
-    if len(set(digests)) == 1:
+        phase.to_lead = digest_of(json.dumps(sorted(mine.items())).encode())
+        phase.answer = lambda: DistinctRanks.of(phase.gathered)
+    distinct = DistinctRanks(*phase.from_lead)
+    if len(distinct.senders) == 1:
         return {}
-    differing = _exchange_differing(mine, digests, topology)
+    differing = _exchange_differing(mine, distinct, topology)
     found: dict[str, list[int]] = {}
     for rank, (_, paths) in enumerate(differing):
         for path in paths:
@@ -64,19 +66,18 @@ def compare_common(
 
 
 def _exchange_differing(
-    mine: Mapping[str, str], digests: Sequence[str], topology: Topology
+    mine: Mapping[str, str], distinct: DistinctRanks, topology: Topology
 ) -> list[tuple[int, list[str]]]:
     """By rank: (number of paths that differ from rank 0's, the first of these paths)."""
     with topology.phase("common state of rank 0") as phase:
-        phase.payload = mine if topology.is_lead else None
-    expected: dict[str, str] = phase.payloads[0]
-    speakers = [digests.index(digest) for digest in digests]
+        phase.from_lead = mine
+    expected: dict[str, str] = phase.from_lead
     with topology.phase("paths that differ from rank 0's") as phase:
-        if speakers[topology.rank] == topology.rank != 0:
+        if topology.rank in distinct.senders[1:]:
             paths = [path for path in {**expected, **mine} if expected.get(path) != mine.get(path)]
             phase.payload = [len(paths), paths[:_MAX_SENT]]
     said: dict[int, tuple[int, list[str]]] = {rank: tuple(one) for rank, one in enumerate(phase.payloads) if one}
-    return [said.get(speaker, (0, [])) for speaker in speakers]
+    return [said.get(distinct.senders[number], (0, [])) for number in distinct.number_of_rank]
 
 
 def _warn(found: Mapping[str, Sequence[int]], num_differing: Sequence[int]) -> None:

@@ -56,6 +56,7 @@ from ckpt.dist_checkpointing.validation import (
 from ckpt.errors import ConfigurationError, logger_of
 from ckpt.format.places import Place, as_place, local_path
 from ckpt.ranks.default_topology import current_topology, use_topology
+from ckpt.ranks.merging import alike
 from ckpt.ranks.topology import Topology
 from ckpt.saving.background.async_utils import AsyncRequest
 from ckpt.storage.metadata import TORCH_DIST, CheckpointingConfig, maybe_load_config, save_config
@@ -98,16 +99,16 @@ def save(
     with topology.operation(f"save into {folder}"):
         with topology.phase("strategies") as phase:
             sharded, common = _sharded_saver(sharded_strategy), _common_saver(common_strategy)
-            phase.payload = {
-                "sharded_strategy": sharded.described,
-                "common_strategy": common.described,
-                "async_sharded_save": async_sharded_save,
-                "validate_access_integrity": validate_access_integrity,
+            phase.merge = {
+                "sharded_strategy": alike(sharded.described),
+                "common_strategy": alike(common.described),
+                "async_sharded_save": alike(async_sharded_save),
+                "validate_access_integrity": alike(validate_access_integrity),
             }
+            phase.answer = lambda: require_alike(phase.merged)
         mark = None
         try:
             with topology.phase("destination"):
-                require_alike(phase.payloads)
                 if async_sharded_save and not isinstance(sharded, AsyncSaveShardedStrategy):
                     raise ConfigurationError(
                         f"{sharded} saves before it returns: give async_sharded_save=False, or another strategy"

@@ -29,6 +29,7 @@ from ckpt.errors import CheckpointNotFoundError, ConfigurationError, MissingStat
 from ckpt.format.places import ObjectPath, as_place
 from ckpt.loading.report import some_of
 from ckpt.ranks.default_topology import current_topology
+from ckpt.ranks.merging import Alike, alike
 from ckpt.storage.metadata import CONFIG_FNAME, maybe_load_config, other_format
 
 CkptShardedMetadata = Mapping[str, ShardedBase]
@@ -144,10 +145,11 @@ def validate_integrity_and_strict_load(
         if strict is StrictHandling.IGNORE_ALL:
             unexpected = set()
         told = strict in (*_LOG, *_RAISE)
-        phase.payload = [strict.value, sorted(missing), sorted(unexpected)] if told else [strict.value, [], []]
-    flags, all_missing, all_unexpected = zip(*phase.payloads, strict=True)
-    if len(set(flags)) > 1:
-        raise ConfigurationError(f"strict differs between the ranks: {', '.join(flags)}, by rank; give the same on all")
+        phase.merge = {"strict": alike(strict.value)}
+        phase.answer = lambda: _require_one_flag(phase.merged["strict"])
+        if told and (missing or unexpected):
+            phase.payload = [sorted(missing), sorted(unexpected)]
+    all_missing, all_unexpected = zip(*(said or ([], []) for said in phase.payloads), strict=True)
     if any(all_missing) or any(all_unexpected):
         keys_missing = sorted({key for keys in all_missing for key in keys})
         _report(keys_missing, all_unexpected, raises=strict in _RAISE)
@@ -155,6 +157,13 @@ def validate_integrity_and_strict_load(
         assert global_metadata is not None, "all ranks have just agreed on that"
         check_sharding(global_metadata)
     return sharded_state_dict, missing, unexpected
+
+
+def _require_one_flag(strict: Alike) -> None:
+    if not strict.is_alike:
+        raise ConfigurationError(
+            f"strict is {strict.value} on rank 0 and {strict.odd_value} on rank {strict.odd_rank}; give the same on all ranks"
+        )
 
 
 def adjust_non_strict_load(

@@ -35,6 +35,7 @@ from ckpt.engine.wire.receivers import Receivers, agreed_sharing
 from ckpt.engine.wire.transfer import PHASE
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.memory.device import Device
+from ckpt.ranks.merging import least, most
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import tied_names
 from ckpt.storage.host_memory import can_be_shared
@@ -257,9 +258,10 @@ class VersionedEngine(CheckpointEngineWithCache):
     def _get_ready(self, topology: Topology) -> None:
         """Last part of the join. Collective."""
         with topology.phase("agree on the buckets") as phase:
-            phase.payload = [self.buckets.room(), uuid.uuid4().hex]
-        self._bucket_bytes = min(room for room, _ in phase.payloads)
-        self._connections = f"ckpt-engine-{phase.payloads[0][1]}"
+            phase.merge = {"room": least(self.buckets.room())}
+            phase.from_lead = uuid.uuid4().hex if topology.is_lead else None
+        self._bucket_bytes = phase.merged["room"]
+        self._connections = f"ckpt-engine-{phase.from_lead}"
         self._generation = 0
         self._known = None
         self._receivers = Receivers(self.rank, self.rollouts, self.landings)
@@ -414,8 +416,8 @@ class VersionedEngine(CheckpointEngineWithCache):
                 if is_new:
                     with topology.phase("layout") as phase:
                         if offloaded is not None and topology.is_lead:
-                            phase.payload = offloaded.layout.as_rows()
-                    self._known = WeightLayout.from_rows(phase.payloads[0])
+                            phase.from_lead = offloaded.layout.as_rows()
+                    self._known = WeightLayout.from_rows(phase.from_lead)
                 sharing = agreed_sharing(said, topology.nodes)
                 fits = all(one["fits"] == said[0]["layout"] for one in said)
                 if is_new or not fits or not self._receivers.are_settled(said, sharing):
@@ -451,8 +453,8 @@ class VersionedEngine(CheckpointEngineWithCache):
                     phase.stands = f"all rollouts have received the weights of step {update.version.step}"
                     if offloaded is not None and not self.colocated:
                         update.seconds["blocked_s"] = time.perf_counter() - offloaded.began
-                    phase.payload = update.seconds
-        self._keep(update, phase.payloads)
+                    phase.merge = {name: most(seconds) for name, seconds in update.seconds.items()}
+        self._keep(update, phase.merged)
 
     @contextmanager
     def _operation(self) -> Iterator[Topology]:
@@ -574,7 +576,7 @@ class VersionedEngine(CheckpointEngineWithCache):
             )
         update.landing.holds = None
 
-    def _keep(self, update: Update, seconds: Sequence[Mapping[str, float]]) -> None:
+    def _keep(self, update: Update, seconds: Mapping[str, float]) -> None:
         """Record the version that all ranks hold now, and its figures."""
         self.version, self.layout, self.bucket_digests = update.version, update.layout, update.digests
         if update.pool is not None and update.pool.history is not None:
@@ -589,7 +591,7 @@ class VersionedEngine(CheckpointEngineWithCache):
             num_bytes=update.layout.payload_bytes,
             sent_bytes=update.sent_bytes,
             num_buckets=update.layout.num_buckets,
-            **{name: max(said.get(name, 0.0) for said in seconds) for name in _SECONDS},
+            **{name: max(seconds.get(name, 0.0), 0.0) for name in _SECONDS},
         )
 
     # From one state to the next, in the members' thread

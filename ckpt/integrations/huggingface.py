@@ -33,8 +33,8 @@ from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, Configur
 from ckpt.format.places import Place, is_address, place_of
 from ckpt.integrations.huggingface_accelerate import require_covered
 from ckpt.memory.device import device_of
+from ckpt.ranks.merging import Alike, alike, first_difference
 from ckpt.ranks.sigterm import TOLD_TO_END
-from ckpt.ranks.topology import first_difference
 from ckpt.saving.arguments import as_checkpoint_id, as_location, as_topology
 from ckpt.state.statefuls import OptimizerState, RNGState
 from ckpt.storage.stored import has_manifest, read_manifest
@@ -183,16 +183,12 @@ class CkptTrainerMixin(_Base):
         is_ours = not isinstance(resume, str | PathLike) or is_address(str(resume)) or not (Path(resume) / _STATE).is_file()
         topology = as_topology(None)
         with topology.operation("start of training"), topology.phase("resume") as phase:
-            phase.payload = {
-                "resume_from_checkpoint": str(resume),
-                "output_dir": str(self._ckpt_folder.parent if self._ckpt_root is None else self._ckpt_folder),
-                "whether Trainer wrote it": not is_ours,
+            phase.merge = {
+                "resume_from_checkpoint": alike(str(resume)),
+                "output_dir": alike(str(self._ckpt_folder.parent if self._ckpt_root is None else self._ckpt_folder)),
+                "whether Trainer wrote it": alike(not is_ours),
             }
-        if (difference := first_difference(phase.payloads)) is not None:
-            name, rank, here, on_lead = difference
-            raise ConfigurationError(
-                f"ranks would resume from different checkpoints: {name} is {here} on rank {rank}, and {on_lead} on rank 0"
-            )
+            phase.answer = lambda: _require_one_start(phase.merged)
         return is_ours
 
     def _ckpt_found(self, resume: str | bool, files: Path) -> Place | None:
@@ -264,11 +260,11 @@ class CkptTrainerMixin(_Base):
             topology = as_topology(None)
             with topology.operation(f"load of {path.name}"), topology.phase("components") as phase:
                 if topology.is_lead:
-                    phase.payload = [*read_manifest(path).components]
+                    phase.from_lead = [*read_manifest(path).components]
             state = self._training_state()
             state["optimizer"] = OptimizerState(state["optimizer"], self.model_wrapped)
-            saved = {name: one for name, one in state.items() if name in phase.payloads[0]}
-            has_rng = "rng" in phase.payloads[0]
+            saved = {name: one for name, one in state.items() if name in phase.from_lead}
+            has_rng = "rng" in phase.from_lead
             if saved or has_rng:
                 self._ckpt_read(path, save_rng=has_rng, **saved)
         if has_rng:
@@ -477,3 +473,11 @@ class _Files:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._files = dict(state_dict["files"])
+
+
+def _require_one_start(said: Mapping[str, Alike]) -> None:
+    if (difference := first_difference(said)) is not None:
+        name, rank, here, on_lead = difference
+        raise ConfigurationError(
+            f"ranks would resume from different checkpoints: {name} is {here} on rank {rank}, and {on_lead} on rank 0"
+        )

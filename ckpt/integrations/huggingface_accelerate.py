@@ -29,6 +29,7 @@ from ckpt.format.places import Place, place_of
 from ckpt.loading.loader import Loader
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.memory.device import device_of
+from ckpt.ranks.merging import most
 from ckpt.ranks.topology import Topology
 from ckpt.saving.arguments import as_backend, as_location, as_run, as_strategy
 from ckpt.saving.new_folder import save_into_new_folder
@@ -138,12 +139,12 @@ class CkptAccelerator(Accelerator):
             found = given or (self.find_latest() if run.topology.is_lead else None)
             if found is None and run.topology.is_lead:
                 raise CheckpointNotFoundError(f"there is no checkpoint in {self._ckpt_root}")
-            phase.payload = str(found)
-        path = place_of(phase.payloads[0])
+            phase.from_lead = str(found)
+        path = place_of(phase.from_lead)
         with run.topology.operation("load_state"), run.topology.phase("look") as phase:
             here = given or path  # each node may have its part of a checkpoint of Accelerate on a disk of its own
-            phase.payload = _is_accelerates(here)
-        if any(phase.payloads):
+            phase.merge = {"is_accelerates": most(_is_accelerates(here))}
+        if phase.merged["is_accelerates"]:
             super().load_state(str(here), load_kwargs, **load_model_func_kwargs)
         else:
             strict = load_model_func_kwargs.pop("strict", True)
@@ -175,8 +176,8 @@ class CkptAccelerator(Accelerator):
         with topology.operation("save_state"), topology.phase("number") as phase:
             if topology.is_lead:
                 least = max((_number(one) + 1 for one in _numbered(self._ckpt_root)), default=0)
-                phase.payload = str(self._ckpt_root / f"checkpoint_{max(self.project_configuration.iteration, least)}")
-        return place_of(phase.payloads[0])
+                phase.from_lead = str(self._ckpt_root / f"checkpoint_{max(self.project_configuration.iteration, least)}")
+        return place_of(phase.from_lead)
 
     def _ckpt_named(self, folder: str | None) -> Place | None:
         """The folder of a call; None: it is to be found, or numbered.

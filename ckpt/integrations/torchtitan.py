@@ -120,10 +120,10 @@ class CkptManager(CheckpointManager):
         with self._topology.operation(f"look into {checkpoint_id}"), self._topology.phase("look") as phase:
             in_store = is_address(checkpoint_id)
             if self._topology.is_lead and not from_hf and (in_store or "://" not in checkpoint_id):
-                phase.payload = look(place_of(checkpoint_id)) is not None
-                if in_store and not phase.payload:
+                phase.from_lead = look(place_of(checkpoint_id)) is not None
+                if in_store and not phase.from_lead:
                     raise CheckpointNotFoundError(f"there is no checkpoint at {checkpoint_id}")
-        if not phase.payloads[0]:
+        if not phase.from_lead:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         reader = CkptReader(checkpoint_id, load=self._load_strategy, topology=self._topology)
@@ -141,11 +141,11 @@ class CkptManager(CheckpointManager):
         """
         with self._topology.operation(f"look into {self._root}"), self._topology.phase("look") as phase:
             if self._topology.is_lead:
-                phase.payload = self._find_load_step() if step == -1 else step
-                newer = [path for number, path in self._steps() if number > phase.payload and not self.load_only]
+                phase.from_lead = self._find_load_step() if step == -1 else step
+                newer = [path for number, path in self._steps() if number > phase.from_lead and not self.load_only]
                 if own := [path for path in newer if _is_own(path)]:
                     raise CheckpointExistsError(
-                        f"{own[0]} is newer than what is loaded, {'nothing' if phase.payload < 0 else f'step {phase.payload}'}, and "
+                        f"{own[0]} is newer than what is loaded, {'nothing' if phase.from_lead < 0 else f'step {phase.from_lead}'}, and "
                         "saves replace no folder: move it away, choose another checkpoint.folder with this one's step as "
                         "checkpoint.initial_load_path, or set checkpoint.load_only"
                     )
@@ -157,7 +157,7 @@ class CkptManager(CheckpointManager):
                         continue
                     aside = path.rename(path.with_name(f"{path.name}.incomplete-{secrets.token_hex(4)}"))
                     _log.warning("%s is an incomplete checkpoint, and is now %s", path, aside)
-        return self._load_at(phase.payloads[0])
+        return self._load_at(phase.from_lead)
 
     def _load_at(self, step: int) -> bool:
         """Load a step, or what a run begins with. Where torchtitan would ask fsspec for an address, it is not asked."""

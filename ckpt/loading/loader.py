@@ -17,6 +17,8 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ckpt.catalog.catalog import catalog_at
 from ckpt.errors import (
     CheckpointError,
@@ -28,6 +30,7 @@ from ckpt.errors import (
     describe,
     rebuild,
 )
+from ckpt.format import strict_json
 from ckpt.format.manifest import CONFIG_NAME, MANIFEST_NAME, STATE, CheckpointManifest
 from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.format.places import Place
@@ -58,7 +61,8 @@ from ckpt.loading.state_matching import (
 from ckpt.loading.strategy import LoadingStrategy, Reading, ReadStats, StoredCheckpoint
 from ckpt.loading.torch_save_folders import OldSource, old_files
 from ckpt.memory.device import Device, device_of, wait_for_all
-from ckpt.ranks.topology import Phase, Topology, slowest_rank
+from ckpt.ranks.merging import first, most, slowest, total
+from ckpt.ranks.topology import Phase, Topology
 from ckpt.state.abilities import RestoredLast, offers
 from ckpt.state.sharing import Sharing, SharingPattern, StateComponent
 from ckpt.storage.checked_blocks import CheckedBlocks
@@ -169,8 +173,8 @@ class Loader:
         """
         with self.topology.operation(f"load of {path.name}"), self.topology.phase("look again") as phase:
             if self.topology.is_lead:
-                phase.payload = before is not None and identity_of(path) != before
-        if phase.payloads[0]:
+                phase.from_lead = before is not None and identity_of(path) != before
+        if phase.from_lead:
             raise gone(path) from cause
 
     def _load(
@@ -186,12 +190,15 @@ class Loader:
             load = replace(self, components=asked_for(self.components, source, leave_out))
             with self.topology.phase("check") as phase:
                 load._match(source, strict, cast, phase, matches)
-                phase.payload = {key: one.to_json() for key, one in matches.items()}
+                phase.to_lead = {key: one.to_json() for key, one in matches.items()}
+                phase.answer = lambda: load._settled(matches, phase.gathered, strict)
+            reports, batches = strict_json.convert(phase.from_lead, tuple[dict[str, ComponentReport], dict[str, int]])
             with self.topology.phase("compare keys"):
-                reports = load._settle(matches, phase.payloads, strict)
+                for key, report in reports.items():
+                    if not goes_on(report) or report.changed:
+                        matches[key].forget_prepared()
                 others = passed_over(source, self.components, leave_out, strict=strict)
             load._gather_copies(source, matches, reports)
-            batches = {key: max(one[key].get("batches", 0) for one in phase.payloads) for key in matches}
             read, needed, slowest = self._read(source, matches, reports, batches)
             load_s, requests = self._apply(matches, reports, started, asked)
             require_something(reports)
@@ -232,21 +239,21 @@ class Loader:
         makes_table = isinstance(path, Path) and share_checks and self.verify and self.topology.rank == ranks_here[0] < ranks_here[-1]
         checked = CheckedBlocks.make() if makes_table else None
         with self.topology.phase("open") as phase:
-            phase.payload = {"checked": checked and checked.place}
+            phase.payload = checked and checked.place
             if self.topology.is_lead:
                 files = old_files(path, allow_pickle=self.allow_pickle) if may_be_old else []
                 other = format_at(path) if may_be_old else None
                 if files or other:
-                    phase.payload["other"] = files or other
+                    phase.from_lead = {"other": files or other}
                 else:
                     data = manifest_bytes_at(path) if may_be_old else read_manifest_bytes(path)
                     manifest = parse_manifest(data, where)
-                    phase.payload |= {"manifest": data.decode(), "config": ""}
+                    phase.from_lead = {"manifest": data.decode(), "config": ""}
                     if CONFIG_NAME in manifest.files:
                         with refusing(CONFIG_NAME):
                             config = read_listed_file(path, manifest, CONFIG_NAME, self._held(data))
-                            phase.payload["config"] = config.decode()
-        found = phase.payloads[0]
+                            phase.from_lead["config"] = config.decode()
+        found = phase.from_lead
         other = found.get("other")
         if isinstance(other, list):
             assert isinstance(path, Path)
@@ -262,7 +269,7 @@ class Loader:
                 if of_export.holds(STATE) or [one.key for one in self.components] != [STATE]:
                     return of_export
             return source
-        if checked is None and (place := phase.payloads[ranks_here[0]]["checked"]) is not None:
+        if checked is None and (place := phase.payloads[ranks_here[0]]) is not None:
             checked = CheckedBlocks.join(MemoryFile(*place))
         data = found["manifest"].encode()
         stored = StoredCheckpoint(path, manifest or parse_manifest(data, where), self._held(data), checked)
@@ -286,10 +293,12 @@ class Loader:
             )
         phase.component = None
 
-    def _settle(
-        self, matches: Mapping[str, Match], of_ranks: Sequence[Mapping[str, Any]], strict: bool
-    ) -> dict[str, ComponentReport]:
-        """Decide for every component, from the matches of all ranks, whether it is loaded; equal on all of them."""
+    def _settled(self, matches: Mapping[str, Match], of_ranks: Sequence[Mapping[str, Any]], strict: bool) -> Any:
+        """Decide for every component, from the matches of all ranks, whether it is loaded. Lead rank only.
+
+        Returns:
+            as JSON, (component -> report, component -> the most batches that any rank converts).
+        """
         reports = {
             component.key: settle(
                 component, [one[component.key] for one in of_ranks], matches[component.key].saved_keys, strict=strict
@@ -297,10 +306,8 @@ class Loader:
             for component in self.components
         }
         require_something(reports)
-        for key, report in reports.items():
-            if not goes_on(report) or report.changed:
-                matches[key].forget_prepared()
-        return reports
+        batches = {key: max(one[key].get("batches", 0) for one in of_ranks) for key in matches}
+        return msgspec.to_builtins((reports, batches))
 
     def _gather_copies(
         self, source: CheckpointSource, matches: dict[str, Match], reports: dict[str, ComponentReport]
@@ -311,11 +318,11 @@ class Loader:
             return
         with self.topology.phase("gather copies") as phase:
             if self.topology.is_lead:
-                phase.payload = {one.key: _rows_of_copies(source, one, phase) for one in changed}
+                phase.from_lead = {one.key: _rows_of_copies(source, one, phase) for one in changed}
                 phase.component = None
         for component in changed:
             key = component.key
-            got = phase.payloads[0][key]
+            got = phase.from_lead[key]
             if isinstance(got, dict):
                 reports[key] = report_of_trouble(key, 0, rebuild(got), self.topology.world_size)
                 continue
@@ -355,17 +362,21 @@ class Loader:
                 began = time.perf_counter()
                 stats, failed = _run(readings)
                 read, needed = sum(s.bytes_read for s in stats), sum(s.bytes_needed for s in stats)
-                phase.payload = [read, needed, failed, time.perf_counter() - began]
+                phase.merge = {
+                    "bytes": total([read, needed]),
+                    "failed": first(failed),
+                    "slowest": slowest(time.perf_counter() - began, self.topology.rank),
+                }
         finally:
             with ExitStack() as closing:  # all, also if one fails
                 for step in readings:
                     closing.callback(step.reading.close)
-        _note_failures(reports, [rank[2] for rank in phase.payloads])
+        said = phase.merged
+        _note_failures(reports, said["failed"], self.topology.world_size)
         for one, requests in optional:
             if goes_on(reports[one.key]):
                 convert_into(one.outs, (request.out for request in requests))
-        slowest = slowest_rank([rank[3] for rank in phase.payloads])
-        return sum(rank[0] for rank in phase.payloads), sum(rank[1] for rank in phase.payloads), slowest
+        return *said["bytes"], -said["slowest"][1] if self.topology.world_size > 1 else None
 
     def _apply(
         self, matches: dict[str, Match], reports: dict[str, ComponentReport], started: float, asked: CountedRequests
@@ -385,9 +396,13 @@ class Loader:
                 else:
                     del matches[one.key]
             phase.component = None
-            phase.payload = [time.perf_counter() - started, failed, asked.made()]
-        _note_failures(reports, [rank[1] for rank in phase.payloads])
-        return float(max(rank[0] for rank in phase.payloads)), all_of(rank[2] for rank in phase.payloads)
+            phase.merge = {
+                "seconds": most(time.perf_counter() - started),
+                "failed": first(failed),
+                "requests": total(asked.made()),
+            }
+        _note_failures(reports, phase.merged["failed"], self.topology.world_size)
+        return phase.merged["seconds"], all_of([phase.merged["requests"]])
 
     def _tell(self, report: LoadReport) -> None:
         """Log a line, by the lead, for each component that was not restored as it was saved."""
@@ -472,13 +487,14 @@ def _rows_of_copies(source: CheckpointSource, component: StateComponent, phase: 
         return describe(error)
 
 
-def _note_failures(reports: dict[str, ComponentReport], failed: Sequence[Mapping[str, Any]]) -> None:
+def _note_failures(
+    reports: dict[str, ComponentReport], failed: Mapping[str, tuple[int, Mapping[str, Any]]], world_size: int
+) -> None:
     """Report an optional component as failed if it failed on any rank, with the reason of the lowest one."""
-    for rank, by_key in reversed(list(enumerate(failed))):
-        for key, description in by_key.items():
-            reports[key] = replace(
-                reports[key],
-                status=Status.FAILED,
-                reason=f"{CheckpointError(description['message'])}" + (f" (rank {rank})" if len(failed) > 1 else ""),
-                restored=0,
-            )
+    for key, (rank, description) in failed.items():
+        reports[key] = replace(
+            reports[key],
+            status=Status.FAILED,
+            reason=f"{CheckpointError(description['message'])}" + (f" (rank {rank})" if world_size > 1 else ""),
+            restored=0,
+        )

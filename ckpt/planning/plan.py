@@ -170,7 +170,7 @@ def plan_save(
         ShapeMismatchError: ranks disagree about the shape or the data type of an array.
     """
     holdings = Holdings(tables, table_of_rank)
-    plan = SavePlan({}, _settled_aliases(tables, table_of_rank, holdings))
+    plan = SavePlan({}, settled_aliases(tables, table_of_rank, holdings))
     layouts: dict[_Borders, _Layout] = {}
     kinds: dict[Whereabouts, _Kind] = {}
     small: _SmallBoxes = defaultdict(list)
@@ -320,7 +320,7 @@ _SmallBoxes = dict[tuple[str, str, Ranks], list[tuple[int, PlannedArray, Box]]]
 """Component, data type, holders -> (bytes, array, box) of each box to pack."""
 
 
-def _settled_aliases(tables: Sequence[Table], table_of_rank: Sequence[int], holdings: Holdings) -> dict[str, str]:
+def settled_aliases(tables: Sequence[Table], table_of_rank: Sequence[int], holdings: Holdings) -> dict[str, str]:
     """Return second name -> first name, after a check that all ranks agree on it.
 
     Ties are found by memory, and empty pieces have none: a rank may list a tied tensor without elements under its own name.

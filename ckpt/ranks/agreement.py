@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from ckpt.errors import CheckpointError, RankAbsentError, RankLeftError, describe
@@ -25,48 +26,74 @@ from ckpt.ranks.waiting import AwakeClock, nap_s, poll_until
 
 @dataclass(slots=True)
 class PhaseOutcome:
-    """The verdict of one rank at the end of a phase.
+    """The verdict of one rank at the end of a phase. Payloads are encoded JSON; empty: none.
 
     Attributes:
         what: its operation, such as "save of checkpoint-00000020"; None outside of one.
         phase: its phase; None if it failed between two phases, and so joins the phase of the others.
         error: `errors.describe` of its exception, with the component already in the message; None: success.
-        payload: JSON for all other ranks, encoded.
+        payload: for all other ranks.
+        to_lead: for the lead.
+        merge: `merging.begun`, for the lead, which merges those of all ranks.
         stands: a fact that holds even if the phase fails, for the end of the error; None: none.
     """
 
     what: str | None
     phase: str | None
     error: dict[str, Any] | None = None
-    payload: bytes = b"null"
+    payload: bytes = b""
+    to_lead: bytes = b""
+    merge: bytes = b""
     stands: str | None = None
 
     def encode(self) -> bytes:
-        return json.dumps([self.what, self.phase, self.error, self.stands]).encode() + b"\n" + self.payload
+        return _joined([self.what, self.phase, self.error, self.stands], self.payload, self.to_lead, self.merge)
 
     @classmethod
     def decode(cls, data: bytes) -> PhaseOutcome:
-        head, _, payload = data.partition(b"\n")
-        what, phase, error, stands = json.loads(head)
-        return cls(what, phase, error, payload, stands)
+        (what, phase, error, stands), payload, to_lead, merge = _parted(data)
+        return cls(what, phase, error, payload, to_lead, merge, stands)
+
+
+@dataclass(slots=True)
+class Answer:
+    """What the lead tells all ranks at the end of a phase in which none failed: its own word, and merged values. Encoded; empty: none."""
+
+    from_lead: bytes = b""
+    merged: bytes = b""
 
 
 @dataclass(slots=True)
 class Result:
-    """The result of a phase on all ranks: the error that all raise, or all payloads, by rank."""
+    """The result of a phase on all ranks: the error that all raise, or the lead's answer, and all payloads (`payloads_by_rank`)."""
 
     what: str | None
     error: dict[str, Any] | None
-    payloads: bytes = b"[]"
+    answer: Answer = field(default_factory=Answer)
+    payloads: bytes = b""
 
     def encode(self) -> bytes:
-        return json.dumps([self.what, self.error]).encode() + b"\n" + self.payloads
+        return _joined([self.what, self.error], self.answer.from_lead, self.answer.merged, self.payloads)
 
     @classmethod
     def decode(cls, data: bytes) -> Result:
-        head, _, payloads = data.partition(b"\n")
-        what, error = json.loads(head)
-        return cls(what, error, payloads)
+        (what, error), from_lead, merged, payloads = _parted(data)
+        return cls(what, error, Answer(from_lead, merged), payloads)
+
+
+def _joined(head: list[Any], *parts: bytes) -> bytes:
+    return b"".join((json.dumps([*head, *map(len, parts)]).encode(), b"\n", *parts))
+
+
+def _parted(data: bytes) -> tuple[list[Any], bytes, bytes, bytes]:
+    first, _, rest = data.partition(b"\n")
+    *head, a, b, c = json.loads(first)
+    assert len(rest) == a + b + c, "an agreement that is whole"
+    return head, rest[:a], rest[a : a + b], rest[a + b :]
+
+
+Conclude = Callable[[Mapping[int, PhaseOutcome]], Answer]
+"""Makes the lead's answer, from the verdicts of all ranks, none of which is an error. What it raises, all ranks raise."""
 
 
 @dataclass
@@ -86,18 +113,23 @@ class Agreement:
     _settled: list[str] = field(default_factory=list)  # on the lead: results that a rank may still have to read
     _unread: list[str] = field(default_factory=list)  # this rank's verdicts that may not have been read
     _watching: tuple[PhaseIndex, FailureDetector] | None = None
+    _answer: Conclude = field(default=lambda _: Answer())
 
     @property
     def _look_s(self) -> float:
         return 0.1 * max(1.0, self.world_size / 64)  # so that thousands of ranks do not keep the store busy by asking
 
-    def reach(self, at: PhaseIndex, verdict: PhaseOutcome) -> Result:
+    def reach(self, at: PhaseIndex, verdict: PhaseOutcome, answer: Conclude) -> Result:
         """Hand in this rank's verdict, wait for all others', return the result. Collective, in the same order on all ranks.
+
+        Args:
+            answer: called by the lead.
 
         Raises:
             StoreGoneError: the store does not answer.
         """
         self.hand_in(at, verdict)
+        self._answer = answer
         try:
             data = self._wait(at, verdict)
         except StoreGoneError:
@@ -211,9 +243,8 @@ class Agreement:
         verdicts = {
             rank: PhaseOutcome.decode(data) for rank, data in zip(present, found, strict=True) if data is not None
         }
-        error = conclude(verdicts, gone, self.world_size)
-        payloads = b"[]" if error else b"[" + b",".join(verdicts[rank].payload for rank in present) + b"]"
-        data = self.client.put_first(_result_key(at), Result(verdicts[self.rank].what, error, payloads).encode())
+        result = concluded(verdicts, gone, self.world_size, self.rank, self._answer)
+        data = self.client.put_first(_result_key(at), result.encode())
         if self.rank == 0 and not gone:  # all ranks are here, so all have read every earlier result
             self._forget(self._settled)
         return data
@@ -232,6 +263,43 @@ def _verdict_key(at: PhaseIndex, rank: int) -> str:
 
 def _result_key(at: PhaseIndex) -> str:
     return f"result/{at}"
+
+
+def concluded(
+    verdicts: Mapping[int, PhaseOutcome], gone: Mapping[int, Absence], world_size: int, rank: int, answer: Conclude
+) -> Result:
+    """Return the result of all verdicts, on the rank that settles it.
+
+    Args:
+        answer: of the lead; another rank settles only what has failed, for the lead is gone then.
+    """
+    own = verdicts[rank]
+    error = conclude(verdicts, gone, world_size)
+    if error is not None:
+        return Result(own.what, error)
+    try:
+        said = answer(verdicts)
+    except Exception as failure:
+        failed = PhaseOutcome(own.what, own.phase, describe(failure), stands=own.stands)
+        return Result(own.what, conclude(dict.fromkeys(range(world_size), failed), {}, world_size))
+    return Result(own.what, None, said, _each_once([verdicts[one].payload for one in range(world_size)]))
+
+
+def _each_once(payloads: Sequence[bytes]) -> bytes:
+    """Return the distinct payloads, and runs of ranks with equal ones, as JSON: [[payload, ...], [[its number, how many ranks], ...]]."""
+    numbers = {payload: number for number, payload in enumerate(dict.fromkeys(payloads))}
+    if numbers.keys() == {b""}:
+        return b""
+    runs = [[number, len([*run])] for number, run in groupby(numbers[payload] for payload in payloads)]
+    return b"[[%b],%b]" % (b",".join(payload or b"null" for payload in numbers), json.dumps(runs).encode())
+
+
+def payloads_by_rank(data: bytes, world_size: int) -> list[Any]:
+    """Return the payload of each rank. Ranks with equal ones share it."""
+    if not data:
+        return [None] * world_size
+    payloads, runs = json.loads(data)
+    return [payloads[number] for number, count in runs for _ in range(count)]
 
 
 def conclude(

@@ -12,15 +12,17 @@ import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
-from ckpt.ranks.agreement import Agreement, PhaseOutcome, Result, conclude
+from ckpt.ranks.agreement import Agreement, Answer, PhaseOutcome, Result, concluded, payloads_by_rank
 from ckpt.ranks.heartbeat import STORE_IS_GONE, Heartbeat, PhaseIndex, Watch
 from ckpt.ranks.meeting import meet
+from ckpt.ranks.merging import Merged, begun, ended, merged
 from ckpt.ranks.sigterm import Termination
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError
@@ -41,23 +43,79 @@ class Group:
     instance: int
     instances: tuple[tuple[int, ...], ...]
 
+    @classmethod
+    def among(cls, name: str, instances: Sequence[Sequence[int]], rank: int) -> Group:
+        """Return the group as a rank sees it that is in one of its instances."""
+        all_of_it = tuple(tuple(members) for members in instances)
+        number = next(number for number, members in enumerate(all_of_it) if rank in members)
+        return cls(name, all_of_it[number], number, all_of_it)
+
 
 @dataclass
 class Phase:
-    """One phase, as the code inside the block uses it.
+    """One phase, as the code inside the block uses it. What a rank says there, as JSON, names those who need it.
+
+    What each rank sends costs N times its size, if the lead needs it or the values are merged. Payloads for all ranks cost N times as much
+    again, but for those that are equal, which the lead passes on once: they are for what all ranks need of each.
 
     Attributes:
         component: the component at hand, for the error.
-        payload: JSON for all ranks; set it inside the block.
         stands: a fact that holds even if another rank fails the phase, such as "checkpoint-00000020 is committed", for the error.
-        payloads: all payloads by rank; set after the block.
+        to_lead: for the lead; set inside the block.
+        gathered: on the lead, after the block and in `answer`: `to_lead` by rank.
+        from_lead: of the lead: set inside the block, and after it the same on all ranks. What others set does not count.
+        answer: called on the lead at the end of the phase, if no rank has failed; returns `from_lead`, or raises for all ranks.
+        merge: name -> a value wrapped by a function of `merging`; set inside the block.
+        merged: name -> the merged value; after the block on all ranks, but only on the lead, and in `answer`, if there is one.
+        payload: for all ranks; set inside the block.
+        payloads: by rank; set after the block. Do not change them: equal ones are one object.
     """
 
     name: str
     component: str | None = None
-    payload: Any = None
     stands: str | None = None
+    to_lead: Any = None
+    gathered: list[Any] = field(default_factory=list)
+    from_lead: Any = None
+    answer: Callable[[], Any] | None = None
+    merge: dict[str, Merged] = field(default_factory=dict)
+    merged: dict[str, Any] = field(default_factory=dict)
+    payload: Any = None
     payloads: list[Any] = field(default_factory=list)
+
+    def verdict(self, what: str | None, rank: int) -> PhaseOutcome:
+        """Return this rank's verdict: success, with what it says."""
+        payload, to_lead, merge = map(_encoded, (self.payload, self.to_lead, begun(self.merge, rank) or None))
+        return PhaseOutcome(what, self.name, None, payload, to_lead, merge, self.stands)
+
+    def conclude(self, verdicts: Mapping[int, PhaseOutcome]) -> Answer:
+        """Return the lead's answer. Lead rank only."""
+        by_rank = [verdicts[rank] for rank in range(len(verdicts))]
+        if any(one.to_lead for one in by_rank):
+            self.gathered = [_decoded(one.to_lead) for one in by_rank]
+        else:
+            self.gathered = [None] * len(by_rank)
+        parts = merged(_decoded(one.merge) for one in by_rank if one.merge)
+        self.merged = ended(parts)
+        if self.answer is None:
+            return Answer(_encoded(self.from_lead), _encoded(parts or None))
+        self.from_lead = self.answer()
+        return Answer(_encoded(self.from_lead))
+
+    def take(self, result: Result, world_size: int, *, is_lead: bool) -> None:
+        """Set what is known after the block."""
+        self.payloads = payloads_by_rank(result.payloads, world_size)
+        self.from_lead = _decoded(result.answer.from_lead)
+        if not is_lead:
+            self.merged = ended(_decoded(result.answer.merged) or {})
+
+
+def _encoded(said: Any) -> bytes:
+    return b"" if said is None else json.dumps(said, separators=(",", ":")).encode()
+
+
+def _decoded(said: bytes) -> Any:
+    return json.loads(said) if said else None
 
 
 class Topology:
@@ -201,8 +259,9 @@ class Topology:
         topology._agreement = Agreement(client, heartbeat, rank, world_size, timeout_s, lambda: termination.asked)
         try:
             with topology.phase("join") as phase:
-                phase.payload = host
-            topology._place_on(phase.payloads, local_rank)
+                phase.to_lead = host
+                phase.answer = lambda: _as_runs(phase.gathered)
+            topology._place_on([name for name, count in phase.from_lead for _ in range(count)], local_rank)
         except BaseException:
             topology.close()
             raise
@@ -391,14 +450,14 @@ class Topology:
             try:
                 self._in_phase = True
                 yield phase
-                payload = json.dumps(phase.payload, separators=(",", ":")).encode()
+                verdict = phase.verdict(self._what, self.rank)
             except Exception as error:
                 self._agree(phase, error)  # raises
             except BaseException as interrupt:
                 self._withdraw(phase, interrupt)
                 raise
             else:
-                phase.payloads = self._agree(phase, None, payload)
+                self._agree(phase, None, verdict)
             finally:
                 self._in_phase = False
         finally:
@@ -417,12 +476,10 @@ class Topology:
         keys = {to: f"exchange/{at}/{self.rank}-{to}" for to in outgoing if to != self.rank}
         try:
             with self.phase(name) as phase:
-                phase.payload = [sorted(outgoing), sorted(sources)]
+                phase.to_lead = [sorted(outgoing), sorted(sources)]
+                phase.answer = lambda: _require_well_addressed(phase)
                 for to, key in keys.items():
                     self._client.put(key, outgoing[to], compress=False)
-            if (mistake := _misaddressed(phase.payloads)) is not None:
-                self._told = CheckpointError(f"{self._what or 'exchange'}: in phase {name} {mistake}", phase=name)
-                raise self._told
         except CheckpointError:
             with suppress(StoreGoneError):  # and the data with it
                 for key in keys.values():
@@ -440,8 +497,10 @@ class Topology:
                 all ranks.
         """
         with self.phase("name the process groups") as phase:
-            phase.payload = {name: _members(group) for name, group in process_groups.items()}
-            for name, members in phase.payload.items():
+            mine = {name: _members(group) for name, group in process_groups.items()}
+            phase.to_lead = mine
+            phase.answer = lambda: _instances(phase.gathered)
+            for name, members in mine.items():
                 if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
                     raise ConfigurationError(
                         f"process group {name!r}: a name may hold letters, digits, '_' and '-' only, for its instances are folders"
@@ -451,10 +510,7 @@ class Topology:
                         f"process group {name}: rank {self.rank} gives {members}, an "
                         "instance without itself; give each rank the instance that it is a member of"
                     )
-        with self.phase("check the process groups"):
-            given = phase.payloads
-            names = sorted({name for instances in given for name in instances})
-            groups = {name: group_of(name, [instances.get(name) for instances in given], self.rank) for name in names}
+        groups = {name: Group.among(name, instances, self.rank) for name, instances in phase.from_lead.items()}
         self.groups = {**self.groups, **groups}
 
     def _place_on(self, hosts: Sequence[str], local_rank: int | None) -> None:
@@ -526,24 +582,39 @@ class Topology:
             self._told = _store_gone(self._what, self.rank, error)
             raise self._told from error
 
-    def _agree(self, phase: Phase | None, error: Exception | None, payload: bytes = b"null") -> list[Any]:
-        """End a phase (None: fail between two) by an agreement; return all payloads or raise the common error."""
+    def _agree(self, phase: Phase | None, error: Exception | None, verdict: PhaseOutcome | None = None) -> None:
+        """End a phase (None: fail between two) by an agreement; raise the common error, or complete the phase.
+
+        Args:
+            error: of this rank; None: `verdict` is its success.
+        """
         if phase is None:
             self._enter(None)
-        verdict = _verdict(self._what, phase, _described(error, phase), payload)
+        verdict = verdict or _failure(self._what, phase, _described(error, phase))
+        cause = error
+
+        def answer(verdicts: Mapping[int, PhaseOutcome]) -> Answer:
+            nonlocal cause
+            assert phase is not None, "only a failure comes between two phases"
+            try:
+                return phase.conclude(verdicts)
+            except Exception as failure:
+                cause = failure
+                raise
+
         try:
             if self._agreement is not None:
-                result = self._agreement.reach(self._at, verdict)
+                result = self._agreement.reach(self._at, verdict, answer)
             else:
-                result = Result(verdict.what, conclude({0: verdict}, {}, 1), b"[" + verdict.payload + b"]")
+                result = concluded({0: verdict}, {}, 1, 0, answer)
         except StoreGoneError as gone:
             self._told = _store_gone(self._what, self.rank, gone)
             raise self._told from (error or gone)
         if result.error is not None:
             self._told = rebuild(result.error)
-            raise self._told from error
-        payloads: list[Any] = json.loads(result.payloads)
-        return payloads
+            raise self._told from cause
+        if phase is not None:
+            phase.take(result, self.world_size, is_lead=self.is_lead)
 
     def _withdraw(self, phase: Phase | None, interrupt: BaseException) -> None:
         if self._agreement is None:
@@ -551,17 +622,14 @@ class Topology:
         with suppress(StoreGoneError, CheckpointError):  # no rank reads it any more, and the interrupt propagates
             if phase is None:
                 self._enter(None)
-            self._agreement.withdraw(self._at, _verdict(self._what, phase), interrupt)
+            self._agreement.withdraw(self._at, _failure(self._what, phase), interrupt)
             self._told = interrupt
 
 
-def _verdict(
-    what: str | None, phase: Phase | None, error: dict[str, Any] | None = None, payload: bytes = b"null"
-) -> PhaseOutcome:
-    """Return this rank's verdict on a phase, or on the time between two."""
-    if phase is None:
-        return PhaseOutcome(what, None, error, payload)
-    return PhaseOutcome(what, phase.name, error, payload, phase.stands)
+def _failure(what: str | None, phase: Phase | None, error: dict[str, Any] | None = None) -> PhaseOutcome:
+    """Return the verdict of a rank that fails, in a phase or between two."""
+    name, stands = (None, None) if phase is None else (phase.name, phase.stands)
+    return PhaseOutcome(what, name, error, stands=stands)
 
 
 def _described(error: Exception | None, phase: Phase | None) -> dict[str, Any] | None:
@@ -591,24 +659,14 @@ def slowest_rank(seconds: Sequence[float]) -> int | None:
     return max(range(len(seconds)), key=seconds.__getitem__) if len(seconds) > 1 else None
 
 
-def first_difference(said: Sequence[Mapping[str, Any]]) -> tuple[str, int, Any, Any] | None:
-    """Return the first name whose value differs on a rank from that on rank 0: name, rank, its value, rank 0's; None: all are equal."""
-    for rank, one in enumerate(said):
-        for name, value in one.items():
-            if value != said[0][name]:
-                return name, rank, value, said[0][name]
-    return None
-
-
-def _misaddressed(addresses: Sequence[tuple[list[int], list[int]]]) -> str | None:
-    """Describe a rank that sends data which another does not expect, or the reverse; given (to, from) of each rank."""
-    sent = {(rank, to) for rank, (tos, _) in enumerate(addresses) for to in tos}
-    expected = {(source, rank) for rank, (_, sources) in enumerate(addresses) for source in sources}
+def _require_well_addressed(phase: Phase) -> None:
+    """Raise if a rank sends data that another does not expect, or the reverse; given (to, from) of each rank."""
+    sent = {(rank, to) for rank, (tos, _) in enumerate(phase.gathered) for to in tos}
+    expected = {(source, rank) for rank, (_, sources) in enumerate(phase.gathered) for source in sources}
     for source, to in sorted(expected - sent):
-        return f"rank {to} waits for bytes from rank {source}, which sends it none"
+        raise CheckpointError(f"in phase {phase.name} rank {to} waits for bytes from rank {source}, which sends it none")
     for source, to in sorted(sent - expected):
-        return f"rank {source} sends bytes to rank {to}, which expects none"
-    return None
+        raise CheckpointError(f"in phase {phase.name} rank {source} sends bytes to rank {to}, which expects none")
 
 
 def _members(group: dist.ProcessGroup | Sequence[int]) -> list[int]:
@@ -617,6 +675,14 @@ def _members(group: dist.ProcessGroup | Sequence[int]) -> list[int]:
 
 def group_of(name: str, given: Sequence[Sequence[int] | None], rank: int) -> Group:
     """Return the group, given each rank's instance.
+
+    Raises: as `instances_of`.
+    """
+    return Group.among(name, instances_of(name, given), rank)
+
+
+def instances_of(name: str, given: Sequence[Sequence[int] | None]) -> list[tuple[int, ...]]:
+    """Return all instances of a group, sorted, given each rank's.
 
     Raises:
         ConfigurationError: a rank is in no instance, or two instances overlap.
@@ -633,6 +699,15 @@ def group_of(name: str, given: Sequence[Sequence[int] | None], rank: int) -> Gro
                     f"process group {name}: rank {at} gives the instance {list(members)}, and rank {member} gives "
                     f"{other}; all members of an instance must give it alike"
                 )
-    instances = tuple(sorted({tuple(members) for members in given if members is not None}))
-    mine = tuple(given[rank] or ())
-    return Group(name, mine, instances.index(mine), instances)
+    return sorted({tuple(members) for members in given if members is not None})
+
+
+def _instances(given: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[tuple[int, ...]]]:
+    """Return the instances of each group, given those that each rank names."""
+    names = sorted({name for groups in given for name in groups})
+    return {name: instances_of(name, [groups.get(name) for groups in given]) for name in names}
+
+
+def _as_runs(hosts: Iterable[str]) -> list[tuple[str, int]]:
+    """Return the runs of equal names, which are far shorter where ranks are numbered host by host."""
+    return [(name, len([*run])) for name, run in groupby(hosts)]

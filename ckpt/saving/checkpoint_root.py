@@ -25,10 +25,10 @@ from ckpt.format.manifest import CheckpointManifest
 from ckpt.format.notes import storable_metadata, storable_metrics
 from ckpt.format.places import Place, place_of
 from ckpt.planning.plan import SavePlan
-from ckpt.ranks.topology import Topology, slowest_rank
+from ckpt.ranks.topology import Topology
 from ckpt.saving.host_cache import HeldStep, HostCache
 from ckpt.saving.manifest_writer import ManifestWriter, entries_of, index_files
-from ckpt.saving.prepared_save import Destination, PreparedSave, SaveReport, require_reachable
+from ckpt.saving.prepared_save import Destination, PreparedSave, SaveReport, Written, require_reachable
 from ckpt.saving.stale_state_check import StaleStateCheck
 from ckpt.saving.writing import RankWritePlan, WriteResult
 from ckpt.state.sharing import StateComponent
@@ -233,9 +233,9 @@ class CheckpointRoot(Destination):
                 self._roots.require_not_removed(root)
                 asked = CountedRequests(root)
                 opened = self._ledger.open(self._target.checkpoint_id)
-                phase.payload = [opened.relative_to(root).as_posix(), self._newest_sound()]
+                phase.from_lead = [opened.relative_to(root).as_posix(), self._newest_sound()]
                 self._asked.append(asked.made())
-        name, previous = phase.payloads[0]
+        name, previous = phase.from_lead
         if root not in self._roots.reached:
             with topology.phase("reach"):
                 require_reachable(root, partial(self._ledger.is_seen, root / name), topology)
@@ -261,7 +261,7 @@ class CheckpointRoot(Destination):
             return None
         return previous_of(self._previous, rank, self._roots.min_live)
 
-    def publish(self, save: PreparedSave[Any], results: Sequence[WriteResult], topology: Topology) -> None:
+    def publish(self, save: PreparedSave[Any], written: Written, topology: Topology) -> None:
         """Commit: the lead joins the arrays of all ranks, writes the manifest, and renames the folder.
 
         A failure of any rank before phase publish commits nothing. After the rename the checkpoint is committed, and a later error says so.
@@ -271,8 +271,8 @@ class CheckpointRoot(Destination):
         asked = CountedRequests(target.root)
         with topology.phase("commit") as phase:
             if topology.is_lead:
-                phase.payload = self._record(save, results, topology)
-        total, digest = phase.payloads[0]
+                phase.from_lead = self._record(save, written.results, topology)
+        total, digest = phase.from_lead
         with topology.phase("publish") as phase:
 
             def committed(path: Place) -> None:
@@ -287,29 +287,28 @@ class CheckpointRoot(Destination):
                     replace_others=target.remove_others,
                     committed=committed,
                 )
-            places = None if self._memory is None else self._memory.settle()
-            phase.payload = [str(path) if topology.is_lead else None, places]
-            if topology.is_lead:
-                phase.payload.append(all_of([*self._asked, asked.made()]))
-        path, of_lead = place_of(phase.payloads[0][0]), phase.payloads[0][2]
-        held = self._held(path, digest, save, results, [one[1] for one in phase.payloads])
-        seconds = max(result.write_s for result in results) + time.perf_counter() - started
-        alarms = self._settle(topology, path, results)
+                alarms = self._stale_check.alarms(target.checkpoint_id, written.results)
+                phase.from_lead = [str(path), all_of([*self._asked, asked.made()]), alarms]
+            if self._memory is not None:  # the other ranks may read it there
+                phase.payload = [self._memory.settle(), written.mine.index]
+        name, of_lead, alarms = phase.from_lead
+        path = place_of(name)
+        held = self._held(path, digest, save, phase.payloads)
+        seconds = written.write_s + time.perf_counter() - started
+        self._settle(topology, path, alarms)
         if self._host_cache is not None and held is not None:
             self._host_cache.keep(held)
         self._release()
-        linked = sum(result.linked_bytes for result in results)
-        slowest = slowest_rank([result.write_s for result in results])
         self.report = SaveReport(
             str(path),
             target.checkpoint_id,
             total,
             seconds,
             seconds,
-            total - linked,
+            total - written.linked_bytes,
             tuple(alarms),
-            slowest,
-            requests=all_of([of_lead, *(result.requests for result in results)]),
+            written.slowest_rank,
+            requests=all_of([of_lead, written.requests]),
         )
 
     def _record(self, save: PreparedSave[Any], results: Sequence[WriteResult], topology: Topology) -> list[Any]:
@@ -353,20 +352,23 @@ class CheckpointRoot(Destination):
         path: Place,
         manifest_digest: str,
         save: PreparedSave[Any],
-        results: Sequence[WriteResult],
-        places: Sequence[Mapping[str, Any] | None],
+        kept: Sequence[Any],
     ) -> HeldStep | None:
-        """The files of this save that all ranks hold in memory, now that it is committed; None: none are kept."""
+        """The files of this save that all ranks hold in memory, now that it is committed; None: none are kept.
+
+        Args:
+            kept: by rank, the places of its files, and its index.
+        """
         if self._memory is None or not isinstance(path, Path):
             return None
+        results = [WriteResult(index) for _, index in kept]
         known = self._target.checkpoint_id, results, save.plan, save.mine.components, save.backend.store
         manifest = partial(_known_manifest, *known)
-        return HeldStep(
-            known[0], path, manifest_digest, manifest, [places_from_json(one or {}) for one in places], self._memory
-        )
+        places = [places_from_json(one or {}) for one, _ in kept]
+        return HeldStep(known[0], path, manifest_digest, manifest, places, self._memory)
 
-    def _settle(self, topology: Topology, path: Place, results: Sequence[WriteResult]) -> list[str]:
-        """After the commit: remove older checkpoints, and return alarms about state that did not change."""
+    def _settle(self, topology: Topology, path: Place, alarms: Sequence[str]) -> None:
+        """After the commit: remove older checkpoints, and log the alarms about state that did not change."""
         target = self._target
         if target.retention.removes or target.remove_others or target.condemned:
             with topology.phase("retention") as phase:
@@ -374,10 +376,8 @@ class CheckpointRoot(Destination):
                 if topology.is_lead:
                     self._ledger.quarantine(target.condemned, keep=path)
                     self._ledger.retain(keep=path, history=target.history, remove_others=target.remove_others)
-        alarms = self._stale_check.alarms(target.checkpoint_id, results)
         for alarm in alarms if topology.is_lead else ():
             _log.warning("%s", alarm)
-        return alarms
 
     def discard(self, error: BaseException | None = None) -> None:
         """Release the memory of the save, and remove its folder. No thread writes to it any more."""

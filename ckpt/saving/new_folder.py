@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ from ckpt.errors import ConfigurationError, StorageError
 from ckpt.format.manifest import CheckpointManifest
 from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.format.places import Place
-from ckpt.ranks.topology import Topology, first_difference, slowest_rank
+from ckpt.ranks.merging import Alike, alike
+from ckpt.ranks.topology import Topology
 from ckpt.saving.manifest_writer import ManifestWriter
 from ckpt.saving.planner import Planner
-from ckpt.saving.prepared_save import Destination, PreparedSave, SaveReport, require_reachable
-from ckpt.saving.writing import RankWritePlan, WriteResult
+from ckpt.saving.prepared_save import Destination, PreparedSave, SaveReport, Written, require_reachable
+from ckpt.saving.writing import RankWritePlan
 from ckpt.state.collect import RankState
 from ckpt.storage.objects.store import CountedRequests, Counts, all_of
 
@@ -97,38 +98,33 @@ class NewFolder(Destination):
     def claim(self, topology: Topology) -> None:
         """Refuse a path where something is that is not to be replaced, before anything is collected. Collective."""
         with topology.phase("claim") as phase:
-            phase.payload = {"path": str(self.path)}
+            phase.merge = {"path": alike(str(self.path))}
+            phase.answer = lambda: _require_one_path(phase.merged["path"])
             if topology.is_lead and not self._replaces:
                 self._ledger.require_free(self.path)
-        if (difference := first_difference(phase.payloads)) is not None:
-            _, rank, here, on_lead = difference
-            raise ConfigurationError(
-                f"path is {here} on rank {rank} and {on_lead} on rank 0; all ranks save one checkpoint together. For one of "
-                "each rank, give topology=Topology.alone()"
-            )
 
     def open(self, topology: Topology) -> None:
         root = self.path.parent
         with topology.phase("open") as phase:
             if topology.is_lead:
                 asked = CountedRequests(root)
-                phase.payload = self._ledger.open_at(self.path).relative_to(root).as_posix()
+                phase.from_lead = self._ledger.open_at(self.path).relative_to(root).as_posix()
                 self._asked.append(asked.made())
-        self.folder = root / phase.payloads[0]
+        self.folder = root / phase.from_lead
         with topology.phase("reach"):
             require_reachable(root, partial(self._ledger.is_seen, self.folder), topology)
 
-    def publish(self, save: PreparedSave[Any], results: Sequence[WriteResult], topology: Topology) -> None:
+    def publish(self, save: PreparedSave[Any], written: Written, topology: Topology) -> None:
         started = time.perf_counter()
         asked = CountedRequests(self.path)
         with topology.phase("commit") as phase:
             if topology.is_lead:
-                writer = ManifestWriter(save, results, topology, self._config_text, like=self._like)
+                writer = ManifestWriter(save, written.results, topology, self._config_text, like=self._like)
                 added = writer.write(self.path.name, partial(self._ledger.record, self.folder))
                 is_unread = self._validate and not isinstance(self.folder, Path)
                 said = writer.manifest.to_bytes().decode() if is_unread and writer.manifest is not None else None
-                phase.payload = [added + sum(result.total_bytes for result in results), said]
-        num_bytes, said = phase.payloads[0]
+                phase.from_lead = [added + sum(result.total_bytes for result in written.results), said]
+        num_bytes, said = phase.from_lead
         if self._validate:
             with topology.phase("validate"):
                 place, told = uncommitted(self.folder, said and parse_manifest(said.encode(), self.what))
@@ -145,13 +141,26 @@ class NewFolder(Destination):
             if topology.is_lead:
                 topology.require_awaited()
                 self._ledger.publish_at(self.folder, self.path, replaces=self._replaces, committed=committed)
-                phase.payload = all_of([*self._asked, asked.made()])
-        seconds = max(result.write_s for result in results) + time.perf_counter() - started
-        slowest = slowest_rank([result.write_s for result in results])
-        requests = all_of([phase.payloads[0], *(result.requests for result in results)])
+                phase.from_lead = all_of([*self._asked, asked.made()])
+        seconds = written.write_s + time.perf_counter() - started
         self.report = SaveReport(
-            str(self.path), self.path.name, num_bytes, seconds, seconds, num_bytes, slowest_rank=slowest, requests=requests
+            str(self.path),
+            self.path.name,
+            num_bytes,
+            seconds,
+            seconds,
+            num_bytes,
+            slowest_rank=written.slowest_rank,
+            requests=all_of([phase.from_lead, written.requests]),
         )
 
     def discard(self, error: BaseException | None = None) -> None:
         self._ledger.discard_all()
+
+
+def _require_one_path(path: Alike) -> None:
+    if path.odd_rank is not None:
+        raise ConfigurationError(
+            f"path is {path.odd_value} on rank {path.odd_rank} and {path.value} on rank 0; all ranks save one checkpoint together. For "
+            "one of each rank, give topology=Topology.alone()"
+        )

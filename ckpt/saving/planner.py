@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from ckpt.backends.base import Backend
 from ckpt.format.dtypes import item_bytes
@@ -16,7 +15,7 @@ from ckpt.planning.plan import PACK_BELOW_BYTES, SavePlan, plan_save
 from ckpt.ranks.topology import Topology
 from ckpt.saving.prepared_save import PreparedSave, To
 from ckpt.saving.writing import PACKED_BYTES, RankWritePlan, plain_files
-from ckpt.state.collect import MergedRows, RankState, exchange_tables, settle_plain
+from ckpt.state.collect import Compared, Comparison, RankState, exchange_tables, settle_plain
 
 PACK_BELOW_IN_STORES = 8 << 20
 """In an object store arrays are packed up to an eighth of a segment: by default they are from 64 KiB on not."""
@@ -62,42 +61,42 @@ class Planner:
         self._device = device
         self._packed_bytes = packed_bytes
         self._pack_below_bytes = pack_below_bytes
-        self._merged: MergedRows = {}
-        self._key: list[str] = []
+        self.comparison = Comparison(topology)
         self._found: tuple[SavePlan, RankWritePlan] | None = None
 
     def prepare(
         self,
         place: To,
         mine: RankState,
-        summaries: Sequence[Mapping[str, Any]],
+        compared: Compared,
         check: Callable[[], object] = lambda: None,
     ) -> PreparedSave[To]:
         """Agree on plain values and on who writes what. Collective.
 
         Args:
-            summaries: `RankState.summary` of every rank.
+            compared: what `comparison` says of the states of all ranks.
             check: called before the plan is made; collective, too.
 
         Raises:
             ShardingError, ShapeMismatchError, ReplicationError: the states of the ranks do not make up one.
         """
-        plain = settle_plain(mine, summaries, self.topology, self._merged)
+        plain = settle_plain(mine, compared, self.topology, self.comparison.merges)
         check()
-        plan, share = self._planned(mine, [summary["table"] for summary in summaries])
+        plan, share = self._planned(mine, compared)
         files = plain_files(plain, mine.components, self.topology)
         return PreparedSave(place, mine, plan, share, files, self._backend, self._device)
 
     def collect_and_prepare(self, place: To, mine: RankState) -> PreparedSave[To]:
-        """Exchange summaries, and `prepare`. Collective."""
+        """Compare the states of all ranks, and `prepare`. Collective."""
         with self.topology.phase("collect") as phase:
-            phase.payload = mine.summary()
-        return self.prepare(place, mine, phase.payloads)
+            self.comparison.say(mine, phase)
+        return self.prepare(place, mine, self.comparison.heard(phase))
 
-    def _planned(self, mine: RankState, table_digests: list[str]) -> tuple[SavePlan, RankWritePlan]:
+    def _planned(self, mine: RankState, compared: Compared) -> tuple[SavePlan, RankWritePlan]:
         """The plan, the same on every rank, and this rank's share of it."""
-        if table_digests != self._key or self._found is None:
-            tables, table_of_rank = exchange_tables(mine.table, table_digests, self.topology)
+        if compared.tables is not None or self._found is None:
+            assert compared.tables is not None, "the ranks have said that they have a plan"
+            tables, table_of_rank = exchange_tables(mine.table, compared.tables, self.topology)
             with self.topology.phase("plan"), gc_paused():
                 plan = plan_save(tables, table_of_rank, item_bytes, pack_below_bytes=self._pack_below_bytes)
                 tasks = plan.of_rank(self.topology.rank)
@@ -107,7 +106,8 @@ class Planner:
                 )
             if self._counts_objects and self.topology.is_lead:
                 _tell_of_objects(plan)
-            self._key, self._found = table_digests, (plan, share)
+            self.comparison.plan_is_made(compared)
+            self._found = plan, share
         return self._found
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -23,6 +23,7 @@ from ckpt.errors import StorageError
 from ckpt.format.places import ObjectPath, Place
 from ckpt.memory.device import Device
 from ckpt.planning.plan import SavePlan
+from ckpt.ranks.merging import slowest, total
 from ckpt.ranks.topology import Topology
 from ckpt.saving.gathering import ByteSource, LiveTensors
 from ckpt.saving.writing import PlainFiles, RankWritePlan, Write, WriteJob, WriteResult
@@ -67,6 +68,48 @@ class SaveReport:
         return f"{self.path}: {self.bytes / 1e9:.4g} GB in {self.save_s:.3g} s{rate}{slowest}"
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What all ranks have written durably.
+
+    Attributes:
+        mine: the result of this rank.
+        results: of every rank, in order. On the lead; empty elsewhere.
+        write_s: of the slowest rank.
+        slowest_rank: None: there is one rank.
+        linked_bytes: of all ranks.
+        requests: of all ranks.
+    """
+
+    mine: WriteResult
+    results: Sequence[WriteResult]
+    write_s: float
+    slowest_rank: int | None
+    linked_bytes: int
+    requests: Counts
+
+    @classmethod
+    def by_all(cls, phase_name: str, topology: Topology, write: Callable[[], WriteResult]) -> Written:
+        """Let every rank write, or say what it has written, in a phase. Collective."""
+        with topology.phase(phase_name) as phase:
+            mine = write()
+            phase.to_lead = mine.to_json()
+            phase.merge = {
+                "slowest": slowest(mine.write_s, topology.rank),
+                "linked": total(mine.linked_bytes),
+                "requests": total(mine.requests),
+            }
+        write_s, rank = phase.merged["slowest"]
+        return cls(
+            mine,
+            [WriteResult(**tree) for tree in phase.gathered],
+            write_s,
+            -rank if topology.world_size > 1 else None,
+            phase.merged["linked"],
+            phase.merged["requests"],
+        )
+
+
 class Destination(ABC):
     """The folder of one save. Every rank has one; `open` and `publish` are collective.
 
@@ -89,7 +132,7 @@ class Destination(ABC):
         """Prepare the folder, and check that every rank sees it."""
 
     @abstractmethod
-    def publish(self, save: PreparedSave[Any], results: Sequence[WriteResult], topology: Topology) -> None:
+    def publish(self, save: PreparedSave[Any], written: Written, topology: Topology) -> None:
         """Make the folder a checkpoint, once all ranks have written durably. Its last step makes it visible to readers."""
 
     @abstractmethod
@@ -158,20 +201,18 @@ class PreparedSave(Generic[To]):
             started: `time.perf_counter` at the call of this rank.
         """
         with self.destination.discarding(), topology.operation(self.destination.what):
-            self.open(topology, source)
-            with topology.phase("write") as phase:
+
+            def timed_write() -> WriteResult:
                 result = self.write(source, write, topology)
                 result.write_s = time.perf_counter() - started
-                phase.payload = result.to_json()
-            self.publish(phase.payloads, topology)
+                return result
 
-    def publish(self, results: Iterable[Mapping[str, Any]], topology: Topology) -> None:
-        """Make a checkpoint of the files of all ranks. Collective.
+            self.open(topology, source)
+            self.publish(Written.by_all("write", topology, timed_write), topology)
 
-        Args:
-            results: of all ranks' writes, as JSON.
-        """
-        self.destination.publish(self, [WriteResult(**tree) for tree in results], topology)
+    def publish(self, written: Written, topology: Topology) -> None:
+        """Make a checkpoint of the files of all ranks. Collective."""
+        self.destination.publish(self, written, topology)
 
 
 def require_reachable(root: Place, is_seen: Callable[[], bool], topology: Topology) -> None:

@@ -109,9 +109,9 @@ class RunHistory:
                     names = some_of([one.path.name for one in doomed])
                     _log.warning("set aside, for this run goes on from %s: %s", path, names)
                     own = []
-                phase.payload = {"is_here": newer is not None, "newer": [one.path.name for one in own]}
-        self.newer, self._loaded_name = phase.payloads[0]["newer"], path.name
-        if phase.payloads[0]["is_here"]:
+                phase.from_lead = {"is_here": newer is not None, "newer": [one.path.name for one in own]}
+        self.newer, self._loaded_name = phase.from_lead["newer"], path.name
+        if phase.from_lead["is_here"]:
             self._overwrite = False  # what is left is the history that goes on
 
     def _of_history(self, newer: Sequence[Committed[Place]], loaded: LoadReport, ledger: Catalog[Any]) -> list[Committed[Place]]:
@@ -167,8 +167,8 @@ class RunHistory:
         home = self._roots.home
         with self._topology.operation(f"search for checkpoints in {home}"), self._topology.phase("find") as phase:
             if self._topology.is_lead:
-                phase.payload = [str(path) for path in committed_newest_first(home)]
-        return [place_of(path) for path in phase.payloads[0]]
+                phase.from_lead = [str(path) for path in committed_newest_first(home)]
+        return [place_of(path) for path in phase.from_lead]
 
     def _pass_over(self, path: Place, error: CorruptCheckpointError, passed_over: dict[Place, str]) -> None:
         """Note a damaged checkpoint, and those that share the damaged file."""
@@ -186,8 +186,8 @@ class RunHistory:
             return {}
         with self._topology.phase("look for links") as phase:
             if self._topology.is_lead:
-                phase.payload = [str(other) for other in linked_with(path.parent, path, [error.file])]
+                phase.from_lead = [str(other) for other in linked_with(path.parent, path, [error.file])]
         return {
             place_of(other): f"{error.file} is one and the same file as that of {path.name}, which is damaged"
-            for other in phase.payloads[0]
+            for other in phase.from_lead
         }

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from ckpt.backends.base import Backend
 from ckpt.memory.device import Device
@@ -21,7 +20,7 @@ from ckpt.saving.prepared_save import PreparedSave, SaveReport
 from ckpt.saving.stale_state_check import StaleStateCheck
 from ckpt.saving.writing import PACKED_BYTES, RankWritePlan
 from ckpt.state.auto_sharing import AutoSharing
-from ckpt.state.collect import RankState, collect
+from ckpt.state.collect import Compared, RankState, collect
 from ckpt.state.doctor import Diagnosis
 from ckpt.state.pattern_check import act_on, check_choice, examine
 from ckpt.state.sharing import SharingPattern, StateComponent
@@ -76,9 +75,9 @@ class Saver:
         with root.unclaimed_if_refused():
             look = self._is_to_look(target.validate)
             claim = partial(root.claim, self._topology)
-            mine, summaries = self._collect(validate=target.validate, look=look, claim=claim)
+            mine, compared = self._collect(validate=target.validate, look=look, claim=claim)
             check = partial(self._check_patterns, mine) if look else lambda: None
-            prepared = self._planner.prepare(root, mine, summaries, check)
+            prepared = self._planner.prepare(root, mine, compared, check)
             self._require_room(prepared.share)
             return prepared
 
@@ -117,8 +116,8 @@ class Saver:
 
     def _collect(
         self, *, validate: bool, look: bool, claim: Callable[[], object] = lambda: None
-    ) -> tuple[RankState, list[dict[str, Any]]]:
-        """Collect the state, and exchange its summaries; if an optional component fails on any rank, collect again without it.
+    ) -> tuple[RankState, Compared]:
+        """Collect the state, and compare it with the other ranks'; if an optional component fails on any rank, collect again without it.
 
         Args:
             claim: called by the lead, before it collects; see `CheckpointRoot.claim`.
@@ -126,6 +125,7 @@ class Saver:
         without: set[str] = set()
         components = self._sharing.settle()
         known = self._sharing.examined
+        comparison = self._planner.comparison
         while True:
             with self._topology.phase("collect") as phase:
                 if self._topology.is_lead:
@@ -133,16 +133,11 @@ class Saver:
                 mine = collect(
                     components, self._topology, without=without, compare_all=validate, look=look, known=known
                 )
-                phase.payload = mine.summary()
-            summaries: list[dict[str, Any]] = phase.payloads
-            failed = {
-                key: f"{reason} (rank {rank})"
-                for rank, summary in enumerate(summaries)
-                for key, reason in summary["failed"].items()
-            }
-            if not failed:
-                return mine, summaries
-            for key, reason in failed.items():
+                comparison.say(mine, phase)
+            compared = comparison.heard(phase)
+            if not compared.failed:
+                return mine, compared
+            for key, reason in compared.failed.items():
                 if self._topology.is_lead:
                     _log.warning("optional component %s is not saved: %s", key, reason)
                 without.add(key)

@@ -16,7 +16,7 @@ from ckpt.state.statefuls import ModelState
 
 
 class StaleStateCheck:
-    """Remembers the digests of earlier checkpoints of this process. Every rank finds the same.
+    """Remembers the digests of earlier checkpoints of this process. The lead asks it, once a checkpoint is committed.
 
     Args:
         components: those with an optimizer, and the modules that these optimizers train, must change with every step.

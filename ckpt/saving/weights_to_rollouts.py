@@ -204,10 +204,9 @@ class Publisher:
             topology = self._joined()
             with topology.phase("look into memory") as phase:
                 self._require_one_copy(component)
-                phase.payload = [held.checkpoint_id, held.manifest_digest] if held is not None else None
-            said = phase.payloads
+                phase.to_lead = [held.checkpoint_id, held.manifest_digest] if held is not None else None
+                phase.answer = lambda: _require_held(phase.gathered, step, component)
             with topology.phase("open the memory"):
-                _require_held(said, step, component)
                 assert held is not None, "all ranks hold it"
                 return HeldWeights(held, component, topology, self._memory)
 

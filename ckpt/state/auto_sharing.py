@@ -20,11 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from ckpt.errors import ReplicationError
+from ckpt.ranks.merging import alike_by_name, first
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import Declared, offers
 from ckpt.state.collect import digest_of_json, look_at
@@ -81,21 +81,24 @@ class AutoSharing:
                 phase.component = component.key
                 seen[component.key] = _seen(component, self._topology.world_size)
             phase.component = None
-            phase.payload = {key: _summary(leaves) for key, leaves in seen.items()}
+            phase.merge = {
+                "digests": alike_by_name({key: digest_of_json(leaves) for key, leaves in seen.items()}),
+                "kinds": first({f"{_kind_of(leaves)} {key}": None for key, leaves in seen.items()}),
+            }
         found: dict[str, Sharing] = {}
         unlike: list[StateComponent] = []
         to_keep: set[str] = set()
         for component in components:
             key = component.key
-            digests, kinds = zip(*(summary[key] for summary in phase.payloads), strict=True)
-            if "piece" not in kinds and len(set(digests)) == 1:
+            kinds = {kind for kind in ("plain", "whole", "piece") if f"{kind} {key}" in phase.merged["kinds"]}
+            if "piece" not in kinds and phase.merged["digests"][key].is_alike:
                 found[key] = _REPLICATED
             elif "piece" not in kinds and not _is_large(component):
                 found[key] = Sharing(SharingPattern.PER_RANK)
             else:
                 unlike.append(component.with_sharing(_REPLICATED))
             self.examined.add(key)
-            if _is_large(component) and set(kinds) != {"plain"}:
+            if _is_large(component) and kinds != {"plain"}:
                 to_keep.add(key)
         if unlike:
             diagnoses = examine(
@@ -129,12 +132,11 @@ def _seen(component: StateComponent, world_size: int) -> Mapping[str, Fingerprin
         return {}
 
 
-def _summary(leaves: Mapping[str, Fingerprint]) -> list[Any]:
-    """[Digest, the kind of tensors: "piece" of larger ones, "whole", or "plain" for none]."""
-    kind = "plain"
-    if any(one.dtype for one in leaves.values()):
-        kind = "piece" if any(one.place is not None for one in leaves.values()) else "whole"
-    return [digest_of_json(leaves), kind]
+def _kind_of(leaves: Mapping[str, Fingerprint]) -> str:
+    """The kind of tensors: "piece" of larger ones, "whole", or "plain" for none."""
+    if not any(one.dtype for one in leaves.values()):
+        return "plain"
+    return "piece" if any(one.place is not None for one in leaves.values()) else "whole"
 
 
 def _pattern_of(diagnosis: Diagnosis) -> Sharing:

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -20,7 +20,8 @@ from ckpt.format.gc_pause import gc_paused
 from ckpt.format.manifest import digest_of
 from ckpt.memory.device import Device, device_of, wait_for_all
 from ckpt.planning.tables import Address, Table, TablePart, piece_from_json, table_of_pieces, table_to_json
-from ckpt.ranks.topology import Topology
+from ckpt.ranks.merging import Alike, alike, alike_by_name, first
+from ckpt.ranks.topology import Phase, Topology
 from ckpt.state.abilities import Prepared, PreparedFrom, offers, tied_names
 from ckpt.state.address import local_tensor
 from ckpt.state.flatten import Leaves, TensorLeaf, flatten, rows_of
@@ -91,6 +92,7 @@ class RankState:
     copies: dict[str, Copies] = field(default_factory=dict)
     seen: dict[str, dict[str, Fingerprint]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    _digests: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @classmethod
     def of_pieces(
@@ -119,15 +121,20 @@ class RankState:
         """The device of the tensors."""
         return device_of(tensor for boxes in self.held.values() for _, tensor in boxes)
 
-    def summary(self) -> dict[str, Any]:
-        """Return digests of this rank's state, for the other ranks to compare with theirs."""
-        return {
-            "table": digest_of_json(table_to_json(self.table)),
-            "plain": {key: digest_of_json(_in_order_of_keys(_values(self.shared_plain(key)))) for key in self.plain},
-            "paths": {key: digest_of_json(_in_order_of_keys(_tensor_paths(self.shared_plain(key)))) for key in self.plain},
-            "copies": {key: digest_of_json(copies.fingerprints) for key, copies in self.copies.items()},
-            "failed": self.failed,
-        }
+    def digests(self, part: str) -> dict[str, str]:
+        """Return component -> digest of what other ranks compare with theirs.
+
+        Args:
+            part: "plain" (values), "paths" (of tensors), or "copies" (fingerprints of tensors).
+        """
+        if part not in self._digests:
+            half = _HALVES.get(part)
+            if half is None:
+                found = {key: digest_of_json(copies.fingerprints) for key, copies in self.copies.items()}
+            else:
+                found = {key: digest_of_json(_in_order_of_keys(half(self.shared_plain(key)))) for key in self.plain}
+            self._digests[part] = found
+        return self._digests[part]
 
     def shared_plain(self, component: str) -> dict[str, Any]:
         """Return the plain values of a component without those of this rank alone."""
@@ -211,39 +218,146 @@ def _memory_of(leaves: Leaves) -> Iterator[torch.Tensor]:
             yield tensor
 
 
+class DistinctRanks(NamedTuple):
+    """Which ranks have equal values, such as tables.
+
+    Attributes:
+        senders: the lowest rank with each distinct value.
+        number_of_rank: by rank, the number of its value among these.
+    """
+
+    senders: list[int]
+    number_of_rank: list[int]
+
+    @classmethod
+    def of(cls, digests: Sequence[str]) -> DistinctRanks:
+        """Group ranks by the digests of their values."""
+        number_of = {digest: number for number, digest in enumerate(dict.fromkeys(digests))}
+        return cls([digests.index(digest) for digest in number_of], [number_of[digest] for digest in digests])
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What the ranks know of each other's states; equal on all ranks.
+
+    Attributes:
+        number: of the comparison: what is made of it is known by this number.
+        failed: optional component -> the error of the lowest rank on which it failed.
+        differing: (component, part) of which ranks that should hold the same have different digests.
+        merged: (component, half) whose merge of an earlier save still holds, because no rank's rows have changed since.
+        tables: None: those of the last plan.
+    """
+
+    number: int
+    failed: dict[str, str]
+    differing: frozenset[tuple[str, str]]
+    merged: frozenset[tuple[str, str]]
+    tables: DistinctRanks | None
+
+
+class Comparison:
+    """Compares the states of all ranks, save after save: each rank sends digests to the lead, and hears what differs.
+
+    Attributes:
+        merges: results of merges, which need no new exchange while no rank's rows change.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self.merges: MergedRows = {}
+        self._topology = topology
+        self._number = 0  # on the lead
+        self._planned: tuple[int, str] | None = None  # the comparison of the last plan, and this rank's digest in it
+        self._table = ""
+
+    def say(self, mine: RankState, phase: Phase) -> None:
+        """Set what this rank says of its state in a phase."""
+        self._table = digest_of_json(table_to_json(mine.table))
+        number, table = self._planned or (0, "")
+        phase.to_lead = self._table
+        phase.answer = lambda: self._answer(phase)
+        phase.merge = {
+            "failed": first(mine.failed),
+            "planned": alike(number if table == self._table else 0),
+            "digests": alike_by_name(self._digests(mine)),
+            "merged": alike_by_name(self._earlier(mine)),
+        }
+
+    def heard(self, phase: Phase) -> Compared:
+        """Return what the lead has answered."""
+        number, failed, differing, merged, tables = phase.from_lead
+        in_pairs = [frozenset((key, part) for key, part in names) for names in (differing, merged)]
+        return Compared(number, failed, in_pairs[0], in_pairs[1], None if tables is None else DistinctRanks(*tables))
+
+    def plan_is_made(self, compared: Compared) -> None:
+        """Note that all ranks have made a plan of the tables that were compared last."""
+        self._planned = compared.number, self._table
+
+    def _digests(self, mine: RankState) -> dict[str, str | None]:
+        """Return what ranks that hold one state compare, by component, part and the first of these ranks."""
+        found = {}
+        for part in _PARTS:
+            digests = mine.digests(part)
+            for key, component in mine.components.items():
+                for ranks in holders_of(component, self._topology):
+                    if self._topology.rank in ranks and len(ranks) > 1:
+                        found[json.dumps([key, part, ranks[0]])] = digests.get(key)
+        return found
+
+    def _earlier(self, mine: RankState) -> dict[str, int]:
+        """Return the number of the comparison after which the rows were merged that this rank has still; 0: none."""
+        found = {}
+        for half in _HALVES:
+            digests = mine.digests(half)
+            for key, component in mine.components.items():
+                if component.pattern is SharingPattern.SHARDED:
+                    merge = self.merges.get((key, half))
+                    found[json.dumps([key, half])] = merge.number if merge and merge.digest == digests.get(key) else 0
+        return found
+
+    def _answer(self, phase: Phase) -> list[Any]:
+        """Return what all ranks hear. Lead rank only."""
+        said = phase.merged
+        self._number += 1
+        differing = {tuple(json.loads(name)[:2]) for name, one in said["digests"].items() if not one.is_alike}
+        merged = [json.loads(name) for name, one in said["merged"].items() if one.is_alike and one.value]
+        planned: Alike = said["planned"]
+        tables = None if planned.is_alike and planned.value else DistinctRanks.of(phase.gathered)
+        failed = {key: f"{reason} (rank {rank})" for key, (rank, reason) in said["failed"].items()}
+        return [self._number, failed, sorted(differing), merged, tables]
+
+
 def settle_plain(
-    mine: RankState, summaries: Sequence[Mapping[str, Any]], topology: Topology, known: MergedRows | None = None
+    mine: RankState, compared: Compared, topology: Topology, merges: MergedRows | None = None
 ) -> dict[str, dict[str, Any]]:
     """Return the plain values of each component for the checkpoint, after comparing them with the other ranks'. Collective.
 
     If all digests agree, which is usual, nothing is exchanged. Different keys of a SHARDED component are merged.
 
     Args:
-        summaries: of all ranks: `RankState.summary`.
-        known: results of merges in earlier saves of the same ranks, which need no new exchange; this call adds its own.
+        merges: those of the `Comparison`; this call adds its own.
 
     Raises:
         ReplicationError: one key has different values, or equal copies differ; names component, entries and ranks. On every rank.
     """
-    known = {} if known is None else known
+    merges = {} if merges is None else merges
     differing = [
         key
         for key, component in mine.components.items()
-        if not _is_never_compared(component) and any(_differs(component, summaries, half, topology) for half in _HALVES)
+        if not _is_never_compared(component) and any((key, half) in compared.differing for half in _HALVES)
     ]
-    copies = [key for key, component in mine.components.items() if _differs(component, summaries, "copies", topology)]
-    merges = {
-        key: _Merge(mine, key, summaries, known)
+    copies = [key for key in mine.components if (key, "copies") in compared.differing]
+    merging = {
+        key: _Merge(mine, key, compared, merges)
         for key in differing
         if mine.components[key].pattern is SharingPattern.SHARDED
     }
-    equal = [key for key in differing if key not in merges]
-    if not equal and not copies and not any(merge.wanted for merge in merges.values()):
-        return mine.plain | {key: merge.rows() for key, merge in merges.items()}
+    equal = [key for key in differing if key not in merging]
+    if not equal and not copies and not any(merge.wanted for merge in merging.values()):
+        return mine.plain | {key: merge.rows() for key, merge in merging.items()}
     with topology.phase("compare") as phase:
         phase.payload = {
             "plain": {key: mine.shared_plain(key) for key in equal if key in mine.plain}
-            | {key: merge.to_send() for key, merge in merges.items() if merge.wanted},
+            | {key: merge.to_send() for key, merge in merging.items() if merge.wanted},
             "copies": {
                 key: [mine.copies[key].level.value, mine.copies[key].fingerprints]
                 for key in copies
@@ -262,33 +376,28 @@ def settle_plain(
             found = plain_differences([one["plain"].get(key) or {} for one in said], holders)
             if found:
                 raise replication_error(key, holders, found)
-        for key, merge in merges.items():
+        for key, merge in merging.items():
             merge.take([one["plain"].get(key) or {} for one in said])
             merged[key] = merge.rows()
-    for merge in merges.values():
-        merge.remember(known)
+    for merge in merging.values():
+        merge.remember(merges)
     return merged
 
 
-def exchange_tables(mine: Table, digests: Sequence[str], topology: Topology) -> tuple[list[Table], list[int]]:
+def exchange_tables(mine: Table, distinct: DistinctRanks, topology: Topology) -> tuple[list[Table], list[int]]:
     """Return (distinct tables of all ranks, index of its table by rank), equal on every rank. Collective.
 
     Pieces that ranks share cross the store once: first the digests of the pieces of each table are exchanged, then the lowest rank
     with a piece sends it.
-
-    Args:
-        digests: of every rank's table, from its summary.
     """
-    number_of = {digest: number for number, digest in enumerate(dict.fromkeys(digests))}
     pieces = table_to_json(mine)
     listed = [digest_of_json(piece) for piece in pieces]
     with topology.phase("tables") as phase:
-        phase.payload = listed if digests.index(digests[topology.rank]) == topology.rank else None
-    made_of = {digest: lists for digest, lists in zip(digests, phase.payloads, strict=True) if lists is not None}
+        phase.payload = listed if topology.rank in distinct.senders else None
     trees = exchange_distinct(dict(zip(listed, pieces, strict=True)), phase.payloads, topology, "pieces of tables")
     found = {digest: piece_from_json(tree) for digest, tree in trees.items()}
-    tables = [table_of_pieces([found[digest] for digest in made_of[table]]) for table in number_of]
-    return tables, [number_of[digest] for digest in digests]
+    tables = [table_of_pieces([found[digest] for digest in phase.payloads[rank]]) for rank in distinct.senders]
+    return tables, distinct.number_of_rank
 
 
 def exchange_distinct(
@@ -305,8 +414,8 @@ def exchange_distinct(
         for digest in digests or ():
             first_with.setdefault(digest, rank)
     with topology.phase(phase_name) as phase:
-        phase.payload = {digest: tree for digest, tree in mine.items() if first_with[digest] == topology.rank}
-    return {digest: tree for sent in phase.payloads for digest, tree in sent.items()}
+        phase.payload = {digest: tree for digest, tree in mine.items() if first_with[digest] == topology.rank} or None
+    return {digest: tree for sent in phase.payloads if sent for digest, tree in sent.items()}
 
 
 def digest_of_json(tree: Any) -> str:
@@ -353,7 +462,10 @@ def _in_order_of_keys(rows: dict[str, Any]) -> dict[str, Any]:
 
 
 _HALVES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {"plain": _values, "paths": _tensor_paths}
-"""Halves of a component's rows, by their name in a summary. Each half is compared and merged separately."""
+"""Halves of a component's rows. Each half is compared and merged separately."""
+
+_PARTS = (*_HALVES, "copies")
+"""What is compared of each component: the halves, and the fingerprints of equal copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,11 +473,13 @@ class _Merged:
     """Union of all ranks' rows of one half of a SHARDED component.
 
     Attributes:
-        digests: of each rank's rows.
+        number: of the comparison that it follows.
+        digest: of this rank's rows.
         holder: key -> the first rank that has it; empty if all ranks have equal rows.
     """
 
-    digests: tuple[str | None, ...]
+    number: int
+    digest: str | None
     rows: dict[str, Any]
     holder: dict[str, int]
 
@@ -381,20 +495,21 @@ class _Merge:
         wanted: halves to exchange: the ranks differ in them, and differently than in an earlier save.
     """
 
-    def __init__(
-        self, mine: RankState, component: str, summaries: Sequence[Mapping[str, Any]], known: MergedRows
-    ) -> None:
+    def __init__(self, mine: RankState, component: str, compared: Compared, merges: MergedRows) -> None:
         self._component = component
         self._own = mine.plain.get(component, {})
-        self._digests = {half: tuple(one[half].get(component) for one in summaries) for half in _HALVES}
+        self._number = compared.number
+        self._digests = {half: mine.digests(half).get(component) for half in _HALVES}
         self._merged: dict[str, _Merged] = {}
-        for half, digests in self._digests.items():
-            earlier = known.get((component, half))
-            if earlier is not None and earlier.digests == digests:
-                self._merged[half] = earlier
-            elif len(set(digests)) == 1:
-                self._merged[half] = _Merged(digests, _HALVES[half](self._own), {})
+        for half in _HALVES:
+            if (component, half) in compared.merged:
+                self._merged[half] = merges[component, half]
+            elif (component, half) not in compared.differing:
+                self._merged[half] = self._made(half, _HALVES[half](self._own))
         self.wanted = [half for half in _HALVES if half not in self._merged]
+
+    def _made(self, half: str, rows: dict[str, Any]) -> _Merged:
+        return _Merged(self._number, self._digests[half], rows, {})
 
     def to_send(self) -> dict[str, Any]:
         """Return this rank's rows of the wanted halves."""
@@ -403,7 +518,7 @@ class _Merge:
     def take(self, said: Sequence[Mapping[str, Any]]) -> None:
         """Merge the rows of all ranks."""
         for half in self.wanted:
-            merged = _Merged(self._digests[half], {}, {})
+            merged = self._made(half, {})
             for rank, rows in enumerate(said):
                 for key, row in _HALVES[half](rows).items():
                     if merged.rows.setdefault(key, row) != row:
@@ -421,9 +536,9 @@ class _Merge:
         _require_one_nesting(self._component, _in_order_of_keys(rows), plain.holder | paths.holder)
         return {key: rows[key] for key in dict.fromkeys((*self._own, *rows))}
 
-    def remember(self, known: MergedRows) -> None:
+    def remember(self, merges: MergedRows) -> None:
         """Store the exchanged halves for later saves."""
-        known |= {(self._component, half): one for half, one in self._merged.items() if len(set(one.digests)) > 1}
+        merges |= {(self._component, half): self._merged[half] for half in self.wanted}
 
     def _conflict_error(self, key: str, row: Any, rank: int, other: Any, other_rank: int) -> ReplicationError:
         what, there = (repr(one[1]) if len(one) == 2 else "a tensor" for one in (row, other))
@@ -453,13 +568,6 @@ def _require_one_nesting(component: str, rows: Mapping[str, Any], holder: Mappin
                     f"component {component}: {above} is {value[0]!r} on rank {holder.get(above, 0)}, and rank {holder.get(key, 0)} has "
                     f"{key} below it; the ranks of a sharded component must nest their values alike"
                 )
-
-
-def _differs(component: StateComponent, summaries: Sequence[Mapping[str, Any]], what: str, topology: Topology) -> bool:
-    return any(
-        len({summaries[rank][what].get(component.key) for rank in ranks}) > 1
-        for ranks in holders_of(component, topology)
-    )
 
 
 def _is_never_compared(component: StateComponent) -> bool:

@@ -12,6 +12,7 @@ import msgspec
 from ckpt.errors import ConfigurationError, ReplicationError
 from ckpt.format import strict_json
 from ckpt.format.manifest import digest_of
+from ckpt.ranks.merging import Alike, alike
 from ckpt.ranks.topology import Topology
 from ckpt.state.doctor import Diagnosis, PatternVerdict, Seen, diagnose
 from ckpt.state.replication import Fingerprint
@@ -50,19 +51,27 @@ def examine(
         ConfigurationError: the ranks' declarations differ; on every rank.
     """
     declared = {key: one.sharing for key, one in components.items()}
+    first_with: dict[str, list[int]] = {}  # on the lead: component -> by rank, the lowest rank with equal entries
+
+    def senders() -> dict[str, list[int]]:
+        _require_one_declaration(phase.merged["declared"])
+        first_with.update({key: _first_with_each([said[at] for said in phase.gathered]) for at, key in enumerate(components)})
+        distinct = {key: sorted(set(ranks)) for key, ranks in first_with.items()}
+        return {key: ranks for key, ranks in distinct.items() if len(ranks) > 1}
+
     with topology.phase("fingerprints") as phase:
         digests = {key: digest_of(json.dumps(leaves, sort_keys=True).encode()) for key, leaves in seen.items()}
-        phase.payload = [{key: str(one) for key, one in declared.items()}, digests]
-    _require_one_declaration([said for said, _ in phase.payloads])
-    senders = {key: _first_with_each([digests.get(key) for _, digests in phase.payloads]) for key in components}
-    held = _gather(seen, senders, topology)
+        phase.to_lead = [digests.get(key) for key in components]
+        phase.merge = {"declared": alike({key: str(one) for key, one in declared.items()})}
+        phase.answer = senders
+    held = _gather(seen, phase.from_lead, topology)
     with topology.phase("diagnose") as phase:
         if topology.is_lead:
             ranks = Ranks.of(topology)
-            phase.payload = msgspec.to_builtins(
-                [diagnose(key, declared[key], [held[rank][key] for rank in senders[key]], ranks) for key in components]
+            phase.from_lead = msgspec.to_builtins(
+                [diagnose(key, declared[key], [held[rank][key] for rank in first_with[key]], ranks) for key in components]
             )
-    return strict_json.convert(phase.payloads[0], list[Diagnosis])
+    return strict_json.convert(phase.from_lead, list[Diagnosis])
 
 
 def act_on(
@@ -102,10 +111,13 @@ def _first_with_each(digests: Sequence[str | None]) -> list[int]:
 def _gather(
     mine: Mapping[str, Seen], senders: Mapping[str, Sequence[int]], topology: Topology
 ) -> dict[int, Mapping[str, Seen]]:
-    """Send the distinct states to the lead. Returns rank -> component -> key -> fingerprint there, {} elsewhere."""
-    differing = {key: ranks for key, ranks in senders.items() if len(set(ranks)) > 1}
-    sending = {rank for ranks in differing.values() for rank in ranks}
-    to_send = {key: mine[key] for key, ranks in differing.items() if topology.rank in ranks}
+    """Send the distinct states to the lead. Returns rank -> component -> key -> fingerprint there, {} elsewhere.
+
+    Args:
+        senders: component that differs -> the lowest rank with each of its states.
+    """
+    sending = {rank for ranks in senders.values() for rank in ranks}
+    to_send = {key: mine[key] for key, ranks in senders.items() if topology.rank in ranks}
     outgoing = (
         {0: zlib.compress(json.dumps(to_send, separators=(",", ":")).encode(), 1)} if topology.rank in sending else {}
     )
@@ -119,11 +131,12 @@ def _gather(
     return held | {0: mine}
 
 
-def _require_one_declaration(said: Sequence[Mapping[str, str]]) -> None:
-    for rank, one in enumerate(said):
-        for key in sorted({*said[0], *one}):
-            if said[0].get(key) != one.get(key):
-                raise ConfigurationError(
-                    f"component {key} is declared {said[0].get(key, 'not at all')} on rank 0 and {one.get(key, 'not at all')} on rank "
-                    f"{rank}; all ranks must declare the same"
-                )
+def _require_one_declaration(declared: Alike) -> None:
+    if declared.is_alike:
+        return
+    on_lead, there = declared.value, declared.odd_value
+    key = next(key for key in sorted({*on_lead, *there}) if on_lead.get(key) != there.get(key))
+    raise ConfigurationError(
+        f"component {key} is declared {on_lead.get(key, 'not at all')} on rank 0 and {there.get(key, 'not at all')} on rank "
+        f"{declared.odd_rank}; all ranks must declare the same"
+    )

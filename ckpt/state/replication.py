@@ -303,11 +303,12 @@ def measure(
     with topology.phase("distances") as phase:
         phase.payload = [
             [one.key, one.reference, far.num_differing, far.first, repr(far.largest)] for one, far in measured.items()
-        ]
+        ] or None
     by_name = {(one.key, one.rank, one.reference): one for alike in wanted.values() for one in alike}
     return {
         by_name[key, rank, reference]: Distance(num_differing, tuple(first), float(largest))
         for rank, rows in enumerate(phase.payloads)
+        if rows
         for key, reference, num_differing, first, largest in rows
     }
 

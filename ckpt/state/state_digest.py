@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
 
-from ckpt.format.box import Box
+from ckpt.format.box import Box, whole
 from ckpt.format.dtypes import raw_bytes
 from ckpt.format.manifest import digest_of
-from ckpt.planning.plan import half_tied
-from ckpt.planning.tables import Address
+from ckpt.planning.plan import settled_aliases
+from ckpt.planning.tables import Address, Holdings, Table, TablePart, Whereabouts, table_to_json
+from ckpt.ranks.merging import total
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import tied_names
 from ckpt.state.address import address_of, local_tensor
+from ckpt.state.collect import DistinctRanks, digest_of_json, exchange_tables
 from ckpt.state.flatten import TensorLeaf, flatten
 from ckpt.state.sharing import Stateful, find_aliases
 
-_SEEDS = (np.uint64(0), np.uint64(0x5851F42D4C957F2D))
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _BLOCK_ELEMENTS = 1 << 16
@@ -28,15 +30,16 @@ _BLOCK_ELEMENTS = 1 << 16
 def state_digest(statefuls: Mapping[str, Stateful], topology: Topology) -> str:
     """Return 32 hex digits that depend on every bit of every tensor, and on nothing else. Collective.
 
-    For each tensor: two sums modulo 2^64, under two seeds, of hash(index of the element in the global tensor, bits of the
-    element); each element counts once, on whichever ranks it is held. Then xxh3-128 of the sorted (name, dtype, global shape,
-    sums). Tied tensors count once, under their first name. Plain values do not count.
+    For each tensor: hash(name, dtype, global shape), and for each of its elements hash(that, index of the element in the global tensor,
+    bits of the element), under two seeds; all are added up modulo 2^64. Each element counts once, on whichever ranks it is held, and tied
+    tensors count once, under their first name. Plain values do not count. Of each rank two numbers travel.
 
     Args:
         statefuls: component name -> object, such as the model and the optimizer.
 
     Raises:
         ShardingError: two tensors are tied on some ranks only.
+        ShapeMismatchError: ranks disagree about the shape or the data type of a tensor.
     """
     tensors: dict[str, TensorLeaf] = {}
     tied: dict[str, str] = {}
@@ -46,68 +49,68 @@ def state_digest(statefuls: Mapping[str, Stateful], topology: Topology) -> str:
         tensors |= {f"{component}.{key}": leaf for key, leaf in leaves.items() if key not in aliases}
         tied |= {f"{component}.{alias}": f"{component}.{first}" for alias, first in aliases.items()}
     found = {name: address_of(leaf, name) for name, leaf in tensors.items()}
+    table = Table((TablePart.of(found.values()),), tuple(tied.items()))
     with topology.phase("digest addresses") as phase:
-        phase.payload = [[[name, a.box.offsets, a.box.shape] for name, a in found.items()], tied]
-    holders: dict[tuple[str, Box], list[int]] = defaultdict(list)
-    for rank, (rows, _) in enumerate(phase.payloads):
-        for name, offsets, shape in rows:
-            holders[name, Box(tuple(offsets), tuple(shape))].append(rank)
-    tied_on = {
-        alias: (first, rank)
-        for rank, (_, ties) in reversed([*enumerate(phase.payloads)])
-        for alias, first in ties.items()
-    }
-    mine = _share(holders, topology.rank)
+        phase.to_lead = digest_of_json(table_to_json(table))
+        phase.answer = lambda: DistinctRanks.of(phase.gathered)
+    tables, table_of_rank = exchange_tables(table, DistinctRanks(*phase.from_lead), topology)
     with topology.phase("digest") as phase:
-        _require_no_half_ties(holders, tied_on)
-        phase.payload = [
-            [name, a.dtype, list(a.global_shape), *_sums(tensors[name], a, topology)]
-            for name, a in found.items()
-            if name in mine
-            and name not in tied_on  # a tied name here is an empty piece: it has no memory to be found by
-        ]
-    totals: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for rows in phase.payloads:
-        for name, dtype, shape, *sums in rows:
-            line = f"{name} {dtype} {shape}"
-            totals[line] = [(total + part) % 2**64 for total, part in zip(totals[line], sums, strict=True)]
-    return digest_of("\n".join(f"{line} {a:016x} {b:016x}" for line, (a, b) in sorted(totals.items())).encode())
+        holdings = Holdings(tables, table_of_rank)
+        aliases = settled_aliases(tables, table_of_rank, holdings)
+        sums = [0, 0]
+        for name, is_first in _share(found, holdings, topology.rank):
+            if name not in aliases:
+                added = _sums(tensors[name], found[name], topology, counts=is_first)
+                sums = [one + other for one, other in zip(sums, added, strict=True)]
+        phase.merge = {"sums": total(sums)}
+    return "".join(f"{one % 2**64:016x}" for one in phase.merged["sums"])
 
 
-def _require_no_half_ties(holders: Mapping[tuple[str, Box], list[int]], tied_on: Mapping[str, tuple[str, int]]) -> None:
-    for (name, box), ranks in holders.items():
-        if name in tied_on and box.num_elements:
-            raise half_tied(name, *tied_on[name], ranks[0])
+def _share(found: Mapping[str, Address], holdings: Holdings, rank: int) -> Iterator[tuple[str, bool]]:
+    """Yield the tensors whose boxes this rank is to hash, and whether it is the first box of the tensor.
+
+    The boxes that equal ranks hold are dealt to these, largest first to the least loaded.
+    """
+    held: dict[tuple[int, ...], list[tuple[int, str, bool]]] = defaultdict(list)
+    looked_up: dict[Whereabouts, tuple[Box, dict[Box, tuple[int, ...]]]] = {}
+    for name, address in found.items():
+        at = holdings.where[name]
+        if at not in looked_up:
+            boxes = holdings.look_up(name)[2]
+            looked_up[at] = min(boxes, key=lambda box: box.offsets, default=address.box), boxes
+        first, boxes = looked_up[at]
+        box = whole(address.global_shape) if 0 in address.global_shape else address.box
+        if box in boxes:
+            held[boxes[box]].append((box.num_elements, name, box == first))
+    for ranks, boxes_there in held.items():
+        load = [(0, position) for position in range(len(ranks))]
+        for num_elements, name, is_first in sorted(boxes_there, key=lambda one: (-one[0], one[1])):
+            least, position = load[0]
+            heapq.heapreplace(load, (least + num_elements, position))
+            if ranks[position] == rank:
+                yield name, is_first
 
 
-def _share(holders: Mapping[tuple[str, Box], list[int]], rank: int) -> set[str]:
-    """Assign every box to one of its holders, largest first to the least loaded; return the names of this rank's."""
-    load: dict[int, int] = defaultdict(int)
-    mine = set()
-    for (name, box), ranks in sorted(
-        holders.items(), key=lambda entry: (-entry[0][1].num_elements, entry[0][0], entry[1])
-    ):
-        owner = min(ranks, key=lambda r: (load[r], r))
-        load[owner] += box.num_elements
-        if owner == rank:
-            mine.add(name)
-    return mine
+def _sums(leaf: TensorLeaf, address: Address, topology: Topology, *, counts: bool) -> list[int]:
+    """Return the two sums over this rank's box, in blocks that fit the CPU cache.
 
-
-def _sums(leaf: TensorLeaf, address: Address, topology: Topology) -> tuple[int, int]:
-    """Return the two sums over this rank's box, in blocks that fit the CPU cache."""
+    Args:
+        counts: add the hash of the tensor itself.
+    """
     bits = _element_bits(local_tensor(leaf))
-    sums = [np.uint64(0), np.uint64(0)]
+    line = digest_of(f"{address.name} {address.dtype} {list(address.global_shape)}".encode())
+    seeds = [np.uint64(int(line[at : at + 16], 16)) for at in (0, 16)]
+    sums = [seed if counts else np.uint64(0) for seed in seeds]
     words = bits.size // max(address.box.num_elements, 1)
     with np.errstate(over="ignore"):
         for start in range(0, bits.size, _BLOCK_ELEMENTS):
             block = bits[start : start + _BLOCK_ELEMENTS].astype(np.uint64)
             index = _global_index(np.arange(start, start + block.size, dtype=np.uint64), address, words)
             keyed = block + (index + np.uint64(1)) * _STEP
-            for at, seed in enumerate(_SEEDS):
+            for at, seed in enumerate(seeds):
                 sums[at] += _mix(keyed ^ seed).sum(dtype=np.uint64)
             topology.progress()
-    return int(sums[0]), int(sums[1])
+    return [int(one) for one in sums]
 
 
 def _mix(z: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -25,10 +25,10 @@ from ckpt.format.dtypes import item_bytes
 from ckpt.format.manifest import CheckpointManifest, ComponentManifest, digest_of, index_name
 from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.planning.plan import SavePlan, plan_save
-from ckpt.planning.tables import Address, Table, TablePart
-from ckpt.ranks.topology import Phase
+from ckpt.planning.tables import Address, Table, TablePart, table_to_json
+from ckpt.ranks.topology import Phase, Topology
 from ckpt.saving.manifest_writer import entries_of
-from ckpt.state.collect import RankState, exchange_tables, settle_plain
+from ckpt.state.collect import Comparison, DistinctRanks, RankState, digest_of_json, exchange_tables, settle_plain
 from ckpt.state.sharing import StateComponent
 from recipes.benchmark.harness import Figures, machine_facts
 from recipes.benchmark.measuring import PeakMemory
@@ -187,14 +187,13 @@ def benchmark(keys: PlanBenchmarkKeys) -> Figures:
     }
 
 
-def measure(case: SyntheticGPT, summaries: bytes, recorded: Sequence[bytes]) -> dict[str, Any]:
+def measure(case: SyntheticGPT, distinct: DistinctRanks, recorded: Sequence[bytes]) -> dict[str, Any]:
     """Return the seconds that the rank in the middle plans in its first save and in later ones, and the figures of the plan."""
     rank = case.world_size // 2
     own = case.table(rank)
-    digests = [summary["table"] for summary in json.loads(summaries)]
     memory = PeakMemory()
     started = time.perf_counter()
-    tables, table_of_rank = exchange_tables(own, digests, RecordedTopology(rank, case.world_size, recorded))
+    tables, table_of_rank = exchange_tables(own, distinct, RecordedTopology(rank, case.world_size, recorded))
     received = time.perf_counter()
     plan = plan_save(tables, table_of_rank, item_bytes)
     planned = time.perf_counter()
@@ -215,7 +214,7 @@ def measure(case: SyntheticGPT, summaries: bytes, recorded: Sequence[bytes]) -> 
         "own_s": done - planned,
         "total_s": done - started,
         "peak_mib": peak_mib,
-        "cached_s": _cached_s(case, rank, summaries, tuple(digests)),
+        "cached_s": _cached_s(case, rank),
         "bytes": sum(written),
         "max_to_mean": max(written) / mean,
         "min_to_mean": min(written) / mean,
@@ -225,13 +224,12 @@ def measure(case: SyntheticGPT, summaries: bytes, recorded: Sequence[bytes]) -> 
 
 def _in_new_process(case: SyntheticGPT) -> dict[str, Any]:
     tables = [case.table(rank) for rank in range(case.world_size)]
-    summaries = [_contribution(table).summary() for table in tables]
-    digests = [summary["table"] for summary in summaries]
-    recorded = record(case.world_size, lambda rank: exchange_tables(tables[rank.rank], digests, rank), num_phases=2)
+    distinct = DistinctRanks.of([digest_of_json(table_to_json(table)) for table in tables])
+    recorded = record(case.world_size, lambda rank: exchange_tables(tables[rank.rank], distinct, rank), num_phases=2)
     start_forkserver([__name__])  # forked from this process it would begin with the memory of this one
     with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as process:
-        figures: dict[str, Any] = process.submit(measure, case, json.dumps(summaries).encode(), recorded).result()
-    return {"distinct_tables": len(set(digests)), **figures}
+        figures: dict[str, Any] = process.submit(measure, case, distinct, recorded).result()
+    return {"distinct_tables": len(distinct.senders), **figures}
 
 
 def bytes_per_writer(plan: SavePlan, world_size: int) -> list[int]:
@@ -300,14 +298,16 @@ def _contribution(table: Table) -> RankState:
     return RankState(components=dict(_COMPONENTS), table=table, plain=plain)
 
 
-def _cached_s(case: SyntheticGPT, rank: int, summaries: bytes, known: tuple[str, ...]) -> float:
-    """Return the seconds of a later save of the same state until it knows that the plan still holds."""
+def _cached_s(case: SyntheticGPT, rank: int) -> float:
+    """Return the seconds of a rank in a later save of the same state until it knows that the plan still holds, but for the agreement."""
+    topology = cast(Topology, RecordedTopology(rank, case.world_size, []))
+    comparison, phase = Comparison(topology), Phase("collect")
     started = time.perf_counter()
     mine = _contribution(case.table(rank))
-    mine.summary()
-    said = json.loads(summaries)
-    settle_plain(mine, said, RecordedTopology(rank, case.world_size, []))
-    assert tuple(summary["table"] for summary in said) == known
+    comparison.say(mine, phase)
+    phase.verdict(None, rank).encode()
+    phase.from_lead = [2, {}, [], [], None]  # no rank differs
+    settle_plain(mine, comparison.heard(phase), topology)
     return time.perf_counter() - started
 
 

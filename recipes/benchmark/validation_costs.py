@@ -15,7 +15,7 @@ from ckpt import StateComponent
 from ckpt.format.dtypes import raw_bytes
 from ckpt.ranks.topology import Topology
 from ckpt.state.address import local_tensor
-from ckpt.state.collect import collect, settle_plain
+from ckpt.state.collect import Comparison, collect, settle_plain
 from ckpt.state.flatten import flatten
 from ckpt.state.pattern_check import examine
 from ckpt.state.replication import ValidationLevel
@@ -124,11 +124,12 @@ def _compare(components: Sequence[StateComponent], topology: Topology, *, look: 
     Args:
         look: also examine the sharing patterns, as the doctor does in the first save.
     """
+    comparison = Comparison(topology)
     with topology.operation("benchmark"):
         with topology.phase("collect") as phase:
             mine = collect(components, topology, look=look)
-            phase.payload = mine.summary()
-        settle_plain(mine, phase.payloads, topology)
+            comparison.say(mine, phase)
+        settle_plain(mine, comparison.heard(phase), topology)
         if look:
             examine(mine.components, mine.seen, topology)
         mine.require_unchanged()

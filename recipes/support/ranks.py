@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
 from ckpt.memory.device import INTERFACE_VARIABLES, Device
 from ckpt.ranks.addresses import LOOPBACK, address_towards, interface_of, machine
+from ckpt.ranks.merging import alike
 from ckpt.ranks.stores import connection
 from ckpt.ranks.topology import Topology
 from recipes.support.config import made
@@ -138,12 +139,12 @@ def run_job(
         with topology.phase("take a device") as phase:
             device: Device = made(cfg["device"])  # whose plugin may also bring the collectives
             device.use(topology.local_rank)
-            phase.payload = machine("net")
+            phase.merge = {"machine": alike(machine("net"))}
         num_members = cfg["launch"].get("in_process_group", topology.world_size)
         own = topology.store_for("process group")
         assert own is not None, "a topology that was joined has a store"
         of_group = connection(own, cfg["agree"]["timeout_s"])
-        is_one_machine = len(set(phase.payloads)) == 1
+        is_one_machine = phase.merged["machine"].odd_rank is None
         address = LOOPBACK if is_one_machine else own_address_towards(environment.address, environment.port)
         with listening_on(address), _process_group(device.backends, of_group, topology, num_members):
             result = job(cfg, topology)
@@ -158,10 +159,10 @@ def _taken_from_lead(
     with topology.phase("take rank 0's configuration") as phase:
         if topology.is_lead:
             try:
-                phase.payload = {"config": stack.enter_context(opened(folder, cfg, topology.progress)).cfg}
+                phase.from_lead = {"config": stack.enter_context(opened(folder, cfg, topology.progress)).cfg}
             except (CheckpointError, OSError) as error:
-                refusal, phase.payload = error, {"refused": describe(error)}
-    said = phase.payloads[0]
+                refusal, phase.from_lead = error, {"refused": describe(error)}
+    said = phase.from_lead
     if "refused" in said:
         raise rebuild(said["refused"]) from refusal
     return said["config"]

@@ -75,8 +75,8 @@ def found_job(
         engine = make()
         if topology.is_lead:
             store, rendezvous = meeting(engine.timeout_s, facts, topology.world_size)
-            phase.payload = asdict(rendezvous)
-    rendezvous = Rendezvous(**phase.payloads[0])
+            phase.from_lead = asdict(rendezvous)
+    rendezvous = Rendezvous(**phase.from_lead)
     member = ElasticEngine.found(
         engine,
         store or reached_store(rendezvous),

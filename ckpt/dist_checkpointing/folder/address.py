@@ -11,7 +11,7 @@ import json
 import re
 import secrets
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from ckpt.catalog.committed import look
@@ -25,8 +25,7 @@ from ckpt.format.places import ObjectPath
 from ckpt.format.strict_json import fit, parse
 from ckpt.ranks.topology import Topology
 from ckpt.saving.new_folder import NewFolder
-from ckpt.saving.prepared_save import PreparedSave
-from ckpt.saving.writing import WriteResult
+from ckpt.saving.prepared_save import PreparedSave, Written
 from ckpt.storage.files_of import files_below
 from ckpt.storage.metadata import maybe_load_config
 from ckpt.storage.objects.store import store_of
@@ -66,7 +65,7 @@ class GivenAddress(NewFolder):
             if self._mark is not None:
                 self._mark.note(base or SHARDED, self.folder.name)
 
-    def publish(self, save: PreparedSave[Any], results: Sequence[WriteResult], topology: Topology) -> None:
+    def publish(self, save: PreparedSave[Any], written: Written, topology: Topology) -> None:
         """See `NewFolder.publish`.
 
         Raises:
@@ -75,7 +74,7 @@ class GivenAddress(NewFolder):
         with topology.phase("claim"):
             if self._mark is not None:
                 self._mark.require()
-        super().publish(save, results, topology)
+        super().publish(save, written, topology)
 
 
 class AddressMark:

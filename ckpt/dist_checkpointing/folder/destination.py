@@ -25,8 +25,7 @@ from ckpt.format.consistency import MAX_FILE_BYTES
 from ckpt.format.manifest import COMMON, MANIFEST_NAME, OBJECTS, SHARDED, ArrayEntry, CheckpointManifest, digest_of
 from ckpt.ranks.topology import Topology
 from ckpt.saving.manifest_writer import ManifestWriter
-from ckpt.saving.prepared_save import Destination, PreparedSave, require_reachable
-from ckpt.saving.writing import WriteResult
+from ckpt.saving.prepared_save import Destination, PreparedSave, Written, require_reachable
 from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.durable import replace_durably
 from ckpt.storage.files import is_shown
@@ -79,7 +78,7 @@ class GivenFolder(Destination):
         with topology.phase("reach"):
             require_reachable(self.folder.parent, partial(is_shown, self.folder), topology)
 
-    def publish(self, save: PreparedSave[Any], results: Sequence[WriteResult], topology: Topology) -> None:
+    def publish(self, save: PreparedSave[Any], written: Written, topology: Topology) -> None:
         """Write the manifest.
 
         Raises:
@@ -91,7 +90,7 @@ class GivenFolder(Destination):
                     self._mark.require()
                 parts = [f"{name}/{MANIFEST_NAME}" for name in (COMMON, OBJECTS)]
                 beside = [path for path in parts if (self.folder / path).is_file()]
-                write = _AnnouncedManifest(save, results, topology, beside=beside)
+                write = _AnnouncedManifest(save, written.results, topology, beside=beside)
                 if self._mark is not self._own_mark:  # with its own, the manifest makes the checkpoint complete
                     write.mark, write.base = self._mark, self._making.base
                 write.write(self.folder.name, partial(replace_durably, self.folder / MANIFEST_NAME))

@@ -148,14 +148,14 @@ def open_tensors(checkpoint_dir: Place, library: Library, topology: Topology, st
     """
     with topology.phase("open") as phase:
         if topology.is_lead and not (isinstance(checkpoint_dir, Path) and is_megatron_zarr(checkpoint_dir)):
-            phase.payload = read_manifest_bytes(checkpoint_dir).decode()
-    if phase.payloads[0] is None:
+            phase.from_lead = read_manifest_bytes(checkpoint_dir).decode()
+    if phase.from_lead is None:
         assert isinstance(checkpoint_dir, Path), "Megatron-Core writes folders"
         checkpoint = MegatronZarr(checkpoint_dir, library)
         if checkpoint.layout.headless:  # damage: absent keys, which a load may ignore, are another matter
             raise headless(checkpoint_dir, checkpoint.layout.headless[0])
         return TensorSource(checkpoint.arrays, checkpoint, "", strategy, topology)
-    manifest = parse_manifest(phase.payloads[0].encode(), str(checkpoint_dir / MANIFEST_NAME))
+    manifest = parse_manifest(phase.from_lead.encode(), str(checkpoint_dir / MANIFEST_NAME))
     if manifest.data is not None:  # of an object store, or a copy out of it
         with topology.phase("parts"):
             if topology.is_lead and (place := parts_at(checkpoint_dir).get(SHARDED)):

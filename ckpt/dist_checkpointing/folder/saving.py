@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ from ckpt.format.box import Box, whole
 from ckpt.format.manifest import SHARDED
 from ckpt.format.places import Place
 from ckpt.memory.arena import Arena
-from ckpt.ranks.topology import Topology, first_difference
+from ckpt.ranks.merging import Alike, first_difference
+from ckpt.ranks.topology import Topology
 from ckpt.saving.background.snapshot import Snapshot, arena_bytes
 from ckpt.saving.planner import Planner
-from ckpt.saving.prepared_save import PreparedSave
+from ckpt.saving.prepared_save import PreparedSave, Written
 from ckpt.saving.writing import RankWritePlan
 from ckpt.state.collect import RankState, collect
 from ckpt.state.sharded_tensor import ShardedTensor
@@ -84,9 +85,7 @@ class FolderSave:
         Raises:
             CheckpointExistsError: a later save has taken over the folder.
         """
-        with self._topology.phase("votes") as phase:
-            phase.payload = self._result.to_json()
-        self._save.publish(phase.payloads, self._topology)
+        self._save.publish(Written.by_all("votes", self._topology, lambda: self._result), self._topology)
 
     def abandon(self) -> None:
         """Release the folder and the memory of a save that has failed after `prepare` began, on this rank or another."""
@@ -95,16 +94,13 @@ class FolderSave:
         self._folder.discard()
 
 
-def require_alike(said: Sequence[Mapping[str, Any]]) -> None:
-    """Require the same arguments of a save on all ranks. Every rank finds the same difference.
-
-    Args:
-        said: the arguments of each rank.
+def require_alike(arguments: Mapping[str, Alike]) -> None:
+    """Require the same arguments of a save on all ranks.
 
     Raises:
         ConfigurationError: it names the first difference.
     """
-    if (difference := first_difference(said)) is not None:
+    if (difference := first_difference(arguments)) is not None:
         name, rank, here, on_lead = difference
         raise ConfigurationError(f"{name} is {here} on rank {rank} and {on_lead} on rank 0; all ranks must save alike")
 

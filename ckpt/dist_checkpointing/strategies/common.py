@@ -32,6 +32,7 @@ from ckpt.format.places import Place, local_path, place_of
 from ckpt.format.unpickling import unknown_in
 from ckpt.loading.report import some_of
 from ckpt.ranks.default_topology import current_topology
+from ckpt.ranks.merging import total
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import SharingPattern
 from ckpt.storage.files_of import files_below, is_folder
@@ -85,8 +86,8 @@ class JsonSaveCommonStrategy(SaveCommonStrategy):
                     for one in nested_values(sharded_objects_state_dict)
                     if is_main_replica(one.replica_id)
                 }
-                phase.payload = len(objects)
-            if any(phase.payloads):
+                phase.merge = {"objects": total(len(objects))}
+            if phase.merged["objects"]:
                 folder = place_of(checkpoint_dir) / OBJECTS
                 save_state(folder, OBJECTS, objects, SharingPattern.PER_RANK, topology, ZarrBackend())
 

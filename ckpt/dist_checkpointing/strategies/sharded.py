@@ -26,6 +26,7 @@ from ckpt.memory.arena import Arena
 from ckpt.memory.device import device_of
 from ckpt.memory.huge_pages import staging_memory
 from ckpt.ranks.default_topology import current_topology
+from ckpt.ranks.merging import alike
 from ckpt.ranks.topology import Topology
 from ckpt.saving.background.async_utils import AsyncRequest
 from ckpt.saving.planner import Planner
@@ -95,13 +96,12 @@ class SaveTensors(AsyncSaveShardedStrategy):
 
     def _save_of(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Place) -> FolderSave:
         topology = current_topology()
-        with topology.operation(f"save into {checkpoint_dir}"):
-            with topology.phase("look at the tensors") as phase:
-                tensors = tensors_in(sharded_state_dict, "saves")
-                mine = contribution_of(tensors, spread_replicas=self._spread_replicas)
-                device = device_of(one.data for one in tensors if one.data is not None)
-                phase.payload = {"sharded_strategy": self.described}
-            require_alike(phase.payloads)
+        with topology.operation(f"save into {checkpoint_dir}"), topology.phase("look at the tensors") as phase:
+            tensors = tensors_in(sharded_state_dict, "saves")
+            mine = contribution_of(tensors, spread_replicas=self._spread_replicas)
+            device = device_of(one.data for one in tensors if one.data is not None)
+            phase.merge = {"sharded_strategy": alike(self.described)}
+            phase.answer = lambda: require_alike(phase.merged)
         planner = Planner(topology, self._storage(), device, pack_below_bytes=0)
         return FolderSave(destination_at(checkpoint_dir), mine, planner)
 

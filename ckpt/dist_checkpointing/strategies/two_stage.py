@@ -23,7 +23,7 @@ from ckpt.loading.two_stage.timing import timed as timed
 from ckpt.loading.two_stage.timing import timers as timers
 from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.default_topology import current_topology
-from ckpt.ranks.topology import Topology, group_of
+from ckpt.ranks.topology import Topology, instances_of
 from ckpt.state.sharded_tensor import ShardedTensor
 
 logger = logger_of(__name__)
@@ -97,8 +97,9 @@ class TwoStageDataParallelLoadShardedStrategy(LoadTensors):
             return
         topology = current_topology()
         with topology.phase("name the data-parallel groups") as phase:
-            phase.payload = self.dp_group_ranks
-        instances = group_of("data_parallel_group", phase.payloads, topology.rank).instances
+            phase.to_lead = self.dp_group_ranks
+            phase.answer = lambda: instances_of("data_parallel_group", phase.gathered)
+        instances = phase.from_lead
         with topology.phase("make process groups"):
             self.data_parallel_group = make_groups(instances, "gloo", topology.timeout_s)[topology.rank]
 

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+from ckpt.ranks.merging import most, total
 from ckpt.ranks.topology import Topology
 
 _log = logging.getLogger("ckpt")
@@ -63,12 +64,11 @@ def summarize(taken: Mapping[str, Sequence[float]], topology: Topology) -> dict[
     A rank without a name spent no time on it. The lead logs a line for each.
     """
     with topology.phase("summarize the times") as phase:
-        phase.payload = {name: sum(seconds) for name, seconds in taken.items()}
-    names = dict.fromkeys(name for said in phase.payloads for name in said)
+        seconds = {name: sum(each) for name, each in taken.items()}
+        phase.merge = {f"most {name}": most(took) for name, took in seconds.items()} | {"sums": total(seconds)}
     summary = {}
-    for name in names:
-        of_ranks = [said.get(name, 0.0) for said in phase.payloads]
-        summary[name] = max(of_ranks), sum(of_ranks) / len(of_ranks)
+    for name, added in phase.merged["sums"].items():
+        summary[name] = phase.merged[f"most {name}"], added / topology.world_size
         if topology.is_lead:
             _log.info("%s: %.4f s on the slowest rank, %.4f s on average", name, *summary[name])
     return summary

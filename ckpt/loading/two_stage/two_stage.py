@@ -34,7 +34,8 @@ from ckpt.loading.two_stage.timing import Timers, timed
 from ckpt.loading.two_stage.wants import Want, wants_of
 from ckpt.memory.copies import Filling
 from ckpt.memory.device import Device
-from ckpt.ranks.topology import Topology, first_difference, group_of
+from ckpt.ranks.merging import alike, first, first_difference
+from ckpt.ranks.topology import Topology, group_of
 from ckpt.state.collect import digest_of_json
 from ckpt.storage.extents import PREADV, ReadAt
 from ckpt.storage.host_memory import can_be_shared
@@ -115,19 +116,21 @@ class TwoStageLoad:
                     digest_of_json(wanted),
                     mine.is_cached,
                     max((want.unit for want in wanted), default=ALIGNMENT),
-                    members,
+                    None if self._group is None else members,
                     link.address if link is not None else None,
-                    self._settings(verify),
-                    device.type if mine.wants and not self._cpu_transfer else None,
                 )
+                phase.merge = {name: alike(one) for name, one in self._settings(verify).items()}
+                if mine.wants and not self._cpu_transfer:
+                    phase.merge["devices"] = first({device.type: None})
+                phase.answer = lambda: _require_alike(phase.merged)
             announced = [_Announcement(*one) for one in phase.payloads]
-            _require_alike([one.settings for one in announced])
-            _require_one_device([one.device for one in announced])
-            group = group_of("of two-stage loading", [one.members for one in announced], topology.rank)
+            everybody = tuple(range(topology.world_size))
+            of_each = [everybody if one.members is None else one.members for one in announced]
+            group = group_of("of two-stage loading", of_each, topology.rank)
             with topology.phase("meet") as phase:
-                alike = [rank for rank in group.members if announced[rank].wants == announced[topology.rank].wants]
+                same = [rank for rank in group.members if announced[rank].wants == announced[topology.rank].wants]
                 has_met = _has_met(link, announced, _neighbours(topology, group.members))
-                phase.payload = [wanted if topology.rank == min(alike) else None, has_met, self._transports.offer()]
+                phase.payload = [wanted if topology.rank == min(same) else None, has_met, self._transports.offer()]
             rows_of, met, offers = zip(*phase.payloads, strict=True)
             hosts = {
                 instance: _by_host(topology, instance, share=all(met[rank] for rank in instance))
@@ -223,19 +226,15 @@ class _Announcement(NamedTuple):
         wants: digest of what it wants, as JSON.
         is_cached: it reads all of that by itself, from the page cache of its host.
         unit: the most bytes that it wants read as one.
-        members: the ranks for which each byte is read once.
+        members: the ranks for which each byte is read once; None: all.
         address: of its `HostLink`; None: it has none.
-        settings: see `TwoStageLoad._settings`.
-        device: the type of device in whose memory blocks travel; None: on the host, or it wants nothing.
     """
 
     wants: str
     is_cached: bool
     unit: int
-    members: list[int]
+    members: list[int] | None
     address: str | None
-    settings: dict[str, Any]
-    device: str | None
 
 
 def _neighbours(topology: Topology, members: Sequence[int]) -> list[int]:
@@ -277,18 +276,17 @@ def _of_ranks(
     return [(rows, those) for rows, those in chosen if those]
 
 
-def _require_alike(settings: Sequence[Mapping[str, Any]]) -> None:
+def _require_alike(said: Mapping[str, Any]) -> None:
+    """Require the same settings on all ranks, and one type of device in whose memory blocks travel."""
+    devices: dict[str, tuple[int, None]] = said.get("devices", {})
+    settings = {name: one for name, one in said.items() if name != "devices"}
     if (difference := first_difference(settings)) is not None:
         name, rank, here, on_lead = difference
         raise ConfigurationError(
             f"{name}: rank {rank} was given {here}, rank 0 {on_lead}; two-stage loading needs the same on all ranks"
         )
-
-
-def _require_one_device(devices: Sequence[str | None]) -> None:
-    first = {device: devices.index(device) for device in devices if device is not None}
-    if len(first) > 1:
-        ways = ", ".join(f"rank {rank} into {device} memory" for device, rank in first.items())
+    if len(devices) > 1:
+        ways = ", ".join(f"rank {rank} into {device} memory" for device, (rank, _) in devices.items())
         raise ConfigurationError(
             f"cpu_transfer=False: {ways}; bytes cannot travel between them; give cpu_transfer=True"
         )

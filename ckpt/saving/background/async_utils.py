@@ -21,6 +21,7 @@ from ckpt.errors import CheckpointError, ConfigurationError, describe, rebuild, 
 from ckpt.memory.device import wait_for_accelerator
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.heartbeat import WAITING
+from ckpt.ranks.merging import Alike, alike, least
 from ckpt.ranks.topology import Topology
 from ckpt.ranks.waiting import in_thread
 
@@ -194,15 +195,14 @@ class AsyncCallsQueue:
             for call in self._calls if blocking else ():
                 call.wait(topology, self._look)
             num_done = sum(1 for _ in takewhile(_Call.is_done, self._calls))
-            phase.payload = [self._num_scheduled, len(self._calls), num_done]
-        first, *_ = phase.payloads
-        for rank, own in enumerate(phase.payloads):
-            if own[:2] != first[:2]:
-                raise CheckpointError(
-                    f"rank 0 has scheduled {_counted(*first[:2])}, rank {rank} has scheduled {_counted(*own[:2])}; every rank "
-                    "must schedule and finalize the same requests in the same order"
-                )
-        return min(int(num_done) for _, _, num_done in phase.payloads)
+            phase.merge = {"calls": alike([self._num_scheduled, len(self._calls)]), "done": least(num_done)}
+        calls: Alike = phase.merged["calls"]
+        if not calls.is_alike:
+            raise CheckpointError(
+                f"rank 0 has scheduled {_counted(*calls.value)}, rank {calls.odd_rank} has scheduled {_counted(*calls.odd_value)}; every "
+                "rank must schedule and finalize the same requests in the same order"
+            )
+        return int(phase.merged["done"])
 
     def _finalize_next(self, topology: Topology, finalized: Sequence[int]) -> int:
         """Finalize the oldest request, after those in `finalized`, and return its number.

@@ -26,6 +26,7 @@ from ckpt.memory.arena import Arena
 from ckpt.memory.device import same_device
 from ckpt.memory.huge_pages import staging_memory
 from ckpt.memory.shared_memory import shared_memory
+from ckpt.ranks.merging import most, total
 from ckpt.ranks.sigterm import SigtermDeferral
 from ckpt.ranks.topology import Topology
 from ckpt.saving.background.async_utils import AsyncCallsQueue, AsyncRequest
@@ -339,10 +340,10 @@ class Background:
     def _finish(self, pending: _Pending) -> None:
         """Finalize a save that all ranks have committed, with the longest `blocked_s` of a rank, and the `blocked_bytes` of all."""
         with self._topology.phase("report") as phase:
-            phase.payload = [pending.blocked_s, pending.snapshot.blocked_bytes]
+            phase.merge = {"seconds": most(pending.blocked_s), "bytes": total(pending.snapshot.blocked_bytes)}
         assert pending.report is not None
-        seconds, num_bytes = zip(*phase.payloads, strict=True)
-        self._finalized.append(replace(pending.report, blocked_s=max(seconds), blocked_bytes=sum(num_bytes)))
+        said = phase.merged
+        self._finalized.append(replace(pending.report, blocked_s=said["seconds"], blocked_bytes=said["bytes"]))
         self._forget(pending)
 
     def _forget(self, pending: _Pending) -> None:

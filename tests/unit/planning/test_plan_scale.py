@@ -12,7 +12,7 @@ import pytest
 from ckpt.format.dtypes import item_bytes
 from ckpt.planning.plan import SavePlan, plan_save
 from ckpt.planning.tables import Table, piece_from_json, table_of_pieces, table_to_json
-from ckpt.state.collect import exchange_tables
+from ckpt.state.collect import DistinctRanks, exchange_tables
 from recipes.benchmark.plan_costs import RecordedTopology, SyntheticGPT, bytes_per_writer, record
 
 # A thousandth of the real sizes, so that a rank writes as many chunks as of 64 MiB in a run of 10^12 parameters.
@@ -48,10 +48,10 @@ def test_the_writers_of_a_large_run_are_equal_to_one_percent_and_write_each_byte
 def test_every_rank_finds_the_same_plan_in_what_is_exchanged(shard_optimizer: bool) -> None:
     case = run(2, shard_optimizer=shard_optimizer)
     tables = [case.table(rank) for rank in range(case.world_size)]
-    digests = [str(tables.index(table)) for table in tables]
-    recorded = record(case.world_size, lambda rank: exchange_tables(tables[rank.rank], digests, rank), num_phases=2)
+    distinct = DistinctRanks.of([str(tables.index(table)) for table in tables])
+    recorded = record(case.world_size, lambda rank: exchange_tables(tables[rank.rank], distinct, rank), num_phases=2)
     for rank in (0, 7, case.world_size - 1):
-        found, table_of_rank = exchange_tables(tables[rank], digests, RecordedTopology(rank, case.world_size, recorded))
+        found, table_of_rank = exchange_tables(tables[rank], distinct, RecordedTopology(rank, case.world_size, recorded))
         assert [found[number] for number in table_of_rank] == tables
     assert plan_save(found, table_of_rank, item_bytes, **SIZES) == plan_of(case)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, RankLeftError, StorageError, describe, rebuild
-from ckpt.ranks.agreement import PhaseOutcome, Result, conclude
+from ckpt.ranks.agreement import Answer, PhaseOutcome, Result, conclude
 from ckpt.ranks.heartbeat import Absence
 
 SAVE = "save of checkpoint-00000020"
@@ -178,7 +178,8 @@ JSON = st.recursive(
 def test_verdicts_and_results_come_back_as_they_were_written(
     what: str | None, phase: str | None, payload: Any, stands: str | None
 ) -> None:
-    verdict = PhaseOutcome(what, phase, None, json.dumps(payload).encode(), stands)
+    said = json.dumps(payload).encode()
+    verdict = PhaseOutcome(what, phase, None, said, b"", said + b"\n", stands)
     assert PhaseOutcome.decode(verdict.encode()) == verdict
-    result = Result(what, {"message": "two\nlines"}, b"[" + verdict.payload + b"]")
+    result = Result(what, {"message": "two\nlines"}, Answer(said, b""), b"[" + said + b"]")
     assert Result.decode(result.encode()) == result

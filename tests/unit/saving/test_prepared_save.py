@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from ckpt.saving import planner as planner_module
 from ckpt.saving.gathering import ByteSource
 from ckpt.saving.manifest_writer import ManifestWriter
 from ckpt.saving.planner import Planner
-from ckpt.saving.prepared_save import Destination, PreparedSave
+from ckpt.saving.prepared_save import Destination, PreparedSave, Written
 from ckpt.saving.writing import RankWritePlan, Staged, WriteJob, WriteResult
 from ckpt.state.collect import collect
 from ckpt.state.sharing import StateComponent
@@ -40,10 +40,10 @@ class Noting(Destination):
         self.folder = self._there
         self.folder.mkdir()
 
-    def publish(self, save: PreparedSave[Any], votes: Sequence[WriteResult], topology: Topology) -> None:
-        assert (self.folder / index_name(0)).stat().st_size == votes[0].index[0]  # type: ignore[index]
-        assert votes[0].write_s > 0
-        ManifestWriter(save, votes, topology).write("1", (self._there / MANIFEST_NAME).write_bytes)
+    def publish(self, save: PreparedSave[Any], written: Written, topology: Topology) -> None:
+        assert (self.folder / index_name(0)).stat().st_size == written.results[0].index[0]  # type: ignore[index]
+        assert written.results[0].write_s > 0
+        ManifestWriter(save, written.results, topology).write("1", (self._there / MANIFEST_NAME).write_bytes)
         self.calls.append("publish")
 
     def discard(self, error: BaseException | None = None) -> None:
@@ -68,7 +68,7 @@ class Failing:
 
 def _prepared(place: Noting, topology: Topology) -> PreparedSave[Noting]:
     mine = collect([StateComponent("model", Held({"w": torch.arange(6.0), "step": 3}), "global")], topology)
-    return Planner(topology, ZarrBackend(), cpu()).prepare(place, mine, [mine.summary()])
+    return Planner(topology, ZarrBackend(), cpu()).collect_and_prepare(place, mine)
 
 
 def test_a_save_opens_its_place_and_publishes_what_all_have_written(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_planner_makes_one_plan_for_saves_of_the_same_tensors(tmp_path: Path) 
     for step in (1, 2):
         state = Held({"w": torch.full((6,), float(step)), "step": step})
         mine = collect([StateComponent("model", state, "global")], topology)
-        saves.append(planner.prepare(Noting(tmp_path / str(step)), mine, [mine.summary()]))
+        saves.append(planner.collect_and_prepare(Noting(tmp_path / str(step)), mine))
     assert saves[0].share is saves[1].share
     assert saves[0].plain != saves[1].plain
 
@@ -125,9 +125,7 @@ def test_no_rank_keeps_a_plan_that_one_has_failed_to_make(monkeypatch: pytest.Mo
             mine = collect([StateComponent("model", Held({"w": torch.arange(6.0)}), "replicated")], topology)
             try:
                 with topology.operation(f"save {step}"):
-                    with topology.phase("collect") as phase:
-                        phase.payload = mine.summary()
-                    own.prepare(Noting(Path("nowhere")), mine, phase.payloads)
+                    own.collect_and_prepare(Noting(Path("nowhere")), mine)
             except CheckpointError as error:
                 said.append(str(error))
         return said
