@@ -1,404 +1,239 @@
-"""Agreement of all ranks: each hands in a verdict, and all get the same result.
+"""Agreement of all ranks as a state machine, without threads, clocks or connections: each hands in a verdict, and all get one result.
 
-It uses the job's key-value store, because a collective that loses a member can neither name it nor be used again. Each rank's heartbeat
-shows where it is and that it moves. The lead gathers the verdicts and settles *one* result key, O(ranks) requests in total. A rank that
-finds the lead gone settles it instead; `compare_set` makes the second one read the first one's result. No call waits inside the store,
-which would block the thread for minutes if a peer is dead.
+The lead gathers the verdicts, and settles by the truth, one key of the job's store that the first to write it decides. Only then does it
+tell the others. A rank that finds the lead gone writes the failure there instead, and obeys what it reads. So two ranks never hold
+different results, whatever else is lost:
+
+    idle --vote--> waiting --told, or truth read--> idle
+                      |
+                      +--all votes, or nobody else will come--> settling --truth--> idle
+
+Inputs are the methods of `Agreement`; each returns what its driver (agreeing.py) is to do. A message that was lost costs a look: from time
+to time a rank that waits looks at the heartbeats of those it waits for, and at the truth.
 """
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import groupby
-from typing import Any
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from ckpt.errors import CheckpointError, RankAbsentError, RankLeftError, describe
-from ckpt.ranks.heartbeat import Absence, FailureDetector, Heartbeat, PhaseIndex, place
-from ckpt.ranks.store_client import StoreClient
-from ckpt.ranks.stores import StoreGoneError
-from ckpt.ranks.waiting import AwakeClock, nap_s, poll_until
+from ckpt.ranks.absence import LEAD, Absence, FailureDetector, PhaseIndex, Sight
+from ckpt.ranks.outcomes import PhaseOutcome, Result, conclude
+
+_SENT_ALONG_BYTES = 4096
+"""Longer results are read from the truth, so that the store need not hold a copy for each rank."""
 
 
-@dataclass(slots=True)
-class PhaseOutcome:
-    """The verdict of one rank at the end of a phase. Payloads are encoded JSON; empty: none.
+class Vote(NamedTuple):
+    """To the lead: a rank's verdict, encoded."""
 
-    Attributes:
-        what: its operation, such as "save of checkpoint-00000020"; None outside of one.
-        phase: its phase; None if it failed between two phases, and so joins the phase of the others.
-        error: `errors.describe` of its exception, with the component already in the message; None: success.
-        payload: for all other ranks.
-        to_lead: for the lead.
-        merge: `merging.begun`, for the lead, which merges those of all ranks.
-        stands: a fact that holds even if the phase fails, for the end of the error; None: none.
-    """
-
-    what: str | None
-    phase: str | None
-    error: dict[str, Any] | None = None
-    payload: bytes = b""
-    to_lead: bytes = b""
-    merge: bytes = b""
-    stands: str | None = None
-
-    def encode(self) -> bytes:
-        return _joined([self.what, self.phase, self.error, self.stands], self.payload, self.to_lead, self.merge)
-
-    @classmethod
-    def decode(cls, data: bytes) -> PhaseOutcome:
-        (what, phase, error, stands), payload, to_lead, merge = _parted(data)
-        return cls(what, phase, error, payload, to_lead, merge, stands)
-
-
-@dataclass(slots=True)
-class Answer:
-    """What the lead tells all ranks at the end of a phase in which none failed: its own word, and merged values. Encoded; empty: none."""
-
-    from_lead: bytes = b""
-    merged: bytes = b""
-
-
-@dataclass(slots=True)
-class Result:
-    """The result of a phase on all ranks: the error that all raise, or the lead's answer, and all payloads (`payloads_by_rank`)."""
-
-    what: str | None
-    error: dict[str, Any] | None
-    answer: Answer = field(default_factory=Answer)
-    payloads: bytes = b""
-
-    def encode(self) -> bytes:
-        return _joined([self.what, self.error], self.answer.from_lead, self.answer.merged, self.payloads)
-
-    @classmethod
-    def decode(cls, data: bytes) -> Result:
-        (what, error), from_lead, merged, payloads = _parted(data)
-        return cls(what, error, Answer(from_lead, merged), payloads)
-
-
-def _joined(head: list[Any], *parts: bytes) -> bytes:
-    return b"".join((json.dumps([*head, *map(len, parts)]).encode(), b"\n", *parts))
-
-
-def _parted(data: bytes) -> tuple[list[Any], bytes, bytes, bytes]:
-    first, _, rest = data.partition(b"\n")
-    *head, a, b, c = json.loads(first)
-    assert len(rest) == a + b + c, "an agreement that is whole"
-    return head, rest[:a], rest[a : a + b], rest[a + b :]
-
-
-Conclude = Callable[[Mapping[int, PhaseOutcome]], Answer]
-"""Makes the lead's answer, from the verdicts of all ranks, none of which is an error. What it raises, all ranks raise."""
-
-
-@dataclass
-class Agreement:
-    """All agreements of one rank, one after another.
-
-    Attributes:
-        hinted: returns whether this process got SIGTERM.
-    """
-
-    client: StoreClient
-    heartbeat: Heartbeat
+    at: PhaseIndex
     rank: int
-    world_size: int
-    timeout_s: float
-    hinted: Callable[[], bool]
-    _settled: list[str] = field(default_factory=list)  # on the lead: results that a rank may still have to read
-    _unread: list[str] = field(default_factory=list)  # this rank's verdicts that may not have been read
-    _watching: tuple[PhaseIndex, FailureDetector] | None = None
-    _answer: Conclude = field(default=lambda _: Answer())
+    verdict: bytes
+
+
+class Told(NamedTuple):
+    """To a rank: the result, encoded; None: it is to be read from the truth."""
+
+    at: PhaseIndex
+    result: bytes | None
+
+
+class Send(NamedTuple):
+    """Send a message. Order between two ranks is kept."""
+
+    to: int
+    message: Vote | Told
+
+
+class Settle(NamedTuple):
+    """Write the truth, unless it is written; then call `Agreement.truth` with what is there."""
+
+    at: PhaseIndex
+    result: bytes
+
+
+class ReadTruth(NamedTuple):
+    """Call `Agreement.truth` with what is written, or None."""
+
+    at: PhaseIndex
+
+
+class Forget(NamedTuple):
+    """Delete a truth that all ranks have read."""
+
+    at: PhaseIndex
+
+
+class Conclude(NamedTuple):
+    """On the lead: all have voted, and none has failed. Make the result, and call `Agreement.concluded`."""
+
+    at: PhaseIndex
+    verdicts: Mapping[int, PhaseOutcome]
+
+
+class Decided(NamedTuple):
+    """The result of this rank's agreement."""
+
+    at: PhaseIndex
+    result: bytes
+
+
+Do = Send | Settle | ReadTruth | Forget | Conclude | Decided
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """The agreement that this rank has voted in.
+
+    Attributes:
+        is_settling: a result is being made, or on its way to the truth.
+        result: that which this rank has made; None: it has made none.
+    """
+
+    at: PhaseIndex
+    verdict: PhaseOutcome
+    is_settling: bool = False
+    result: bytes | None = None
+
+
+class Agreement:
+    """One rank's part in all agreements of a job, one after another."""
+
+    def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self._waiting: _Waiting | None = None
+        self._votes: dict[PhaseIndex, dict[int, bytes]] = {}  # on the lead
+        self._told: PhaseIndex = PhaseIndex(-1, -1)  # the last agreement that has ended here
+        self._kept: list[PhaseIndex] = []  # on the lead: truths that a rank may still have to read
+        self._detector: FailureDetector | None = None
 
     @property
-    def _look_s(self) -> float:
-        return 0.1 * max(1.0, self.world_size / 64)  # so that thousands of ranks do not keep the store busy by asking
+    def is_waiting(self) -> bool:
+        return self._waiting is not None
 
-    def reach(self, at: PhaseIndex, verdict: PhaseOutcome, answer: Conclude) -> Result:
-        """Hand in this rank's verdict, wait for all others', return the result. Collective, in the same order on all ranks.
+    def vote(self, at: PhaseIndex, verdict: PhaseOutcome, now_s: float) -> list[Do]:
+        """Hand in this rank's verdict, and wait for the others'."""
+        self._waiting = _Waiting(at, verdict)
+        self.detector(at, verdict.what, verdict.phase)
+        if self.rank != LEAD:
+            return [Send(LEAD, Vote(at, self.rank, verdict.encode()))]
+        self._votes.setdefault(at, {})[LEAD] = verdict.encode()
+        return self._gathered(now_s)
+
+    def withdraw(self, at: PhaseIndex, verdict: PhaseOutcome) -> list[Do]:
+        """Hand in the error of a rank that leaves, without waiting for the others. Of the lead it is the result."""
+        if self.rank != LEAD:
+            self._waiting, self._told = None, at
+            return [Send(LEAD, Vote(at, self.rank, verdict.encode()))]
+        error = conclude({LEAD: verdict}, {}, self.world_size)
+        self._waiting = _Waiting(at, verdict)
+        return self._settle(self._waiting, Result(verdict.what, error))
+
+    def hear(self, message: Vote | Told, now_s: float) -> list[Do]:
+        """Take a message of another rank. Those of agreements that have ended here are late, and of no use."""
+        if message.at <= self._told:
+            return []
+        if isinstance(message, Vote):
+            self._votes.setdefault(message.at, {})[message.rank] = message.verdict
+            return self._gathered(now_s)
+        if self._waiting is None or message.at != self._waiting.at:
+            return []
+        return [ReadTruth(message.at)] if message.result is None else self._decide(message.at, message.result)
+
+    def waits_for(self) -> list[int]:
+        """Return the ranks to look at: the lead looks at all that have not voted, the others at the lead."""
+        if self._waiting is None or self._waiting.is_settling:
+            return []
+        if self.rank != LEAD:
+            return [LEAD]
+        voted = self._votes[self._waiting.at]
+        return [rank for rank in range(self.world_size) if rank not in voted]
+
+    def look(self, sights: Mapping[int, Sight], now_s: float) -> list[Do]:
+        """Take what a look at `waits_for` has shown. The truth is looked at after it: a rank that has left this phase saw a result."""
+        if self._waiting is None:
+            return []
+        self.detector(self._waiting.at, None, None).look(sights, now_s)
+        return [ReadTruth(self._waiting.at)]
+
+    def truth(self, at: PhaseIndex, data: bytes | None, now_s: float, *, hinted: bool = False) -> list[Do]:
+        """Take what is written: None: nothing is. Then settle without those who will not come, if all others have voted.
+
+        A rank that finds the lead gone settles at once: the phase has failed, and ranks that come later read so.
 
         Args:
-            answer: called by the lead.
-
-        Raises:
-            StoreGoneError: the store does not answer.
+            hinted: this process got SIGTERM, so another rank may be gone: a shorter silence counts.
         """
-        self.hand_in(at, verdict)
-        self._answer = answer
-        try:
-            data = self._wait(at, verdict)
-        except StoreGoneError:
-            raise
-        except BaseException as interrupt:
-            if self.rank == 0:  # no other rank would settle it before this process is gone
-                self.withdraw(at, verdict, interrupt)
-            raise
-        self._forget(self._unread)  # the result replaces this rank's verdicts
-        if self.rank == 0:
-            self._settled.append(_result_key(at))
-        return Result.decode(data)
+        waiting = self._waiting
+        if waiting is None or at != waiting.at:
+            return []
+        if data is not None:
+            return [*self._tell(waiting, data), *self._decide(at, data)]
+        missing = self.waits_for()
+        gone = self.detector(at, None, None).absent(missing, now_s, hinted=hinted)
+        if waiting.is_settling or not gone or len(gone) < len(missing):
+            return []  # some are late, not gone: no rank raises while another one may still be writing
+        return self._fail(waiting, gone)
 
-    def hand_in(self, at: PhaseIndex, verdict: PhaseOutcome) -> None:
-        self._unread.append(_verdict_key(at, self.rank))
-        self.client.put(self._unread[-1], verdict.encode())
+    def concluded(self, at: PhaseIndex, result: Result) -> list[Do]:
+        """Take the result that the lead has made."""
+        waiting = self._waiting
+        assert waiting is not None and waiting.at == at, "the lead still waits"
+        return self._settle(waiting, result)
 
-    def withdraw(self, at: PhaseIndex, verdict: PhaseOutcome, interrupt: BaseException) -> None:
-        """Hand in that this rank leaves, without waiting for the others."""
-        stopped = PhaseOutcome(verdict.what, verdict.phase, describe(interrupt), stands=verdict.stands)
-        self.hand_in(at, stopped)
-        if self.rank == 0:
-            error = conclude({0: stopped}, {}, self.world_size)
-            self.client.put_first(_result_key(at), Result(verdict.what, error).encode())
-            self._settled.append(_result_key(at))
-
-    def settled_without_us(self, at: PhaseIndex) -> Result | None:
-        """Return the result of an agreement that the others have ended without this rank, or None."""
-        data = self.client.peek(_result_key(at))
-        return None if data is None else Result.decode(data)
-
-    def is_given_up(self) -> bool:
-        """Whether the others have settled the agreement that this rank has not reached yet. Any thread."""
-        try:
-            return self.client.has([_result_key(self.heartbeat.at)])
-        except StoreGoneError:
-            return True
-
-    def has_raised(self, at: PhaseIndex, ranks: Collection[int]) -> int | None:
-        """Return the first of these ranks whose verdict is an error; does not wait for verdicts."""
-        with suppress(StoreGoneError):
-            for rank in sorted(ranks):
-                data = self.client.peek(_verdict_key(at, rank))
-                if data is not None and PhaseOutcome.decode(data).error is not None:
-                    return rank
-        return None
-
-    def absent(self, at: PhaseIndex, what: str | None, phase: str | None, ranks: Collection[int]) -> Absence | None:
-        """Return the first of these ranks that will not come to this agreement. Patience counts from the first call, also in `reach`.
-
-        Raises:
-            StoreGoneError: the store does not answer.
-        """
-        waited_for = set(ranks) & set(self._missing(at))
-        gone = self._detector(at, what, phase).absent(sorted(waited_for), hinted=self.hinted())
-        return gone[min(gone)] if gone else None
-
-    def _detector(self, at: PhaseIndex, what: str | None, phase: str | None) -> FailureDetector:
-        if self._watching is None or self._watching[0] != at:
+    def detector(self, at: PhaseIndex, what: str | None, phase: str | None) -> FailureDetector:
+        """Return the detector of an agreement; its patience counts from the first look, also where a wait inside the phase has made it."""
+        if self._detector is None or self._detector.at != at:
             wanted = f"phase {phase} of {what}" if what else f"phase {phase}"
-            clock = AwakeClock(max(1.0, 3 * self._look_s))
-            self._watching = at, FailureDetector(self.client, at, wanted, self.timeout_s, clock=clock)
-        return self._watching[1]
+            self._detector = FailureDetector(at, wanted, self.timeout_s)
+        return self._detector
 
-    def _wait(self, at: PhaseIndex, verdict: PhaseOutcome) -> bytes:
-        detector = self._detector(at, verdict.what, verdict.phase)
-        data = poll_until(
-            partial(self._gather, at) if self.rank == 0 else partial(self.client.peek, _result_key(at)),
-            look=partial(self._look, at, detector),
-            look_s=self._look_s,
-            nap=partial(nap_s, world_size=self.world_size),
-        )
-        if self.rank == 0:
-            self.heartbeat.say()  # so that the others do not count these moves for the next phase
-        return data
+    def has_voted(self, at: PhaseIndex) -> Collection[int]:
+        """Return the ranks whose verdict this one knows: on the lead those of all that have come, elsewhere none."""
+        return self._votes.get(at, {})
 
-    def _gather(self, at: PhaseIndex) -> bytes | None:
-        """Settle, if all verdicts are there. The lead."""
-        keys = [_verdict_key(at, rank) for rank in range(self.world_size)]
-        if self.client.has(keys):
-            return self._settle(at, list(range(self.world_size)), {})
-        self.heartbeat.move()  # the others watch the lead, also when its own verdict is in
-        return None
+    def _gathered(self, now_s: float) -> list[Do]:
+        """Settle, if all votes are there. The lead."""
+        waiting = self._waiting
+        if waiting is None or waiting.is_settling or len(self._votes[waiting.at]) < self.world_size:
+            return []
+        verdicts = self._verdicts(waiting)
+        error = conclude(verdicts, {}, self.world_size)
+        waiting.is_settling = True
+        read = [Forget(at) for at in self._kept]  # all ranks are here, so all have read every earlier result
+        self._kept = []
+        if error is None:
+            return [*read, Conclude(waiting.at, verdicts)]
+        return [*read, *self._settle(waiting, Result(waiting.verdict.what, error))]
 
-    def _look(self, at: PhaseIndex, detector: FailureDetector) -> bytes | None:
-        """Look for ranks that will not come; settle without them when all others are there.
+    def _fail(self, waiting: _Waiting, gone: Mapping[int, Absence]) -> list[Do]:
+        error = conclude(self._verdicts(waiting), gone, self.world_size)
+        return self._settle(waiting, Result(waiting.verdict.what, error))
 
-        The lead looks for all ranks, the others for the lead. A rank that finds the lead gone settles at once: the phase has
-        failed, and ranks that come later read so.
-        """
-        gone = detector.absent(self._missing(at) if self.rank == 0 else [0], hinted=self.hinted())
-        data = self.client.peek(_result_key(at))  # after the look: a rank that has left this phase saw a result
-        if data is not None or not gone:
-            return data
-        missing = self._missing(at)  # again: a verdict handed in at the last moment counts
-        if self.rank == 0:
-            gone = {rank: gone[rank] for rank in missing if rank in gone}
-            if len(gone) < len(missing):
-                return None  # some are late, not gone: no rank raises while another one may still be writing
-        return self._settle(at, [rank for rank in range(self.world_size) if rank not in missing], gone)
+    def _settle(self, waiting: _Waiting, result: Result) -> list[Do]:
+        waiting.is_settling, waiting.result = True, result.encode()
+        return [Settle(waiting.at, waiting.result)]
 
-    def _missing(self, at: PhaseIndex) -> list[int]:
-        return [rank for rank in range(self.world_size) if not self.client.has([_verdict_key(at, rank)])]
+    def _verdicts(self, waiting: _Waiting) -> dict[int, PhaseOutcome]:
+        if self.rank != LEAD:
+            return {self.rank: waiting.verdict}
+        return {rank: PhaseOutcome.decode(data) for rank, data in sorted(self._votes[waiting.at].items())}
 
-    def _settle(self, at: PhaseIndex, present: list[int], gone: Mapping[int, Absence]) -> bytes | None:
-        """Write the result, or read the one that another rank wrote first. None: there is one, for verdicts have been deleted."""
-        keys = [_verdict_key(at, rank) for rank in present]
-        found = [self.client.peek(key) for key in keys] if gone else self.client.take(keys)
-        if found is None or None in found:
-            return None
-        verdicts = {
-            rank: PhaseOutcome.decode(data) for rank, data in zip(present, found, strict=True) if data is not None
-        }
-        result = concluded(verdicts, gone, self.world_size, self.rank, self._answer)
-        data = self.client.put_first(_result_key(at), result.encode())
-        if self.rank == 0 and not gone:  # all ranks are here, so all have read every earlier result
-            self._forget(self._settled)
-        return data
+    def _tell(self, waiting: _Waiting, data: bytes) -> list[Do]:
+        """Pass the truth on, if it is this rank's to do so: the lead, or one that has settled in its place."""
+        if self.rank == LEAD:
+            self._kept.append(waiting.at)
+        elif data != waiting.result:
+            return []
+        message = Told(waiting.at, data if len(data) <= _SENT_ALONG_BYTES else None)
+        return [Send(rank, message) for rank in range(self.world_size) if rank != self.rank]
 
-    def _forget(self, keys: list[str]) -> None:
-        """Delete keys. If the store hangs now, the next agreement raises; the result stands."""
-        with suppress(StoreGoneError):
-            for key in keys:
-                self.client.delete(key)
-        keys.clear()
-
-
-def _verdict_key(at: PhaseIndex, rank: int) -> str:
-    return f"verdict/{at}/{rank}"
-
-
-def _result_key(at: PhaseIndex) -> str:
-    return f"result/{at}"
-
-
-def concluded(
-    verdicts: Mapping[int, PhaseOutcome], gone: Mapping[int, Absence], world_size: int, rank: int, answer: Conclude
-) -> Result:
-    """Return the result of all verdicts, on the rank that settles it.
-
-    Args:
-        answer: of the lead; another rank settles only what has failed, for the lead is gone then.
-    """
-    own = verdicts[rank]
-    error = conclude(verdicts, gone, world_size)
-    if error is not None:
-        return Result(own.what, error)
-    try:
-        said = answer(verdicts)
-    except Exception as failure:
-        failed = PhaseOutcome(own.what, own.phase, describe(failure), stands=own.stands)
-        return Result(own.what, conclude(dict.fromkeys(range(world_size), failed), {}, world_size))
-    return Result(own.what, None, said, _each_once([verdicts[one].payload for one in range(world_size)]))
-
-
-def _each_once(payloads: Sequence[bytes]) -> bytes:
-    """Return the distinct payloads, and runs of ranks with equal ones, as JSON: [[payload, ...], [[its number, how many ranks], ...]]."""
-    numbers = {payload: number for number, payload in enumerate(dict.fromkeys(payloads))}
-    if numbers.keys() == {b""}:
-        return b""
-    runs = [[number, len([*run])] for number, run in groupby(numbers[payload] for payload in payloads)]
-    return b"[[%b],%b]" % (b",".join(payload or b"null" for payload in numbers), json.dumps(runs).encode())
-
-
-def payloads_by_rank(data: bytes, world_size: int) -> list[Any]:
-    """Return the payload of each rank. Ranks with equal ones share it."""
-    if not data:
-        return [None] * world_size
-    payloads, runs = json.loads(data)
-    return [payloads[number] for number, count in runs for _ in range(count)]
-
-
-def conclude(
-    verdicts: Mapping[int, PhaseOutcome], gone: Mapping[int, Absence], world_size: int
-) -> dict[str, Any] | None:
-    """Return the error that all ranks raise, described, or None for success.
-
-    An exception of a rank has precedence over missing ranks, which may be gone because of it.
-    """
-    error = _cause(verdicts, gone, world_size)
-    stands = next((verdict.stands for verdict in verdicts.values() if verdict.stands), None)
-    if error is None or stands is None:
-        return error
-    return {**error, "message": f"{error['message']}; {stands} all the same"}
-
-
-def _cause(verdicts: Mapping[int, PhaseOutcome], gone: Mapping[int, Absence], world_size: int) -> dict[str, Any] | None:
-    raised = _causes(verdicts, gone)
-    places = {rank: place(verdict.what, verdict.phase) for rank, verdict in verdicts.items()}
-    here = _where_most_are(verdicts, places)
-    if raised:
-        return _raised(raised, gone, world_size, here)
-    if len(set(places.values())) > 1 or any(absence.elsewhere for absence in gone.values()):
-        where = [f"{_ranks(ranks)} {at}" for at, ranks in _grouped(places).items()]
-        where += [absence.cause for absence in gone.values()]
-        where[-1] += ": all ranks must make the same calls in the same order"
-        away = [rank for rank, at in places.items() if at != place(here.what, here.phase)] + list(gone)
-        # Of two ranks, either could be the one that strayed.
-        odd = away[0] if len(away) == 1 and world_size > 2 else None
-        return _error(CheckpointError, "; ".join(where), here, odd)
-    if gone:
-        first = min(gone)
-        start = "" if any(absence.names_phase for absence in gone.values()) else f"{_failed(here)}: "
-        causes = _shortened([gone[rank].cause for rank in sorted(gone)], "ranks")
-        return _error(RankAbsentError, start + causes, here, first)
-    return None
-
-
-def _causes(verdicts: Mapping[int, PhaseOutcome], gone: Mapping[int, Absence]) -> dict[int, PhaseOutcome]:
-    """Return the verdicts with errors, without those of ranks that only missed another rank, if its reason is known."""
-    errors = {rank: verdict.error for rank, verdict in verdicts.items() if verdict.error}
-    causes = [rank for rank, error in errors.items() if error["kind"] != RankLeftError.__name__]
-    if not causes and not gone:
-        causes = [rank for rank, error in errors.items() if error["rank"] not in errors] or list(errors)
-    return {rank: verdicts[rank] for rank in causes}
-
-
-def _where_most_are(verdicts: Mapping[int, PhaseOutcome], places: Mapping[int, str]) -> PhaseOutcome:
-    """Return a verdict from the phase that most ranks are in, except those between phases; the lowest rank's."""
-    counts = Counter(places.values())
-    return max(verdicts.items(), key=lambda one: (one[1].phase is not None, counts[places[one[0]]], -one[0]))[1]
-
-
-def _raised(
-    raised: Mapping[int, PhaseOutcome], gone: Mapping[int, Absence], world_size: int, here: PhaseOutcome
-) -> dict[str, Any]:
-    by_message = _grouped({rank: (verdict.error or {})["message"] for rank, verdict in raised.items()})
-    first = min(raised)
-    verdict = raised[first]
-    assert verdict.error is not None
-    before = here.phase if here.what == verdict.what else None
-    phase = verdict.phase or before
-    cause = verdict.error["message"]
-    if len(by_message[cause]) == world_size:
-        if verdict.error["phase"] is not None:
-            return verdict.error  # agreed on once already, by ranks that were doing something in the background
-        message = f"{verdict.what}: {cause}" if verdict.what else cause
-        return {**verdict.error, "message": message, "rank": None, "phase": phase}
-    parts = [f"{_failed(verdict, before)} on {_ranks(by_message.pop(cause))}: {cause}"]
-    parts += [f"on {_ranks(ranks)}: {message}" for message, ranks in by_message.items()]
-    parts += [absence.cause for absence in gone.values() if not absence.elsewhere]
-    return {**verdict.error, "message": _shortened(parts, "failures"), "rank": first, "phase": phase}
-
-
-def _shortened(parts: list[str], things: str) -> str:
-    more = [f"and {len(parts) - 4} more {things}"] if len(parts) > 4 else []
-    return "; ".join(parts[:4] + more)
-
-
-def _failed(verdict: PhaseOutcome, before: str | None = None) -> str:
-    """Return where a rank failed; between two phases it did not come to the one that others are in, `before`."""
-    between = f"before phase {before}" if before else "between two phases"
-    phase = f"in phase {verdict.phase}" if verdict.phase else between
-    return f"{verdict.what} failed {phase}" if verdict.what else f"phase {verdict.phase} failed"
-
-
-def _error(kind: type[CheckpointError], message: str, verdict: PhaseOutcome, rank: int | None = None) -> dict[str, Any]:
-    return describe(kind(message, rank=rank, phase=verdict.phase))
-
-
-def _grouped(values: Mapping[int, str]) -> dict[str, list[int]]:
-    groups: dict[str, list[int]] = {}
-    for rank in sorted(values):
-        groups.setdefault(values[rank], []).append(rank)
-    return groups
-
-
-def _ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"ranks {shown}"
+    def _decide(self, at: PhaseIndex, data: bytes) -> list[Do]:
+        self._waiting = None
+        self._told = at
+        self._votes = {later: votes for later, votes in self._votes.items() if later > at}
+        return [Decided(at, data)]

@@ -30,7 +30,7 @@ import time
 from typing import Any
 
 from ckpt.errors import CheckpointError, RankAbsentError, describe, rebuild
-from ckpt.ranks.heartbeat import Absence, FailureDetector, PhaseIndex
+from ckpt.ranks.heartbeat import ended
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.waiting import AwakeClock, nap_s, poll_until
 
@@ -191,7 +191,7 @@ class _Lead(_Member):
         self._require_own_place(there[0])
         is_late = self._clock() - self._heard_s > self._timeout_s
         missing = [rank for rank, one in enumerate(there) if one is None]
-        if dead := self._dead(missing):
+        if dead := ended(self._client, missing):  # that somebody has vouched for, by a heartbeat
             error = RankAbsentError(f"phase join failed: {dead[min(dead)].cause}", rank=min(dead), phase="join")
         elif not is_late:
             self._sign("call" if self._nonces else "wait")
@@ -206,11 +206,6 @@ class _Lead(_Member):
         self._nonces = [one.decode() for one in there if one is not None]
         self._call(describe(error))
         raise error
-
-    def _dead(self, ranks: list[int]) -> dict[int, Absence]:
-        """Return those of the ranks that somebody has vouched for, by a heartbeat, and that have ended."""
-        detector = FailureDetector(self._client, PhaseIndex(0, -1), "", float("inf"))
-        return detector.absent(ranks, hinted=False) if ranks else {}
 
 
 def _who(arrival: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Client of a job's key-value store: values of any size; no call waits for another rank."""
+"""Client of a job's key-value store: values of any size, and queues; no call but `pop` waits for another rank."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import json
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import Store
 
-from ckpt.ranks.stores import StoreGoneError, connection, where_is
+from ckpt.ranks.stores import StoreGoneError, connection, has_queues, where_is
+from ckpt.ranks.waiting import OutOfTimeError, poll_until
 
 _PIECE_BYTES = 4 << 20  # longest value of one key; the store closes a connection that sends more than 8 MiB
 _COMPRESS_BYTES = 64 << 10
+_LOOK_S = 1.0
 _NOTHING = "?"  # no packed value begins with it, see `StoreClient._packed`
 _T = TypeVar("_T")
 
@@ -25,7 +28,7 @@ class _VanishedError(Exception):
 
 
 class StoreClient:
-    """A connection to a store, for values of any size. No call waits for another rank.
+    """A connection to a store, for values of any size. No call but `pop` waits for another rank.
 
     One thread at a time: a connection carries one request. Each call may raise `StoreGoneError`; after the first one all do.
 
@@ -42,10 +45,12 @@ class StoreClient:
         self._timeout_s = timeout_s
         self._silence: str | None = None
         self.connection: Store = connection(store, timeout_s)
-        # Only get and multi_get can wait, and only if another rank has just deleted a key.
+        # Only get and multi_get can wait, if another rank has just deleted a key, and `pop`, which is woken far more often than that.
         self.connection.set_timeout(timedelta(seconds=min(10.0, timeout_s)))
         self._writer = writer
         self._pieces: dict[str, list[str]] = {}
+        self._has_queues = has_queues(store)
+        self._num_pushed = self._num_popped = 0
 
     def put(self, key: str, data: bytes, *, compress: bool = True) -> None:
         self._call(self.connection.set, key, self._packed(key, data, compress))
@@ -77,6 +82,51 @@ class StoreClient:
             return [self._unpacked(key, packed) for key, packed in zip(keys, found, strict=True)]
         except _VanishedError:
             return None
+
+    def push(self, inbox: str, data: bytes) -> None:
+        """Put a message into a queue, from which one reader pops it."""
+        self._num_pushed += 1
+        packed = self._packed(f"{inbox}/{self._num_pushed}", data, True)
+        if self._has_queues:
+            self._call(self.connection.queue_push, inbox, packed)
+        else:
+            number = self._call(self.connection.add, f"{inbox}/number", 1)
+            self._call(self.connection.set, f"{inbox}/{number}", packed)
+
+    def pop(self, inbox: str) -> bytes | None:
+        """Wait for the next message, while the server wakes this client; None: none has come for some seconds."""
+        if not self._has_queues:
+            return self._pop_by_number(inbox)
+        try:
+            return self._message(self._call(self.connection.queue_pop, inbox, True))
+        except _VanishedError:
+            return None
+
+    def pop_all(self, inbox: str) -> list[bytes]:
+        """Return all messages that are there."""
+        if not self._has_queues:
+            return list(iter(lambda: self._next_by_number(inbox), None))
+        num = self._call(self.connection.queue_len, inbox)
+        return [self._message(self._call(self.connection.queue_pop, inbox, False)) for _ in range(num)]
+
+    def _message(self, packed: bytes) -> bytes:
+        data = self._unpacked("", packed)
+        self._delete_pieces("")
+        return data
+
+    def _pop_by_number(self, inbox: str) -> bytes | None:
+        """As `pop`, for a store without queues, which is asked again and again."""
+        with suppress(OutOfTimeError):
+            return poll_until(lambda: self._next_by_number(inbox), timeout_s=_LOOK_S)
+        return None
+
+    def _next_by_number(self, inbox: str) -> bytes | None:
+        key = f"{inbox}/{self._num_popped + 1}"
+        if (data := self.peek(key)) is None:
+            return None
+        self._num_popped += 1
+        self.delete(key)
+        return data
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, which begins at 0, and return the sum. Any thread."""

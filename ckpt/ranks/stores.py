@@ -16,7 +16,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
-from torch.distributed import DistError, Store, TCPStore
+from torch.distributed import DistError, HashStore, Store, TCPStore
 
 from ckpt.ranks.waiting import in_thread
 
@@ -99,6 +99,12 @@ def where_is(store: Store) -> str:
     """Return the address and port of a store, for messages."""
     base = _base_of(store)
     return f"{base.host}:{base.port}" if isinstance(base, TCPStore) else type(base).__name__
+
+
+def has_queues(store: Store) -> bool:
+    """Return whether a store offers queues, whose server wakes the reader."""
+    base = _base_of(store)
+    return bool(base.libuvBackend) if isinstance(base, TCPStore) else isinstance(base, HashStore)  # type: ignore[attr-defined]
 
 
 def _base_of(store: Store) -> Store:

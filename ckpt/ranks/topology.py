@@ -19,10 +19,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
-from ckpt.ranks.agreement import Agreement, Answer, PhaseOutcome, Result, concluded, payloads_by_rank
-from ckpt.ranks.heartbeat import STORE_IS_GONE, Heartbeat, PhaseIndex, Watch
+from ckpt.ranks.absence import PhaseIndex
+from ckpt.ranks.agreeing import Agreeing, look_s
+from ckpt.ranks.heartbeat import STORE_IS_GONE, Heartbeat, Watch
 from ckpt.ranks.meeting import meet
 from ckpt.ranks.merging import Merged, begun, ended, merged
+from ckpt.ranks.outcomes import Answer, PhaseOutcome, Result, conclude, concluded, payloads_by_rank
 from ckpt.ranks.sigterm import Termination
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError
@@ -149,7 +151,7 @@ class Topology:
         self.grace_s = grace_s
         self.groups: Mapping[str, Group] = {}
         self._place_on(hosts, None)
-        self._agreement: Agreement | None = None
+        self._agreement: Agreeing | None = None
         self._termination = Termination(grace_s)
         self._at = PhaseIndex(0, -1)
         self._whats: list[str] = []
@@ -250,13 +252,14 @@ class Topology:
         topology = cls(rank, [host] * world_size, timeout_s=timeout_s, grace_s=grace_s)
         try:
             beats, client = (StoreClient(store, writer=rank, timeout_s=timeout_s) for _ in range(2))
-            heartbeat = Heartbeat(beats, rank, host=host, interval_s=min(1.0, timeout_s / 4))
+            interval_s = min(1.0, timeout_s / 4)
+            heartbeat = Heartbeat(beats, rank, host=host, interval_s=interval_s, look_s=look_s(world_size))
             heartbeat.start()
         except StoreGoneError as error:
             raise _store_gone(None, rank, error) from error
         topology._store, topology._host = store, host
         termination = topology._termination
-        topology._agreement = Agreement(client, heartbeat, rank, world_size, timeout_s, lambda: termination.asked)
+        topology._agreement = Agreeing(client, heartbeat, rank, world_size, timeout_s, lambda: termination.asked)
         try:
             with topology.phase("join") as phase:
                 phase.to_lead = host
@@ -606,7 +609,8 @@ class Topology:
             if self._agreement is not None:
                 result = self._agreement.reach(self._at, verdict, answer)
             else:
-                result = concluded({0: verdict}, {}, 1, 0, answer)
+                failure = conclude({0: verdict}, {}, 1)
+                result = Result(verdict.what, failure) if failure else concluded({0: verdict}, answer)
         except StoreGoneError as gone:
             self._told = _store_gone(self._what, self.rank, gone)
             raise self._told from (error or gone)

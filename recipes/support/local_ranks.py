@@ -32,8 +32,9 @@ import torch
 import torch.distributed as dist
 
 from ckpt.errors import CheckpointError, RankAbsentError, describe, rebuild, sentence
+from ckpt.ranks.absence import Beat
 from ckpt.ranks.addresses import LOOPBACK
-from ckpt.ranks.heartbeat import WAITING, Beat, beat_key
+from ckpt.ranks.heartbeat import WAITING, beat_key
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import reach, serve

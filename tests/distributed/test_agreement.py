@@ -430,7 +430,7 @@ def test_a_store_that_does_not_answer_a_rank_fails_it_and_the_others_in_time() -
     (others, after_s), (own, own_after_s) = run_ranks(2, _lose_answers)
     unanswered = (
         f"{SAVE} failed on rank 1: the store at 127.0.0.1:",
-        " did not answer compare_set within 2 s; the process",
+        " did not answer queue_pop within 2 s; the process",
     )
     given_up = (
         f"{SAVE} failed in phase write: rank 1 (pid ",

@@ -19,8 +19,9 @@ import pytest
 import torch.distributed as dist
 
 from ckpt.errors import ConfigurationError, RankAbsentError
+from ckpt.ranks.absence import PhaseIndex
 from ckpt.ranks.addresses import LOOPBACK
-from ckpt.ranks.heartbeat import WAITING, Heartbeat, PhaseIndex
+from ckpt.ranks.heartbeat import WAITING, Heartbeat
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import serve

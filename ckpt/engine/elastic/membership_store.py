@@ -19,7 +19,8 @@ from torch.distributed import PrefixStore, Store
 from ckpt.engine.elastic.membership import Call, Epoch, News
 from ckpt.engine.members import TOPOLOGY
 from ckpt.errors import RankAbsentError
-from ckpt.ranks.heartbeat import Beat, FailureDetector, Heartbeat, PhaseIndex, beat_key
+from ckpt.ranks.absence import Beat, PhaseIndex
+from ckpt.ranks.heartbeat import Heartbeat, beat_key, ended
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError
 from ckpt.ranks.waiting import OutOfTimeError, poll_until
@@ -118,8 +119,7 @@ class MembershipStore:
 
     def dead(self, numbers: Collection[int]) -> set[int]:
         """Return those of these rollouts that have ended, or left. One look: a process of another host may have died unseen."""
-        detector = FailureDetector(self._client, PhaseIndex(0, -1), "", float("inf"))
-        return set(detector.absent(numbers, hinted=False)) if numbers else set()
+        return set(ended(self._client, numbers))
 
     def ask(self, numbers: Iterable[int]) -> None:
         """Ask rollouts that have said that they are ready whether they still are."""

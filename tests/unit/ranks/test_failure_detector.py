@@ -13,8 +13,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt.ranks.absence import Absence, Beat, FailureDetector, PhaseIndex
 from ckpt.ranks.addresses import machine
-from ckpt.ranks.heartbeat import Absence, Beat, FailureDetector, PhaseIndex, _born, beat_key
+from ckpt.ranks.heartbeat import _born, beat_key, sights
 from ckpt.ranks.store_client import StoreClient
 
 SAVE = "save of checkpoint-00000020"
@@ -30,9 +31,7 @@ class Job:
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self.now = 1000.0
         self._client = StoreClient(dist.HashStore(), writer=7)
-        self._detector = FailureDetector(
-            self._client, HERE, f"phase write of {SAVE}", timeout_s, clock=lambda: self.now
-        )
+        self._detector = FailureDetector(HERE, f"phase write of {SAVE}", timeout_s)
         self.beat = Beat(7, os.getpid(), _born(os.getpid()) or "", "node-1", machine("pid"), 0, HERE, SAVE, "write")
 
     def says(self, *, moved: bool = False, **changes: Any) -> None:
@@ -43,7 +42,8 @@ class Job:
         self._client.put(beat_key(7), self.beat.encode())
 
     def absent(self, *, hinted: bool = False) -> Absence | None:
-        return self._detector.absent([7], hinted=hinted).get(7)
+        self._detector.look(sights(self._client, [7]), self.now)
+        return self._detector.absent([7], self.now, hinted=hinted).get(7)
 
     def cause_after(self, seconds: float, each_s: float, act: Callable[[], None], *, hinted: bool = False) -> str:
         """Look every `each_s`, after `act`, until the rank is absent; the cause. It is to be found in the last look, and in no other."""
