@@ -70,7 +70,8 @@ def _exchange_differing(
 ) -> list[tuple[int, list[str]]]:
     """By rank: (number of paths that differ from rank 0's, the first of these paths)."""
     with topology.phase("common state of rank 0") as phase:
-        phase.from_lead = mine
+        if topology.is_lead:
+            phase.from_lead = mine
     expected: dict[str, str] = phase.from_lead
     with topology.phase("paths that differ from rank 0's") as phase:
         if topology.rank in distinct.senders[1:]:

@@ -69,7 +69,7 @@ class Agreeing:
             self.client.put(_raised(at, self._rank), b"!")
         self.heartbeat.wait(self._wake)
         try:
-            dos = self._machine.vote(at, verdict, self._now(at))
+            dos = self._machine.vote(at, verdict)
             while (result := self._done(dos, answer)) is None:
                 dos = self._heard(at)
         except StoreGoneError:
@@ -134,15 +134,16 @@ class Agreeing:
         """Wait for a message; when it is time, read all that are there, and look."""
         data = self.client.pop(_inbox(self._rank))
         if data is not None and data != _LOOK:
-            return self._machine.hear(_decoded(data), self._now(at))
+            return self._machine.hear(_decoded(data))
         dos: list[Do] = []
         for one in self.client.pop_all(_inbox(self._rank)):
             if one != _LOOK:
-                dos += self._machine.hear(_decoded(one), self._now(at))
+                dos += self._machine.hear(_decoded(one))
         if self._rank == LEAD:
             self.heartbeat.move()  # the others watch the lead, also when its own verdict is in
         if not dos:
-            dos = self._machine.look(sights(self.client, self._machine.waits_for()), self._now(at))
+            seen = sights(self.client, self._machine.waits_for())
+            dos = self._machine.look(seen, self._now(at), hinted=self._hinted())
         return dos
 
     def _done(self, dos: list[Do], answer: Callable[[Mapping[int, PhaseOutcome]], Answer]) -> bytes | None:
@@ -154,10 +155,11 @@ class Agreeing:
                     self.client.push(_inbox(do.to), _encoded(do.message))
                 case Settle():
                     there = self.client.put_first(_truth(do.at), do.result)
-                    dos += self._machine.truth(do.at, there, self._now(do.at))
+                    dos += self._machine.truth(do.at, there)
                 case ReadTruth():
                     found = self.client.peek(_truth(do.at))
-                    dos += self._machine.truth(do.at, found, self._now(do.at), hinted=self._hinted())
+                    assert found is not None, "the lead keeps it until all ranks have voted again"
+                    dos += self._machine.truth(do.at, found)
                 case Conclude():
                     dos += self._machine.concluded(do.at, concluded(do.verdicts, answer))
                 case Forget():

@@ -8,8 +8,8 @@ different results, whatever else is lost:
                       |
                       +--all votes, or nobody else will come--> settling --truth--> idle
 
-Inputs are the methods of `Agreement`; each returns what its driver (agreeing.py) is to do. A message that was lost costs a look: from time
-to time a rank that waits looks at the heartbeats of those it waits for, and at the truth.
+Inputs are the methods of `Agreement`; each returns what its driver (agreeing.py) is to do. From time to time a rank that waits looks at the
+heartbeats of those it waits for. A rank that has missed the result finds the lead elsewhere, tries to settle, and so reads the truth.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Settle(NamedTuple):
 
 
 class ReadTruth(NamedTuple):
-    """Call `Agreement.truth` with what is written, or None."""
+    """Call `Agreement.truth` with what is written."""
 
     at: PhaseIndex
 
@@ -115,14 +115,14 @@ class Agreement:
     def is_waiting(self) -> bool:
         return self._waiting is not None
 
-    def vote(self, at: PhaseIndex, verdict: PhaseOutcome, now_s: float) -> list[Do]:
+    def vote(self, at: PhaseIndex, verdict: PhaseOutcome) -> list[Do]:
         """Hand in this rank's verdict, and wait for the others'."""
         self._waiting = _Waiting(at, verdict)
         self.detector(at, verdict.what, verdict.phase)
         if self.rank != LEAD:
             return [Send(LEAD, Vote(at, self.rank, verdict.encode()))]
         self._votes.setdefault(at, {})[LEAD] = verdict.encode()
-        return self._gathered(now_s)
+        return self._gathered()
 
     def withdraw(self, at: PhaseIndex, verdict: PhaseOutcome) -> list[Do]:
         """Hand in the error of a rank that leaves, without waiting for the others. Of the lead it is the result."""
@@ -133,13 +133,13 @@ class Agreement:
         self._waiting = _Waiting(at, verdict)
         return self._settle(self._waiting, Result(verdict.what, error))
 
-    def hear(self, message: Vote | Told, now_s: float) -> list[Do]:
+    def hear(self, message: Vote | Told) -> list[Do]:
         """Take a message of another rank. Those of agreements that have ended here are late, and of no use."""
         if message.at <= self._told:
             return []
         if isinstance(message, Vote):
             self._votes.setdefault(message.at, {})[message.rank] = message.verdict
-            return self._gathered(now_s)
+            return self._gathered()
         if self._waiting is None or message.at != self._waiting.at:
             return []
         return [ReadTruth(message.at)] if message.result is None else self._decide(message.at, message.result)
@@ -153,37 +153,35 @@ class Agreement:
         voted = self._votes[self._waiting.at]
         return [rank for rank in range(self.world_size) if rank not in voted]
 
-    def look(self, sights: Mapping[int, Sight], now_s: float) -> list[Do]:
-        """Take what a look at `waits_for` has shown. The truth is looked at after it: a rank that has left this phase saw a result."""
-        if self._waiting is None:
-            return []
-        self.detector(self._waiting.at, None, None).look(sights, now_s)
-        return [ReadTruth(self._waiting.at)]
-
-    def truth(self, at: PhaseIndex, data: bytes | None, now_s: float, *, hinted: bool = False) -> list[Do]:
-        """Take what is written: None: nothing is. Then settle without those who will not come, if all others have voted.
+    def look(self, sights: Mapping[int, Sight], now_s: float, *, hinted: bool) -> list[Do]:
+        """Take what a look at `waits_for` has shown; settle without those who will not come, if all others have voted.
 
         A rank that finds the lead gone settles at once: the phase has failed, and ranks that come later read so.
 
         Args:
             hinted: this process got SIGTERM, so another rank may be gone: a shorter silence counts.
         """
-        waiting = self._waiting
-        if waiting is None or at != waiting.at:
+        waiting, missing = self._waiting, self.waits_for()
+        if waiting is None or not missing:
             return []
-        if data is not None:
-            return [*self._tell(waiting, data), *self._decide(at, data)]
-        missing = self.waits_for()
-        gone = self.detector(at, None, None).absent(missing, now_s, hinted=hinted)
-        if waiting.is_settling or not gone or len(gone) < len(missing):
+        detector = self.detector(waiting.at, None, None)
+        detector.look(sights, now_s)
+        gone = detector.absent(missing, now_s, hinted=hinted)
+        if len(gone) < len(missing):
             return []  # some are late, not gone: no rank raises while another one may still be writing
         return self._fail(waiting, gone)
 
-    def concluded(self, at: PhaseIndex, result: Result) -> list[Do]:
-        """Take the result that the lead has made."""
+    def truth(self, at: PhaseIndex, data: bytes) -> list[Do]:
+        """Take what is written."""
         waiting = self._waiting
-        assert waiting is not None and waiting.at == at, "the lead still waits"
-        return self._settle(waiting, result)
+        if waiting is None or at != waiting.at:
+            return []
+        return [*self._tell(waiting, data), *self._decide(at, data)]
+
+    def concluded(self, at: PhaseIndex, result: Result) -> list[Do]:
+        """Take the result that the lead has made; of no use if another rank has settled meanwhile, because the lead seemed to be gone."""
+        waiting = self._waiting
+        return self._settle(waiting, result) if waiting is not None and waiting.at == at else []
 
     def detector(self, at: PhaseIndex, what: str | None, phase: str | None) -> FailureDetector:
         """Return the detector of an agreement; its patience counts from the first look, also where a wait inside the phase has made it."""
@@ -196,7 +194,7 @@ class Agreement:
         """Return the ranks whose verdict this one knows: on the lead those of all that have come, elsewhere none."""
         return self._votes.get(at, {})
 
-    def _gathered(self, now_s: float) -> list[Do]:
+    def _gathered(self) -> list[Do]:
         """Settle, if all votes are there. The lead."""
         waiting = self._waiting
         if waiting is None or waiting.is_settling or len(self._votes[waiting.at]) < self.world_size:

@@ -137,14 +137,14 @@ class Heartbeat:
 
     def _run(self) -> None:
         try:
-            beats_at_s = 0.0
-            while not self._stopped.wait(min(self._interval_s, self._look_s)):
+            step_s = min(self._interval_s, self._look_s)
+            beats_at_s = time.monotonic() + self._interval_s - step_s / 2
+            while not self._stopped.wait(step_s):
                 if (wake := self.wake) is not None:
-                    with self._lock:
-                        wake(self._client)
+                    self.ask(wake)
                 if time.monotonic() < beats_at_s:
                     continue
-                beats_at_s = time.monotonic() + self._interval_s - min(self._interval_s, self._look_s) / 2
+                beats_at_s = time.monotonic() + self._interval_s - step_s / 2
                 self.say()
                 if (watch := self.watch) is not None and not watch.look(self._beat_of(watch.rank)):
                     self.watch = None

@@ -24,7 +24,7 @@ from ckpt.format.places import ObjectPath, Place
 from ckpt.memory.device import Device
 from ckpt.planning.plan import SavePlan
 from ckpt.ranks.merging import slowest, total
-from ckpt.ranks.topology import Topology
+from ckpt.ranks.topology import Phase, Topology
 from ckpt.saving.gathering import ByteSource, LiveTensors
 from ckpt.saving.writing import PlainFiles, RankWritePlan, Write, WriteJob, WriteResult
 from ckpt.state.collect import RankState
@@ -88,17 +88,19 @@ class Written:
     linked_bytes: int
     requests: Counts
 
+    @staticmethod
+    def say(mine: WriteResult, phase: Phase, rank: int) -> None:
+        """Say in a phase what this rank has written."""
+        phase.to_lead = mine.to_json()
+        phase.merge = {
+            "slowest": slowest(mine.write_s, rank),
+            "linked": total(mine.linked_bytes),
+            "requests": total(mine.requests),
+        }
+
     @classmethod
-    def by_all(cls, phase_name: str, topology: Topology, write: Callable[[], WriteResult]) -> Written:
-        """Let every rank write, or say what it has written, in a phase. Collective."""
-        with topology.phase(phase_name) as phase:
-            mine = write()
-            phase.to_lead = mine.to_json()
-            phase.merge = {
-                "slowest": slowest(mine.write_s, topology.rank),
-                "linked": total(mine.linked_bytes),
-                "requests": total(mine.requests),
-            }
+    def heard(cls, mine: WriteResult, phase: Phase, topology: Topology) -> Written:
+        """Return what all ranks have said in the phase."""
         write_s, rank = phase.merged["slowest"]
         return cls(
             mine,
@@ -201,14 +203,12 @@ class PreparedSave(Generic[To]):
             started: `time.perf_counter` at the call of this rank.
         """
         with self.destination.discarding(), topology.operation(self.destination.what):
-
-            def timed_write() -> WriteResult:
+            self.open(topology, source)
+            with topology.phase("write") as phase:
                 result = self.write(source, write, topology)
                 result.write_s = time.perf_counter() - started
-                return result
-
-            self.open(topology, source)
-            self.publish(Written.by_all("write", topology, timed_write), topology)
+                Written.say(result, phase, topology.rank)
+            self.publish(Written.heard(result, phase, topology), topology)
 
     def publish(self, written: Written, topology: Topology) -> None:
         """Make a checkpoint of the files of all ranks. Collective."""

@@ -85,7 +85,9 @@ class FolderSave:
         Raises:
             CheckpointExistsError: a later save has taken over the folder.
         """
-        self._save.publish(Written.by_all("votes", self._topology, lambda: self._result), self._topology)
+        with self._topology.phase("votes") as phase:
+            Written.say(self._result, phase, self._topology.rank)
+        self._save.publish(Written.heard(self._result, phase, self._topology), self._topology)
 
     def abandon(self) -> None:
         """Release the folder and the memory of a save that has failed after `prepare` began, on this rank or another."""
