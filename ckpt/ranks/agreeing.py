@@ -1,28 +1,30 @@
 """The agreements of one rank over the job's store: carries messages between the `Agreement` machines, and looks at heartbeats for them.
 
-Each rank has a queue in the store; the server wakes the rank that waits for a message. While a rank waits, its heartbeat's thread
-puts a message into its queue from time to time, so that it looks whether those that it waits for will come. It reads all messages that are
-there before it looks: a process that was stopped judges nobody by what it has not read.
+A rank that waits looks from time to time whether those that it waits for will come. It reads all messages that are there before it looks:
+a process that was stopped judges nobody by what it has not read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from ckpt.errors import describe
 from ckpt.ranks.absence import LEAD, Absence, PhaseIndex
 from ckpt.ranks.agreement import Agreement, Conclude, Decided, Do, Forget, ReadTruth, Send, Settle, Told, Vote
 from ckpt.ranks.heartbeat import Heartbeat, sights
+from ckpt.ranks.mail import Mail
 from ckpt.ranks.outcomes import Answer, PhaseOutcome, Result, concluded
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError
 from ckpt.ranks.waiting import AwakeClock
 
-_LOOK = b"look"
+_READ_S = 0.05
+"""In which the thread that reads the messages brings one that is there."""
 
 
-def look_s(world_size: int) -> float:
+def _look_s(world_size: int) -> float:
     """Seconds between two looks of a rank that waits: thousands of ranks do not keep the store busy by looking."""
     return 0.1 * max(1.0, world_size / 64)
 
@@ -31,6 +33,10 @@ class Agreeing:
     """All agreements of one rank, one after another.
 
     Args:
+        client: of the part of the store in which these ranks agree.
+        mail: of this rank.
+        channel: of the mail.
+        members: the ranks of the job, by their number in this topology.
         hinted: returns whether this process got SIGTERM.
 
     Attributes:
@@ -38,15 +44,36 @@ class Agreeing:
     """
 
     def __init__(
-        self, client: StoreClient, heartbeat: Heartbeat, rank: int, world_size: int, timeout_s: float, hinted: Callable[[], bool]
+        self,
+        client: StoreClient,
+        heartbeat: Heartbeat,
+        rank: int,
+        timeout_s: float,
+        *,
+        mail: Mail,
+        channel: str,
+        members: Sequence[int],
+        hinted: Callable[[], bool],
     ) -> None:
         self.client = client
+        self.mail = mail
+        self.channel = channel
+        self.members = members
         self.heartbeat = heartbeat
         self._rank = rank
         self._hinted = hinted
-        self._machine = Agreement(rank, world_size, timeout_s)
+        self._machine = Agreement(rank, len(members), timeout_s)
         self._clock_of: tuple[PhaseIndex, AwakeClock] | None = None
-        self._look_s = look_s(world_size)
+        self._look_s = _look_s(len(members))
+        self._look_at_s = 0.0
+
+    def close(self) -> None:
+        """Leave the job: other ranks find that this one has left. The last channel to be closed is that of all ranks."""
+        self.heartbeat.stop()
+        if self.channel:
+            self.mail.forget(self.channel)
+        else:
+            self.mail.close()
 
     @property
     def timeout_s(self) -> float:
@@ -67,7 +94,8 @@ class Agreeing:
         """
         if verdict.error is not None:
             self.client.put(_raised(at, self._rank), b"!")
-        self.heartbeat.wait(self._wake)
+        self.heartbeat.wait(waits=True)
+        self._look_at_s = time.monotonic() + self._look_s
         try:
             dos = self._machine.vote(at, verdict)
             while (result := self._done(dos, answer)) is None:
@@ -79,7 +107,7 @@ class Agreeing:
                 self.withdraw(at, verdict, interrupt)
             raise
         finally:
-            self.heartbeat.wait(None)
+            self.heartbeat.wait(waits=False)
         with suppress(StoreGoneError):  # the result stands; if the store hangs now, the next agreement raises
             if verdict.error is not None:
                 self.client.delete(_raised(at, self._rank))
@@ -94,13 +122,13 @@ class Agreeing:
 
     def settled_without_us(self, at: PhaseIndex) -> Result | None:
         """Return the result of an agreement that the others have ended without this rank, or None. Any thread."""
-        data = self.heartbeat.ask(lambda client: client.peek(_truth(at)))
+        data = self.client.peek(_truth(at))
         return None if data is None else Result.decode(data)
 
     def is_given_up(self) -> bool:
         """Whether the others have settled the agreement that this rank has not reached yet. Any thread."""
         try:
-            return self.heartbeat.ask(lambda client: client.has([_truth(self.heartbeat.at)]))
+            return self.client.has([_truth(self.heartbeat.at)])
         except StoreGoneError:
             return True
 
@@ -127,24 +155,19 @@ class Agreeing:
             self._clock_of = at, AwakeClock(max(1.0, 3 * self._look_s))
         return self._clock_of[1]()
 
-    def _wake(self, client: StoreClient) -> None:
-        client.push(_inbox(self._rank), _LOOK)
-
     def _heard(self, at: PhaseIndex) -> list[Do]:
-        """Wait for a message; when it is time, read all that are there, and look."""
-        data = self.client.pop(_inbox(self._rank))
-        if data is not None and data != _LOOK:
+        """Wait for a message; when it is time, and all are read that are there, look."""
+        wait_s = self._look_at_s - time.monotonic()
+        data = self.mail.receive(self.channel, wait_s if wait_s > 0 else _READ_S)
+        if data is not None:
             return self._machine.hear(_decoded(data))
-        dos: list[Do] = []
-        for one in self.client.pop_all(_inbox(self._rank)):
-            if one != _LOOK:
-                dos += self._machine.hear(_decoded(one))
+        if self.mail.has_more(self.channel):
+            return []
+        self._look_at_s = time.monotonic() + self._look_s
         if self._rank == LEAD:
             self.heartbeat.move()  # the others watch the lead, also when its own verdict is in
-        if not dos:
-            seen = sights(self.client, self._machine.waits_for())
-            dos = self._machine.look(seen, self._now(at), hinted=self._hinted())
-        return dos
+        seen = sights(self.client, self._machine.waits_for())
+        return self._machine.look(seen, self._now(at), hinted=self._hinted())
 
     def _done(self, dos: list[Do], answer: Callable[[Mapping[int, PhaseOutcome]], Answer]) -> bytes | None:
         """Do what the machine asks for, and what follows from it; return the result, once it is there."""
@@ -152,7 +175,7 @@ class Agreeing:
         while dos:
             match do := dos.pop(0):
                 case Send():
-                    self.client.push(_inbox(do.to), _encoded(do.message))
+                    self.mail.send(self.members[do.to], self.channel, _encoded(do.message))
                 case Settle():
                     there = self.client.put_first(_truth(do.at), do.result)
                     dos += self._machine.truth(do.at, there)
@@ -176,10 +199,6 @@ def _truth(at: PhaseIndex) -> str:
 
 def _raised(at: PhaseIndex, rank: int) -> str:
     return f"raised/{at}/{rank}"
-
-
-def _inbox(rank: int) -> str:
-    return f"inbox/{rank}"
 
 
 def _encoded(message: Vote | Told) -> bytes:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from typing import Any
@@ -14,9 +12,10 @@ import psutil
 
 from ckpt.ranks.absence import HINTED_SILENCE_S, Absence, Beat, FailureDetector, PhaseIndex, Sight
 from ckpt.ranks.addresses import machine
+from ckpt.ranks.mail import Mail
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError
-from ckpt.ranks.waiting import Answer, AwakeClock, start
+from ckpt.ranks.waiting import AwakeClock, start
 
 _AFTER_AGREEMENT_S = 2.0  # a watch leaves it to an agreement that is under way to find the rank absent
 
@@ -74,20 +73,20 @@ class Heartbeat:
     """This rank's heartbeat: a daemon thread that publishes phase and progress every `interval_s`.
 
     Args:
-        look_s: seconds between two calls of `wake`.
+        mail: that is kept alive; None: none.
 
     Attributes:
         watch: of another rank's heartbeat; None: none.
-        wake: called every `look_s` with a client of this thread, while the rank waits for others; None: it does not.
     """
 
-    def __init__(self, client: StoreClient, rank: int, *, host: str, interval_s: float, look_s: float = math.inf) -> None:
+    def __init__(
+        self, client: StoreClient, rank: int, *, host: str, interval_s: float, mail: Mail | None = None
+    ) -> None:
         pid = os.getpid()
         self._beat = Beat(rank, pid, _born(pid) or "", host, machine("pid"))
         self._client = client
         self._interval_s = interval_s
-        self._look_s = look_s
-        self.wake: Callable[[StoreClient], None] | None = None
+        self._mail = mail
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self.watch: Watch | None = None
@@ -104,15 +103,9 @@ class Heartbeat:
     def move(self, num: int = 1) -> None:
         self._beat.moves += num
 
-    def wait(self, wake: Callable[[StoreClient], None] | None) -> None:
-        """Say with the next beat that this rank has handed in its verdict; wake it until it has the result (None)."""
-        self._beat.waits = wake is not None
-        self.wake = wake
-
-    def ask(self, call: Callable[[StoreClient], Answer]) -> Answer:
-        """Make a call over the heartbeat's connection, from another thread: the agreement's may wait for a message."""
-        with self._lock:
-            return call(self._client)
+    def wait(self, *, waits: bool) -> None:
+        """Say with the next beat whether this rank has handed in its verdict, and waits for the result."""
+        self._beat.waits = waits
 
     def say(self, **changes: Any) -> None:
         """Publish at once the progress of this rank, and changes of its `Beat`."""
@@ -137,25 +130,21 @@ class Heartbeat:
 
     def _run(self) -> None:
         try:
-            step_s = min(self._interval_s, self._look_s)
-            beats_at_s = time.monotonic() + self._interval_s - step_s / 2
-            while not self._stopped.wait(step_s):
-                if (wake := self.wake) is not None:
-                    self.ask(wake)
-                if time.monotonic() < beats_at_s:
-                    continue
-                beats_at_s = time.monotonic() + self._interval_s - step_s / 2
+            while not self._stopped.wait(self._interval_s):
                 self.say()
+                if self._mail is not None:
+                    self._mail.keep_alive()
                 if (watch := self.watch) is not None and not watch.look(self._beat_of(watch.rank)):
                     self.watch = None
         except StoreGoneError as error:
+            if self._mail is not None:
+                self._mail.fail(error)
             # The rank itself learns of it, with a sentence, at its next agreement, if it comes to one.
             if self.watch is not None and not self._stopped.wait(_AFTER_AGREEMENT_S):
                 self.watch.tell(str(error) if error.is_silent else STORE_IS_GONE)
 
     def _beat_of(self, rank: int) -> Beat | None:
-        with self._lock:
-            data = self._client.peek(beat_key(rank))
+        data = self._client.peek(beat_key(rank))
         return None if data is None else Beat.decode(data)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -11,7 +13,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
 from ckpt.ranks.stores import StoreGoneError, connection, has_queues, where_is
 from ckpt.ranks.waiting import OutOfTimeError, poll_until
@@ -27,30 +29,64 @@ class _VanishedError(Exception):
     """A key was deleted meanwhile."""
 
 
-class StoreClient:
-    """A connection to a store, for values of any size. No call but `pop` waits for another rank.
+class _Wire:
+    """A connection, which carries one request at a time, with its deadline."""
 
-    One thread at a time: a connection carries one request. Each call may raise `StoreGoneError`; after the first one all do.
+    def __init__(self, store: Store, timeout_s: float, longest_wait_s: float) -> None:
+        self._where = where_is(store)
+        self._timeout_s = timeout_s
+        self._silence: str | None = None
+        self._lock = threading.Lock()
+        self.connection: Store = connection(store, timeout_s)
+        self.connection.set_timeout(timedelta(seconds=longest_wait_s))
+
+    def call(self, method: Callable[..., _T], *args: Any) -> _T:
+        with self._lock:
+            if self._silence is not None:  # a late answer to that call would be read as the answer to this one
+                raise StoreGoneError(self._silence, is_silent=True)
+            began_s = time.monotonic()
+            try:
+                return method(*args)
+            except dist.DistStoreError as error:
+                raise _VanishedError(str(error)) from error
+            except dist.DistError as error:
+                if time.monotonic() - began_s < 0.99 * self._timeout_s:
+                    raise StoreGoneError(str(error)) from error
+                self._silence = f"the store at {self._where} did not answer {method.__name__} within {self._timeout_s:g} s"
+                raise StoreGoneError(self._silence, is_silent=True) from error
+
+
+class StoreClient:
+    """A connection to a store, for values of any size. Any thread; no call but `pop` waits for another rank.
+
+    Each call may raise `StoreGoneError`; after the first one all do.
 
     Args:
         writer: rank of this process.
         timeout_s: that the store may take to answer a call.
+        pops: of a connection that is for `pop` alone, which waits up to `timeout_s` for a message.
 
     Attributes:
         connection: the store, over the connection of this client.
     """
 
-    def __init__(self, store: Store, *, writer: int, timeout_s: float = 300.0) -> None:
-        self._where = where_is(store)
-        self._timeout_s = timeout_s
-        self._silence: str | None = None
-        self.connection: Store = connection(store, timeout_s)
-        # Only get and multi_get can wait, if another rank has just deleted a key, and `pop`, which is woken far more often than that.
-        self.connection.set_timeout(timedelta(seconds=min(10.0, timeout_s)))
+    def __init__(self, store: Store, *, writer: int, timeout_s: float = 300.0, pops: bool = False) -> None:
+        # Else only get and multi_get can wait, and only if another rank has just deleted a key.
+        self._wire = _Wire(store, timeout_s, timeout_s if pops else min(10.0, timeout_s))
+        self._take_part(self._wire.connection, writer, has_queues(store))
+
+    def _take_part(self, part: Store, writer: int, queues: bool) -> None:
+        self.connection = part
         self._writer = writer
         self._pieces: dict[str, list[str]] = {}
-        self._has_queues = has_queues(store)
+        self._has_queues = queues
         self._num_pushed = self._num_popped = 0
+
+    def part(self, name: str) -> StoreClient:
+        """Return a client of a part of the store, over the same connection."""
+        made = copy.copy(self)
+        made._take_part(PrefixStore(name, self.connection), self._writer, self._has_queues)
+        return made
 
     def put(self, key: str, data: bytes, *, compress: bool = True) -> None:
         self._call(self.connection.set, key, self._packed(key, data, compress))
@@ -102,12 +138,9 @@ class StoreClient:
         except _VanishedError:
             return None
 
-    def pop_all(self, inbox: str) -> list[bytes]:
-        """Return all messages that are there."""
-        if not self._has_queues:
-            return list(iter(lambda: self._next_by_number(inbox), None))
-        num = self._call(self.connection.queue_len, inbox)
-        return [self._message(self._call(self.connection.queue_pop, inbox, False)) for _ in range(num)]
+    def num_waiting(self, inbox: str) -> int:
+        """Return how many messages are in a queue; of a store without queues, which is asked all the time, 0."""
+        return self._call(self.connection.queue_len, inbox) if self._has_queues else 0
 
     def _message(self, packed: bytes) -> bytes:
         data = self._unpacked("", packed)
@@ -158,15 +191,4 @@ class StoreClient:
             self._call(self.connection.delete_key, piece)
 
     def _call(self, method: Callable[..., _T], *args: Any) -> _T:
-        if self._silence is not None:  # a late answer to that call would be read as the answer to this one
-            raise StoreGoneError(self._silence, is_silent=True)
-        began_s = time.monotonic()
-        try:
-            return method(*args)
-        except dist.DistStoreError as error:
-            raise _VanishedError(str(error)) from error
-        except dist.DistError as error:
-            if time.monotonic() - began_s < 0.99 * self._timeout_s:
-                raise StoreGoneError(str(error)) from error
-            self._silence = f"the store at {self._where} did not answer {method.__name__} within {self._timeout_s:g} s"
-            raise StoreGoneError(self._silence, is_silent=True) from error
+        return self._wire.call(method, *args)

@@ -20,8 +20,9 @@ from torch.distributed import PrefixStore, Store
 
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
 from ckpt.ranks.absence import PhaseIndex
-from ckpt.ranks.agreeing import Agreeing, look_s
+from ckpt.ranks.agreeing import Agreeing
 from ckpt.ranks.heartbeat import STORE_IS_GONE, Heartbeat, Watch
+from ckpt.ranks.mail import Mail
 from ckpt.ranks.meeting import meet
 from ckpt.ranks.merging import Merged, begun, ended, merged
 from ckpt.ranks.outcomes import Answer, PhaseOutcome, Result, conclude, concluded, payloads_by_rank
@@ -158,7 +159,6 @@ class Topology:
         self._told: BaseException | None = None  # the error of state failed, which the other ranks know
         self._in_phase = False
         self.on_progress: Callable[[int], None] | None = None
-        self._store: Store | None = None
         self._host: str | None = None
         self._num_branches = 0
 
@@ -227,48 +227,46 @@ class Topology:
         host = host or socket.gethostname()
         try:
             client = StoreClient(store, writer=rank, timeout_s=timeout_s)
-            life = meet(client, rank, world_size, host=host, timeout_s=timeout_s)
+            # Over a connection, and not the given store itself: the server that this may hold ends when its program lets it go.
+            own = client.part(meet(client, rank, world_size, host=host, timeout_s=timeout_s))
+            mail = Mail(own, rank, timeout_s)
         except StoreGoneError as error:
             raise _store_gone(None, rank, error) from error
-        # Over a connection, and not the given store itself: the server that this may hold ends when its program lets it go.
-        own = PrefixStore(life, client.connection)
-        return cls._joined(
-            own, rank, world_size, local_rank=local_rank, host=host, timeout_s=timeout_s, grace_s=grace_s
-        )
-
-    @classmethod
-    def _joined(
-        cls,
-        store: Store,
-        rank: int,
-        world_size: int,
-        *,
-        local_rank: int | None,
-        host: str,
-        timeout_s: float,
-        grace_s: float,
-    ) -> Topology:
-        """Join the other ranks in a part of the store that nobody else has used."""
         topology = cls(rank, [host] * world_size, timeout_s=timeout_s, grace_s=grace_s)
+        topology._meet_in(own, mail, "", range(world_size), host, local_rank)
+        return topology
+
+    def _meet_in(
+        self, client: StoreClient, mail: Mail, channel: str, members: Sequence[int], host: str, local_rank: int | None
+    ) -> None:
+        """Meet the other ranks in a part of the store that nobody else has used.
+
+        Args:
+            channel: of the mail, for these ranks.
+            members: ranks of the job.
+        """
+        heartbeat = Heartbeat(client, self.rank, host=host, interval_s=min(1.0, self.timeout_s / 4), mail=mail)
+        self._host = host
+        self._agreement = Agreeing(
+            client,
+            heartbeat,
+            self.rank,
+            self.timeout_s,
+            mail=mail,
+            channel=channel,
+            members=members,
+            hinted=lambda: self._termination.asked,
+        )
         try:
-            beats, client = (StoreClient(store, writer=rank, timeout_s=timeout_s) for _ in range(2))
-            interval_s = min(1.0, timeout_s / 4)
-            heartbeat = Heartbeat(beats, rank, host=host, interval_s=interval_s, look_s=look_s(world_size))
-            heartbeat.start()
-        except StoreGoneError as error:
-            raise _store_gone(None, rank, error) from error
-        topology._store, topology._host = store, host
-        termination = topology._termination
-        topology._agreement = Agreeing(client, heartbeat, rank, world_size, timeout_s, lambda: termination.asked)
-        try:
-            with topology.phase("join") as phase:
+            with self._store_reached():
+                heartbeat.start()
+            with self.phase("join") as phase:
                 phase.to_lead = host
                 phase.answer = lambda: _as_runs(phase.gathered)
-            topology._place_on([name for name, count in phase.from_lead for _ in range(count)], local_rank)
+            self._place_on([name for name, count in phase.from_lead for _ in range(count)], local_rank)
         except BaseException:
-            topology.close()
+            self.close()
             raise
-        return topology
 
     def name_branch(self) -> str:
         """Return a unique name for `branch`. All ranks call it in one order, in the thread that makes the collective calls."""
@@ -303,17 +301,13 @@ class Topology:
 
     def _joined_anew(self, name: str, ranks: Sequence[int]) -> Topology:
         """Join these ranks in a part of the store; progress there counts here, too."""
-        if self._store is None or self._host is None:
+        mine = self._agreement
+        if mine is None or self._host is None:
             return Topology.alone(self.progress)
-        topology = Topology._joined(
-            PrefixStore(name, self._store),
-            list(ranks).index(self.rank),
-            len(ranks),
-            local_rank=self.local_rank,
-            host=self._host,
-            timeout_s=self.timeout_s,
-            grace_s=self.grace_s,
-        )
+        own, members = list(ranks).index(self.rank), [mine.members[rank] for rank in ranks]
+        topology = Topology(own, [self._host] * len(members), timeout_s=self.timeout_s, grace_s=self.grace_s)
+        client, channel = mine.client.part(name), f"{mine.channel}/{name}"
+        topology._meet_in(client, mine.mail, channel, members, self._host, self.local_rank)
         topology.on_progress = self.progress
         return topology
 
@@ -323,7 +317,7 @@ class Topology:
         Args:
             name: equal on all ranks, and unique.
         """
-        return None if self._store is None else PrefixStore(name, self._store)
+        return None if self._agreement is None else PrefixStore(name, self._agreement.client.connection)
 
     def watch(self, tell: Callable[[str], None]) -> None:
         """From now on call `tell`, once and in another thread, if the next rank or the store is silent for longer than `timeout_s`.
@@ -341,7 +335,7 @@ class Topology:
     def close(self) -> None:
         """Leave the job: stop the heartbeat. Not collective; ranks that wait for this one find that it has left."""
         if self._agreement is not None:
-            self._agreement.heartbeat.stop()
+            self._agreement.close()
 
     def __enter__(self) -> Topology:
         return self

@@ -428,10 +428,7 @@ def _lose_answers(topology: Topology) -> tuple[str, float]:
 
 def test_a_store_that_does_not_answer_a_rank_fails_it_and_the_others_in_time() -> None:
     (others, after_s), (own, own_after_s) = run_ranks(2, _lose_answers)
-    unanswered = (
-        f"{SAVE} failed on rank 1: the store at 127.0.0.1:",
-        " did not answer queue_pop within 2 s; the process",
-    )
+    unanswered = f"{SAVE} failed on rank 1: the store at 127.0.0.1:", " within 2 s; the process that holds it hangs"
     given_up = (
         f"{SAVE} failed in phase write: rank 1 (pid ",
         "has been silent for 2 s",
