@@ -4,10 +4,11 @@ Files:
 
     waiting                 waits that stop if the other process has died
     addresses, stores       this machine's addresses; servers of the store, and connections to it
-    store_client            values of any size in the store
+    store_client, mail      values of any size in the store, and queues; messages between ranks
     meeting                 names the part of the store that this life of a job uses
-    heartbeat               signs of life of each rank, and the detection of absent ranks
-    agreement               each rank reports success or an error; all get the same result
+    absence, heartbeat      signs of life of each rank, and the detection of absent ranks
+    merging, outcomes       what ranks say at the end of a phase: reductions; the one error of all
+    agreement, agreeing     each rank reports success or an error, all get the same result: the machine, and its driver
     topology                ranks, hosts, process groups and phases: what the rest of the package uses
     sigterm                 delays SIGTERM while a save or a load is under way
     default_topology        the default topology, for calls that are given none

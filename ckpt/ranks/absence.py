@@ -61,11 +61,11 @@ class Beat:
         return place(self.what, self.phase)
 
     def encode(self) -> bytes:
-        return json.dumps({name: getattr(self, name) for name in self.__slots__}).encode()
+        return json.dumps([getattr(self, name) for name in self.__slots__], separators=(",", ":")).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Beat:
-        beat = cls(**json.loads(data))
+        beat = cls(*json.loads(data))
         beat.at = PhaseIndex(*beat.at)
         return beat
 

@@ -14,7 +14,9 @@ from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError
 from ckpt.ranks.waiting import start
 
-_STOP = b""
+_STOP = b"stop"
+_AT_ONCE_S = 0.0005
+"""A message that is there within this time has been waiting for the reader."""
 
 
 class Mail:
@@ -88,11 +90,19 @@ class Mail:
 
     def _read(self) -> None:
         assert self._reader is not None, "the thread has just begun"
+        inbox = _inbox(self._rank)
         try:
-            while (data := self._reader.pop(_inbox(self._rank))) != _STOP:
-                channel, _, message = (data or b"").partition(b"\0")
-                if message:
-                    self._of(channel.decode()).put(message)
+            while True:
+                waited_since_s = time.monotonic()
+                messages = [self._reader.pop(inbox)]
+                if time.monotonic() - waited_since_s < _AT_ONCE_S:  # many ranks write to this one
+                    messages += self._reader.pop_waiting(inbox)
+                for data in messages:
+                    channel, _, message = (data or b"\0").partition(b"\0")
+                    if message:
+                        self._of(channel.decode()).put(message)
+                if _STOP in messages:
+                    break
         except StoreGoneError as error:
             self.fail(error)
         self._reader = None  # and with it the connection

@@ -9,6 +9,7 @@
     device       copies between device and host               device_copies
     validation   validation levels and the doctor             validation_costs
     plan         the plan of a save of 10^12 parameters       plan_costs
+    ranks        agreements of 4 to 16,384 ranks              agreements
     compare      nothing: ratios of two runs                  comparison
 
 `harness` runs them all: it checks keys, lets contenders take turns, and writes the result. `measuring` takes time and memory;

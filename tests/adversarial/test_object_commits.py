@@ -169,10 +169,12 @@ def sleep_at_each(server: ObjectServer, objects: dict[str, object], folder: Path
         here.mkdir()
         case = Case(server, objects, here)
         process = start(write, server.environment, case.log, scenario)
+        slept: list[int] = []
 
         def meet(number: int, operation: str, key: str, at: int = at, case: Case = case, process: object = process) -> str | None:
             if number == at:
                 stop(process)  # type: ignore[arg-type]
+                slept.append(at)  # noqa: B023  # of this case
                 server.fault = lambda number, operation, key: None
                 assert ended(start(take_over, server.environment, case.log)) == 0, case.log.read_text()
                 go_on(process)  # type: ignore[arg-type]
@@ -181,6 +183,9 @@ def sleep_at_each(server: ObjectServer, objects: dict[str, object], folder: Path
         server.fault = meet
         code = ended(process)
         seen = case.found("seen")
+        if not slept:  # its lease beat less often than that of the run that was counted, so it had ended before
+            assert code == 0 and seen == AFTER[scenario] and at > total // 2
+            continue
         assert seen.pop("9") == 8
         committed = [AFTER[scenario], *WOKEN.get(scenario, ())]
         assert seen in [BEFORE, *committed, *BETWEEN.get(scenario, ())], f"{scenario} slept at {at}: {seen}"

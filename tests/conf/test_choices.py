@@ -43,7 +43,7 @@ CHOICES = [(group, name) for group, names in GROUPS.items() for name in sorted(n
 ROOTS = {
     "train", "sync_weights", "join_rollout", "inspect", "verify", "plan", "doctor", "convert", "diff", "bisect",
     "benchmark", "benchmark_async", "benchmark_compare", "benchmark_convert", "benchmark_device", "benchmark_megatron", "benchmark_plan",
-    "benchmark_sync", "benchmark_validation",
+    "benchmark_ranks", "benchmark_sync", "benchmark_validation",
 }  # fmt: skip
 
 

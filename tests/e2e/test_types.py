@@ -17,12 +17,13 @@ import torch
 
 import ckpt
 from ckpt import Checkpointer, CheckpointCoordinator, SharingPattern, StateComponent
+from ckpt.format.places import ObjectPath
 
 model = torch.nn.Linear(3, 1)
 with Checkpointer("checkpoints", model=model, optimizer=torch.optim.AdamW(model.parameters()), keep_last=3) as checkpoints:
     start: int = checkpoints.restore()
     assert_type(checkpoints.step(start + 1, metrics={"loss": 1.0}), bool)
-    assert_type(checkpoints.save(2, metadata={"note": "x"}), Path | None)
+    assert_type(checkpoints.save(2, metadata={"note": "x"}), Path | ObjectPath | None)
     assert_type(checkpoints.list()[0].step, int | None)
 component = StateComponent("model", model, SharingPattern.REPLICATED)
 with CheckpointCoordinator([component], None, None, "runs", backend="zarr", strategy="direct", device="cpu") as coordinator:

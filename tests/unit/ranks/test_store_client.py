@@ -7,6 +7,7 @@ import re
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -149,3 +150,41 @@ def test_sockets_that_other_threads_make_beside_a_new_connection_are_left_alone(
         for one in (*pair, elsewhere):
             assert one.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16) == bytes(16)
             one.close()
+
+
+# Queues
+
+
+@pytest.mark.parametrize("kind", ["tcp", "tcp without libuv", "hash", "file"])
+def test_messages_of_any_size_come_in_their_order_and_leave_no_key(kind: str, tmp_path: Path) -> None:
+    kinds: dict[str, Callable[[], dist.Store]] = {
+        "tcp": lambda: serve(LOOPBACK, timeout_s=300.0),
+        "tcp without libuv": lambda: dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, use_libuv=False),
+        "hash": dist.HashStore,
+        "file": lambda: dist.FileStore(str(tmp_path / "store"), 1),
+    }
+    store = kinds[kind]()
+    writer, reader = StoreClient(store, writer=1), StoreClient(store, writer=0)
+    sent = [b"", b"a", random.Random(1).randbytes(9 << 20), b"stop", *(b"%d" % number for number in range(20))]
+    for data in sent:
+        writer.push("inbox", data)
+    got = [reader.pop("inbox") for _ in range(4)]
+    while len(got) < len(sent):
+        got += reader.pop_waiting("inbox") or [reader.pop("inbox")]
+    assert got == sent
+    assert reader.num_waiting("inbox") == 0 and reader.pop_waiting("inbox") == []
+    if kind != "file":  # which never forgets a key
+        assert store.num_keys() <= 1, "but for the number of the messages, of a store without queues"
+
+
+def test_parts_of_a_store_share_a_connection_and_its_end() -> None:
+    server = serve(LOOPBACK, timeout_s=300.0)
+    with Frozen(server.port) as between:
+        client = StoreClient(reach(LOOPBACK, between.port, timeout_s=5.0), writer=1, timeout_s=0.2)
+        part = client.part("a").part("b")
+        part.put("key", b"1")
+        assert server.get("a/b/key") == b"=1" and client.peek("key") is None
+        between.freeze()
+        for one in (part, client):
+            with pytest.raises(StoreGoneError, match="did not answer set within 0.2 s"):
+                one.put("key", b"2")

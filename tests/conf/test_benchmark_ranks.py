@@ -1,0 +1,66 @@
+"""The benchmark of agreements as a user types it: its output, and that what is measured and what is reckoned agree."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import recipes.benchmark.ranks
+from recipes.benchmark.agreements import reckon, request_costs, show
+from tests.ranks import forkserver
+
+SMALL = ("ranks=[2,3]", "reckoned=[2,3,40]", "processes=2", "phases=2", "rounds=1", "payload_bytes=500")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _processes_have_all_loaded() -> None:
+    forkserver()
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Call the recipe as the command line would; return its exit code, and check that it wrote nothing where it ran."""
+    monkeypatch.setattr(sys, "argv", ["recipes/benchmark/ranks.py", *arguments])
+    try:
+        recipes.benchmark.ranks.main()
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    assert list(Path.cwd().iterdir()) == []
+    return code
+
+
+def test_measured_and_reckoned_phases_move_the_same_bytes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, *SMALL, "json=true") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert list(result["medians"]) == ["2", "3"] and list(result["reckoned"]) == ["2", "3", "40"]
+    for name, measured in result["medians"].items():
+        reckoned = result["reckoned"][name]
+        assert measured["least_bytes"] == reckoned["least_bytes"] == int(name) * 500
+        assert 5 <= measured["requests"] <= 12, "and not hundreds, as of a rank that asks again and again"
+        assert reckoned["requests"] <= measured["requests"]
+        assert 500 * (int(name) - 1) < reckoned["bytes"] <= 1.2 * measured["bytes"]
+    show(result)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "a phase with 500 bytes of each rank for the lead, measured, one round" in printed and "40 ranks" in printed
+
+
+def test_bytes_grow_with_the_ranks_and_not_with_their_square() -> None:
+    costs = request_costs(2000)
+    few, many = (reckon(num, 2000, costs) for num in (64, 256))
+    assert few["bytes"] <= 0.3e6 and many["bytes"] <= 1.2e6
+    assert max(few["requests"], many["requests"]) <= 8
+
+
+def test_numbers_below_one_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "processes=0", "ranks=[4,0]") == 1
+    assert "processes=0, ranks=0: expected at least 1" in capsys.readouterr().err
