@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from ckpt.errors import describe
-from ckpt.ranks.absence import LEAD, Absence, PhaseIndex
+from ckpt.ranks.absence import LEAD, Absence, PhaseIndex, Sight
 from ckpt.ranks.agreement import Agreement, Conclude, Decided, Do, Forget, ReadTruth, Send, Settle, Told, Vote
 from ckpt.ranks.heartbeat import Heartbeat, sights
-from ckpt.ranks.mail import Mail
+from ckpt.ranks.mail import LOOK, Mail
 from ckpt.ranks.outcomes import Answer, PhaseOutcome, Result, concluded
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError
@@ -65,7 +65,8 @@ class Agreeing:
         self._machine = Agreement(rank, len(members), timeout_s)
         self._clock_of: tuple[PhaseIndex, AwakeClock] | None = None
         self._look_s = _look_s(len(members))
-        self._look_at_s = 0.0
+        self._look_at_s = self._voted_s = 0.0
+        self._is_hub_silent = False
 
     def close(self) -> None:
         """Leave the job: other ranks find that this one has left. The last channel to be closed is that of all ranks."""
@@ -95,7 +96,8 @@ class Agreeing:
         if verdict.error is not None:
             self.client.put(_raised(at, self._rank), b"!")
         self.heartbeat.wait(waits=True)
-        self._look_at_s = time.monotonic() + self._look_s
+        self._voted_s, self._is_hub_silent = time.monotonic(), False
+        self._look_at_s = self._voted_s + self._look_s
         try:
             dos = self._machine.vote(at, verdict)
             while (result := self._done(dos, answer)) is None:
@@ -146,7 +148,7 @@ class Agreeing:
         """
         waited_for = sorted(set(ranks) - set(self._machine.has_voted(at)))
         detector, now_s = self._machine.detector(at, what, phase), self._now(at)
-        detector.look(sights(self.client, waited_for), now_s)
+        detector.look(self._sights(waited_for), now_s)
         gone = detector.absent(waited_for, now_s, hinted=self._hinted())
         return gone[min(gone)] if gone else None
 
@@ -159,15 +161,28 @@ class Agreeing:
         """Wait for a message; when it is time, and all are read that are there, look."""
         wait_s = self._look_at_s - time.monotonic()
         data = self.mail.receive(self.channel, wait_s if wait_s > 0 else _READ_S)
+        if data == LOOK:  # a rank has ended: what it was to carry may be lost
+            self._look_at_s = 0.0
+            return self._machine.again()
         if data is not None:
             return self._machine.hear(_decoded(data))
         if self.mail.has_more(self.channel):
             return []
-        self._look_at_s = time.monotonic() + self._look_s
+        now_s = time.monotonic()
+        self._look_at_s = now_s + self._look_s
+        if not self._is_hub_silent and now_s - self._voted_s > self.timeout_s / 2:
+            self._is_hub_silent = True  # or it is not; a verdict may come twice
+            return self._machine.again()
         if self._rank == LEAD:
             self.heartbeat.move()  # the others watch the lead, also when its own verdict is in
-        seen = sights(self.client, self._machine.waits_for())
+        seen = self._sights(self._machine.waits_for())
         return self._machine.look(seen, self._now(at), hinted=self._hinted())
+
+    def _sights(self, ranks: Collection[int]) -> dict[int, Sight]:
+        """Look at ranks: at their heartbeats, and whether their processes are there, as far as any host has seen."""
+        gone = self.mail.gone
+        seen = sights(self.client, ranks)
+        return {rank: Sight(one.beat, one.has_ended or self.members[rank] in gone) for rank, one in seen.items()}
 
     def _done(self, dos: list[Do], answer: Callable[[Mapping[int, PhaseOutcome]], Answer]) -> bytes | None:
         """Do what the machine asks for, and what follows from it; return the result, once it is there."""
@@ -175,7 +190,8 @@ class Agreeing:
         while dos:
             match do := dos.pop(0):
                 case Send():
-                    self.mail.send(self.members[do.to], self.channel, _encoded(do.message))
+                    to = [self.members[rank] for rank in do.to]
+                    self.mail.send(to, self.channel, _encoded(do.message), directly=self._is_hub_silent)
                 case Settle():
                     there = self.client.put_first(_truth(do.at), do.result)
                     dos += self._machine.truth(do.at, there)

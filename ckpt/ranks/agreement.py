@@ -14,7 +14,7 @@ heartbeats of those it waits for. A rank that has missed the result finds the le
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,7 +43,7 @@ class Told(NamedTuple):
 class Send(NamedTuple):
     """Send a message. Order between two ranks is kept."""
 
-    to: int
+    to: Sequence[int]
     message: Vote | Told
 
 
@@ -120,15 +120,22 @@ class Agreement:
         self._waiting = _Waiting(at, verdict)
         self.detector(at, verdict.what, verdict.phase)
         if self.rank != LEAD:
-            return [Send(LEAD, Vote(at, self.rank, verdict.encode()))]
+            return self.again()
         self._votes.setdefault(at, {})[LEAD] = verdict.encode()
         return self._gathered()
+
+    def again(self) -> list[Do]:
+        """Send the verdict of this rank, which waits, once more: what carried it may be gone."""
+        waiting = self._waiting
+        if waiting is None or self.rank == LEAD:
+            return []
+        return [Send([LEAD], Vote(waiting.at, self.rank, waiting.verdict.encode()))]
 
     def withdraw(self, at: PhaseIndex, verdict: PhaseOutcome) -> list[Do]:
         """Hand in the error of a rank that leaves, without waiting for the others. Of the lead it is the result."""
         if self.rank != LEAD:
             self._waiting, self._told = None, at
-            return [Send(LEAD, Vote(at, self.rank, verdict.encode()))]
+            return [Send([LEAD], Vote(at, self.rank, verdict.encode()))]
         error = conclude({LEAD: verdict}, {}, self.world_size)
         self._waiting = _Waiting(at, verdict)
         return self._settle(self._waiting, Result(verdict.what, error))
@@ -228,7 +235,8 @@ class Agreement:
         elif data != waiting.result:
             return []
         message = Told(waiting.at, data if len(data) <= _SENT_ALONG_BYTES else None)
-        return [Send(rank, message) for rank in range(self.world_size) if rank != self.rank]
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        return [Send(others, message)] if others else []
 
     def _decide(self, at: PhaseIndex, data: bytes) -> list[Do]:
         self._waiting = None

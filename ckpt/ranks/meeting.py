@@ -27,7 +27,8 @@ import json
 import os
 import secrets
 import time
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from ckpt.errors import CheckpointError, RankAbsentError, describe, rebuild
 from ckpt.ranks.heartbeat import ended
@@ -41,8 +42,20 @@ _SIGN_S = 0.5  # between two signs of life of the lead; longer among thousands o
 _SUSPECT_S = 3.0  # in which the successors come of processes that an earlier lead has called
 
 
-def meet(client: StoreClient, rank: int, world_size: int, *, host: str, timeout_s: float) -> str:
-    """Return the name of this life of the job, equal on all ranks. Collective.
+class Life(NamedTuple):
+    """One life of a job.
+
+    Attributes:
+        name: that no other life has, of this or another job.
+        hosts: of all ranks, as they have given them.
+    """
+
+    name: str
+    hosts: tuple[str, ...]
+
+
+def meet(client: StoreClient, rank: int, world_size: int, *, host: str, timeout_s: float) -> Life:
+    """Return this life of the job, equal on all ranks. Collective.
 
     Args:
         client: of the part of the store in which the ranks of all lives meet.
@@ -56,9 +69,9 @@ def meet(client: StoreClient, rank: int, world_size: int, *, host: str, timeout_
     kind = _Lead if rank == 0 else _Member
     one = kind(client, rank, world_size, f"{secrets.token_hex(8)} pid {os.getpid()} on {host}", timeout_s)
     client.put(_arrived(rank), one.nonce.encode())
-    return poll_until(
-        one.ask, look=one.look, look_s=_look_s(world_size), nap=lambda waited_s: nap_s(waited_s, world_size)
-    )
+    nap = partial(nap_s, world_size=world_size)
+    name = poll_until(one.ask, look=one.look, look_s=_look_s(world_size), nap=nap)
+    return Life(name, tuple(nonce.partition(" on ")[2] for nonce in one.nonces))
 
 
 def _look_s(world_size: int) -> float:
@@ -91,6 +104,7 @@ class _Member:
         self._stage = client.peek(_STAGE)  # of an earlier life, or of a lead that came first
         self._is_first_stage = self._stage is not None
         self._answered = ""
+        self.nonces: list[str] = []
         self._met_without_us: str | None = None
 
     def ask(self) -> str | None:
@@ -123,7 +137,7 @@ class _Member:
         if word == "failed" and error is not None:
             raise rebuild(error)
         if len(nonces) == self._world_size:
-            self._answered = _digest(roll)
+            self._answered, self.nonces = _digest(roll), nonces
             self._client.put(_answer(self._rank), self._answered.encode())
 
     def look(self) -> str | None:
@@ -147,7 +161,6 @@ class _Lead(_Member):
         super().__init__(*args)
         self._arrivals = [_arrived(rank) for rank in range(self._world_size)]
         self._answers = [_answer(rank) for rank in range(1, self._world_size)]
-        self._nonces: list[str] = []
         self._roll = self._client.peek(_ROLL) or b"[[], null]"
         self._earlier = frozenset(json.loads(self._roll)[0])
         self._suspects_until_s = time.monotonic() + min(_SUSPECT_S, self._timeout_s / 4)
@@ -161,8 +174,8 @@ class _Lead(_Member):
         nonces = [nonce.decode() for nonce in found]
         if not self._earlier.isdisjoint(nonces) and time.monotonic() < self._suspects_until_s:
             return None
-        if nonces != self._nonces:
-            self._nonces = nonces
+        if nonces != self.nonces:
+            self.nonces = nonces
             self._call(None)
         digest = _digest(self._roll)
         if self._answers and not self._client.has(self._answers):
@@ -175,7 +188,7 @@ class _Lead(_Member):
         return digest
 
     def _call(self, error: dict[str, Any] | None) -> None:
-        self._roll = json.dumps([self._nonces, error]).encode()
+        self._roll = json.dumps([self.nonces, error]).encode()
         self._client.put(_ROLL, self._roll)
         self._sign("call" if error is None else "failed")
 
@@ -194,7 +207,7 @@ class _Lead(_Member):
         if dead := ended(self._client, missing):  # that somebody has vouched for, by a heartbeat
             error = RankAbsentError(f"phase join failed: {dead[min(dead)].cause}", rank=min(dead), phase="join")
         elif not is_late:
-            self._sign("call" if self._nonces else "wait")
+            self._sign("call" if self.nonces else "wait")
             return None
         else:
             if not missing:
@@ -203,7 +216,7 @@ class _Lead(_Member):
             if not missing and (name := self.ask()) is not None:
                 return name  # the last one has just answered
             error = _absent(missing or [0], there[missing[0]] if missing else None, self._timeout_s)
-        self._nonces = [one.decode() for one in there if one is not None]
+        self.nonces = [one.decode() for one in there if one is not None]
         self._call(describe(error))
         raise error
 

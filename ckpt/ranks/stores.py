@@ -7,6 +7,7 @@ hangs. Here a server listens on one address. The kernel enforces the deadline of
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import stat
 import struct
@@ -16,14 +17,17 @@ from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
-from torch.distributed import DistError, HashStore, Store, TCPStore
+from torch.distributed import DistError, Store, TCPStore
 
+from ckpt.errors import ConfigurationError
 from ckpt.ranks.waiting import in_thread
 
 _T = TypeVar("_T")
 _FOLDERS = ("/proc/self/fd", "/dev/fd")
 _TIMEVAL = struct.Struct("@ll")
 _LONGEST_S = 1e6
+_CONNECTIONS_OF_RANK = 6
+_OTHER_FILES = 256
 _CONNECT_S = 10.0
 """Shortest deadline of a new connection, for which torch looks up host names."""
 
@@ -40,7 +44,7 @@ class StoreGoneError(Exception):
         self.is_silent = is_silent
 
 
-def serve(address: str, port: int = 0, *, timeout_s: float, is_shared: bool = False) -> TCPStore:
+def serve(address: str, port: int = 0, *, timeout_s: float, is_shared: bool = False, for_ranks: int = 1) -> TCPStore:
     """Start a store in this process. It listens on one address of this machine only.
 
     Args:
@@ -48,10 +52,13 @@ def serve(address: str, port: int = 0, *, timeout_s: float, is_shared: bool = Fa
         port: 0: any free port.
         timeout_s: of calls that wait for a key.
         is_shared: if torch starts a store on this port in this process, it gets the same one.
+        for_ranks: that will connect.
 
     Raises:
+        ConfigurationError: this process may not open as many files as these ranks have connections.
         OSError: this machine has no such address, or the port is taken.
     """
+    _make_room_for(for_ranks)
     listener = _listener(address, port)
     port = listener.getsockname()[1]
     return TCPStore(
@@ -63,6 +70,20 @@ def serve(address: str, port: int = 0, *, timeout_s: float, is_shared: bool = Fa
         timeout=timedelta(seconds=timeout_s),
         master_listen_fd=listener.detach(),
     )
+
+
+def _make_room_for(num_ranks: int) -> None:
+    """Allow this process as many open files as the connections of these ranks need; torch's process groups have some of their own."""
+    wanted = _CONNECTIONS_OF_RANK * num_ranks + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise ConfigurationError(
+            f"this process holds the store of {num_ranks} ranks, whose connections need about {wanted} open files, and may open {hard}: "
+            "raise the limit (ulimit -Hn, or LimitNOFILE of its service)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def reach(address: str, port: int, *, timeout_s: float) -> TCPStore:
@@ -102,9 +123,9 @@ def where_is(store: Store) -> str:
 
 
 def has_queues(store: Store) -> bool:
-    """Return whether a store offers queues, whose server wakes the reader."""
+    """Return whether a store offers queues, whose server wakes the reader. That of a HashStore wakes any one of its readers."""
     base = _base_of(store)
-    return bool(base.libuvBackend) if isinstance(base, TCPStore) else isinstance(base, HashStore)  # type: ignore[attr-defined]
+    return isinstance(base, TCPStore) and bool(base.libuvBackend)  # type: ignore[attr-defined]
 
 
 def _base_of(store: Store) -> Store:

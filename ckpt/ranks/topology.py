@@ -228,8 +228,9 @@ class Topology:
         try:
             client = StoreClient(store, writer=rank, timeout_s=timeout_s)
             # Over a connection, and not the given store itself: the server that this may hold ends when its program lets it go.
-            own = client.part(meet(client, rank, world_size, host=host, timeout_s=timeout_s))
-            mail = Mail(own, rank, timeout_s)
+            life = meet(client, rank, world_size, host=host, timeout_s=timeout_s)
+            own = client.part(life.name)
+            mail = Mail(own, rank, life.hosts, life.name, timeout_s)
         except StoreGoneError as error:
             raise _store_gone(None, rank, error) from error
         topology = cls(rank, [host] * world_size, timeout_s=timeout_s, grace_s=grace_s)

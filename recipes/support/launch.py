@@ -97,7 +97,7 @@ def _store_of(environment: Environment, timeout_s: float) -> dist.TCPStore:
 def _held_store(environment: Environment) -> dist.TCPStore:
     """Start the store, which all jobs of this process share. It listens only on the address that MASTER_ADDR names."""
     try:
-        return serve(environment.address, environment.port, timeout_s=_STORE_S, is_shared=True)
+        return serve(environment.address, environment.port, timeout_s=_STORE_S, is_shared=True, for_ranks=environment.world_size)
     except OSError as error:
         raise ConfigurationError(
             f"rank 0 cannot hold the ranks' store at {environment.address}:{environment.port}: {error}. Set MASTER_ADDR to an address "

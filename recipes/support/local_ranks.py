@@ -97,7 +97,7 @@ def run_local_ranks(job: Job, cfg: dict[str, Any], num_ranks: int, held: Inherit
     Raises:
         CheckpointError: the job's error, one for all ranks. The traceback of a bug is written to stderr before.
     """
-    store = serve(LOOPBACK, timeout_s=_STORE_S)
+    store = serve(LOOPBACK, timeout_s=_STORE_S, for_ranks=num_ranks)
     context = multiprocessing.get_context("forkserver")
     lifeline, ours = context.Pipe(duplex=False)
     results, result = context.Pipe(duplex=False)

@@ -113,6 +113,17 @@ class Impatient(Agreement):
         return detector
 
 
+class SaysItOnce(Agreement):
+    """A verdict that was lost on its way is not sent again."""
+
+    said = PhaseIndex(-1, -1)
+
+    def again(self) -> list[Do]:
+        at = self._waiting.at if self._waiting is not None else self.said
+        before, self.said = self.said, at
+        return super().again() if at != before else []
+
+
 class SettlesForItself(Agreement):
     """A rank that has lost the lead decides at once, without the truth."""
 
@@ -136,5 +147,6 @@ MUTANTS = (
     LosesErrors,
     BlamesTheFirst,
     Impatient,
+    SaysItOnce,
     SettlesForItself,
 )

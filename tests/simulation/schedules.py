@@ -77,6 +77,8 @@ class Schedule(World):
         self.at_fault.add(one.rank)
         one.is_dead, one.inside = True, None
         self._num_out += 1
+        if seen:
+            self.tell_of(one)
 
     def pause(self, one: Process, seconds: float) -> None:
         one.paused_until = max(one.paused_until, self.now_s + seconds)

@@ -33,7 +33,8 @@ NUM_OPERATIONS, NUM_PHASES = 3, 2
 GAVE_UP_S = 400.0
 """After the last fault: whoever still waits then waits for ever."""
 
-LOOK = object()
+SOCKET_S = 50e-6
+LOOK, GONE = object(), object()
 
 
 class BrokenPromiseError(AssertionError):
@@ -66,6 +67,9 @@ class Process:
     is_done: bool = False
     clock_s: float = 0.0
     looked_s: float = 0.0
+    gone: set[int] = field(default_factory=set)
+    is_hub_silent: bool = False
+    voted_s: float = 0.0
     inbox: deque[Any] = field(default_factory=deque)
     last: Any = None
     run: Generator[Any, Any, None] | None = None
@@ -98,6 +102,7 @@ class World:
         self.random = random.Random(seed)
         self.now_s = 0.0
         self.tell = tell
+        self._per_host = per_host
         self.ranks = [
             Process(rank, rank // per_host, machine(rank, num_ranks, TIMEOUT_S), Beat(rank, 100 + rank, "b", f"h{rank // per_host}", ""))
             for rank in range(num_ranks)
@@ -236,6 +241,7 @@ class World:
             self._say(f"rank {one.rank} finds the store gone")
             self.at_fault.add(one.rank)
             one.is_dead = True  # its program ends with the error
+            self.tell_of(one)
         one.inside = None
 
     def _enter(self, one: Process, at: PhaseIndex, name: str | None) -> Generator[Any, Any, None]:
@@ -257,7 +263,7 @@ class World:
             yield 1e9, None
         error = describe(StorageError(f"disk {one.rank} is full")) if self.raises(one, at) else None
         verdict = PhaseOutcome(f"save {at.operation}", name, error, to_lead=b"%d" % one.rank)
-        one.inside, one.waits = None, True
+        one.inside, one.waits, one.is_hub_silent, one.voted_s = None, True, False, self.now_s
         one.beat.waits = True
         self._voted[at][one.rank] = error is not None
         if one.leaves:
@@ -283,13 +289,18 @@ class World:
 
     def _heard(self, one: Process) -> Generator[Any, Any, list[Do]]:
         data = yield LOOK
-        if data is not LOOK:
+        if data is not LOOK and data is not GONE:
             return one.machine.hear(data)
-        dos: list[Do] = []
+        dos = one.machine.again() if data is GONE else []
         while one.inbox:
             message = one.inbox.popleft()
-            if message is not LOOK:
+            if message is GONE:
+                dos += one.machine.again()
+            elif message is not LOOK:
                 dos += one.machine.hear(message)
+        if not one.is_hub_silent and self.now_s - one.voted_s > TIMEOUT_S / 2:
+            one.is_hub_silent = True
+            return [*dos, *one.machine.again()]
         if one.rank == LEAD:
             one.beat.moves += 1
         if not dos:
@@ -301,7 +312,7 @@ class World:
     def _sight(self, one: Process, rank: int) -> Sight:
         other = self.ranks[rank]
         beat = self._beats.get(rank)
-        return Sight(beat, beat is not None and other.is_dead and other.host == one.host)
+        return Sight(beat, beat is not None and (rank in one.gone or (other.is_dead and other.host == one.host)))
 
     def _done(self, one: Process, dos: list[Do]) -> Generator[Any, Any, bytes | None]:
         result = None
@@ -312,7 +323,7 @@ class World:
                 self._say(f"rank {one.rank}: {do}")
             match do:
                 case Send():
-                    yield from self._request(one, lambda do=do: self._arrive(self.ranks[do.to], do.message))
+                    yield from self._send(one, do)
                 case Settle():
                     there = yield from self._request(one, lambda do=do: self._truth.setdefault(do.at, do.result))
                     dos += one.machine.truth(do.at, there)
@@ -336,6 +347,50 @@ class World:
         if [one.to_lead for _, one in sorted(verdicts.items())] != [b"%d" % rank for rank in range(len(self.ranks))]:
             raise CheckpointError("the lead has not heard what all have said")
         return Answer(b'"all"')
+
+    # What carries messages (ckpt.ranks.mail): the hubs of both hosts
+
+    def _send(self, one: Process, do: Send) -> Generator[Any, Any, None]:
+        hub = self.ranks[one.host * self._per_host]
+        if hub is one or one.is_hub_silent or hub.rank in one.gone:
+            for rank in do.to:
+                yield from self._request(one, lambda rank=rank: self._to_host(self.ranks[rank], do.message, one.gone))
+        else:
+
+            def carry() -> None:
+                for rank in do.to:
+                    self._to_host(self.ranks[rank], do.message, one.gone)
+
+            self.after(SOCKET_S, lambda: self._if_carried(hub, carry))
+
+    def _to_host(self, one: Process, message: Any, gone: set[int]) -> None:
+        """To a rank through the hub of its host, or to its own queue, which nobody reads, where the hub is known to be gone."""
+        hub = self.ranks[one.host * self._per_host]
+        if hub is one:
+            self._arrive(one, message)
+        elif hub.rank not in gone:
+            self.after(SOCKET_S, lambda: self._if_carried(hub, lambda: self._arrive(one, message)))
+
+    def _if_carried(self, hub: Process, do: Callable[[], Any]) -> None:
+        """A hub that is dead, or has left, carries nothing; one that is stopped does when it goes on."""
+        if not hub.is_done:
+            self._if_awake(hub, do)
+
+    def tell_of(self, dead: Process) -> None:
+        """The kernel tells the processes of its host that a process has ended, and these all hubs; a hub that is dead tells nobody."""
+        sees = [one for one in self.ranks if one.host == dead.host and not one.is_dead]
+        if not sees:
+            return
+        for one in self.ranks:
+            hub = self.ranks[one.host * self._per_host]
+            hears = one in sees if dead is hub else not hub.is_dead
+            if hears and not one.is_dead:
+                self.after(2 * SOCKET_S, lambda one=one: self._if_awake(one, lambda: self._hear_of(one, dead.rank)))
+
+    def _hear_of(self, one: Process, rank: int) -> None:
+        one.gone.add(rank)
+        one.inbox.append(GONE)
+        self._deliver(one)
 
     def _arrive(self, one: Process, message: Any) -> None:
         if one.loses and isinstance(message, Told):

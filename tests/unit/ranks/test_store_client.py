@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from ckpt.errors import ConfigurationError
 from ckpt.ranks import stores
 from ckpt.ranks.addresses import LOOPBACK
 from ckpt.ranks.store_client import StoreClient
@@ -186,5 +187,18 @@ def test_parts_of_a_store_share_a_connection_and_its_end() -> None:
         assert server.get("a/b/key") == b"=1" and client.peek("key") is None
         between.freeze()
         for one in (part, client):
-            with pytest.raises(StoreGoneError, match="did not answer set within 0.2 s"):
-                one.put("key", b"2")
+            with pytest.raises(StoreGoneError, match="did not answer compare_set within 0.2 s"):
+                one.peek("key")
+
+
+def test_the_holder_of_a_store_makes_room_for_the_connections_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [(1024, 10_000)]
+    monkeypatch.setattr(stores.resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(stores.resource, "setrlimit", lambda _, both: limits.append(both))
+    serve(LOOPBACK, timeout_s=1.0, for_ranks=64)
+    assert limits == [(1024, 10_000)], "there is room already"
+    serve(LOOPBACK, timeout_s=1.0, for_ranks=1000)
+    assert limits[1:] == [(6256, 10_000)]
+    refusal = "the store of 10240 ranks, whose connections need about 61696 open files, and may open 10000"
+    with pytest.raises(ConfigurationError, match=refusal):
+        serve(LOOPBACK, timeout_s=1.0, for_ranks=10_240)
