@@ -190,8 +190,12 @@ class Agreeing:
         while dos:
             match do := dos.pop(0):
                 case Send():
-                    to = [self.members[rank] for rank in do.to]
-                    self.mail.send(to, self.channel, _encoded(do.message), directly=self._is_hub_silent)
+                    to, message = [self.members[rank] for rank in do.to], do.message
+                    if isinstance(message, Told) and message.result is None:
+                        key = f"{self.channel}/{_truth(message.at)}".removeprefix("/")
+                        self.mail.send_value(to, self.channel, _encoded(Told(message.at, b"")), key)
+                    else:
+                        self.mail.send(to, self.channel, _encoded(message), directly=self._is_hub_silent)
                 case Settle():
                     there = self.client.put_first(_truth(do.at), do.result)
                     dos += self._machine.truth(do.at, there)

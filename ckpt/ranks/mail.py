@@ -33,13 +33,14 @@ _AT_ONCE_S = 0.0005
 _CONNECT_S = 5.0
 """Longest wait for the hub to listen."""
 _LENGTH = struct.Struct("<I")
+_LONGEST_BYTES = 1 << 30
 _CREDENTIALS = struct.Struct("3i")
 
 LOOK = b""
 """In place of a message: something has happened, look at once."""
 
 # Kinds of letters: what a socket or a queue carries.
-_MESSAGE, _GONE, _HELLO, _BYE, _STOP, _NOTHING = b"mghbs-"
+_MESSAGE, _GONE, _HELLO, _BYE, _STOP, _NOTHING, _PLACE, _SEVERAL, _VALUE = b"mghbs-p+v"
 
 
 class _Letter:
@@ -54,6 +55,30 @@ class _Letter:
         ranks, channel, data = letter[1:].split(b"\0", 2)
         return letter[0], [int(rank) for rank in ranks.split(b",") if rank], channel.decode(), data
 
+    @staticmethod
+    def split(run: bytearray) -> list[bytes]:
+        """Take the letters with their lengths from the beginning of `run`, and leave what is not whole.
+
+        Raises:
+            ValueError: one is longer than any rank writes.
+        """
+        letters = []
+        while len(run) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(run)[0]
+            if end > _LONGEST_BYTES:
+                raise ValueError(f"a letter of {end} bytes")
+            if len(run) < end:
+                break
+            letters.append(bytes(run[_LENGTH.size : end]))
+            del run[:end]
+        return letters
+
+    @staticmethod
+    def join(letters: Sequence[bytes]) -> bytes:
+        """Return one letter that carries several."""
+        run = b"".join(_LENGTH.pack(len(one)) + one for one in letters)
+        return letters[0] if len(letters) == 1 else _Letter.encode(_SEVERAL, data=run)
+
 
 class _Peer:
     """A connection within the host. Reads and writes without waiting; what does not fit waits here."""
@@ -63,6 +88,7 @@ class _Peer:
         self.connection = connection
         self.rank = -1  # not said yet
         self.said_bye = False
+        self.places: dict[str, bytes] = {}  # key -> the heartbeat with which it entered its last phase
         self._lock = threading.Lock()
         self._read, self._unsent = bytearray(), bytearray()
 
@@ -80,7 +106,10 @@ class _Peer:
                     del self._unsent[:num]
 
     def receive(self) -> list[bytes] | None:
-        """Return the letters that have come; None: the other process has ended."""
+        """Return the letters that have come; None: the other process has ended.
+
+        Raises: as `_Letter.split`.
+        """
         try:
             data = self.connection.recv(1 << 20)
         except BlockingIOError:
@@ -90,11 +119,7 @@ class _Peer:
         if not data:
             return None
         self._read += data
-        letters = []
-        while len(self._read) >= _LENGTH.size and len(self._read) >= (end := _LENGTH.size + _LENGTH.unpack_from(self._read)[0]):
-            letters.append(bytes(self._read[_LENGTH.size : end]))
-            del self._read[:end]
-        return letters
+        return _Letter.split(self._read)
 
 
 class Mail:
@@ -123,6 +148,8 @@ class Mail:
         self._lock = threading.Lock()
         self._channels: dict[str, SimpleQueue[bytes | None]] = {}
         self._peers: dict[int, _Peer] = {}
+        self._carrier = 0  # the thread that reads the sockets
+        self._carried: dict[int, list[bytes]] = {}  # queue -> letters that it has read together
         self._failure: StoreGoneError | None = None
         self._pushed_s = time.monotonic()
         self._threads: list[threading.Thread] = []
@@ -148,12 +175,18 @@ class Mail:
         Args:
             directly: over the store, for this host's hub is silent.
         """
-        own = self._peers.get(self._hub) if self._rank != self._hub and not directly else None
-        if own is not None and self._hub not in self.gone:
-            own.send(_Letter.encode(_MESSAGE, to, channel, data))
-            self._note_unsent(own)
-        else:
-            self._route(to, channel, data)
+        if directly or not self._give_to_hub(_Letter.encode(_MESSAGE, to, channel, data)):
+            self._route(_MESSAGE, to, channel, data)
+
+    def send_value(self, to: Sequence[int], channel: str, head: bytes, key: str) -> None:
+        """Send a message, `head` and the value of a key of the store, which each host reads once."""
+        data = key.encode() + b"\0" + head
+        if not self._give_to_hub(_Letter.encode(_VALUE, to, channel, data)):
+            self._route(_VALUE, to, channel, data)
+
+    def note_place(self, key: str, beat: bytes) -> bool:
+        """Let the hub know where this rank is, so that it can say so if this one ends there; False: there is no hub to tell."""
+        return self._give_to_hub(_Letter.encode(_PLACE, channel=key, data=beat))
 
     def receive(self, channel: str, timeout_s: float) -> bytes | None:
         """Return the next message in a channel, or `LOOK`; None: none has come. Signal handlers run meanwhile.
@@ -204,32 +237,59 @@ class Mail:
 
     # Routes
 
-    def _route(self, to: Iterable[int], channel: str, data: bytes) -> None:
+    def _give_to_hub(self, letter: bytes) -> bool:
+        own = self._peers.get(self._hub) if self._rank != self._hub else None
+        if own is None:
+            return False
+        own.send(letter)
+        self._note_unsent(own)
+        return True
+
+    def _route(self, kind: int, to: Iterable[int], channel: str, data: bytes) -> None:
         """Carry a message further: to this rank, to ranks of this host, or to other hosts' hubs, once each."""
         by_queue: dict[int, list[int]] = {}
+        peers: list[_Peer] = []
         is_mine = False
         for rank in to:
             if rank == self._rank:
                 is_mine = True
-            elif (peer := self._peers.get(rank)) is not None and peer.rank == rank and self._rank == self._hub:
-                peer.send(_Letter.encode(_MESSAGE, [rank], channel, data))
-                self._note_unsent(peer)
+            elif self._rank == self._hub and (peer := self._peers.get(rank)) is not None:
+                peers.append(peer)
             else:
                 hub = self._hub_of[rank]
                 is_carried = hub not in self.gone and hub != self._rank
                 by_queue.setdefault(hub if is_carried else rank, []).append(rank)
         for queue, ranks in by_queue.items():
-            self.client.push(_queue(queue), _Letter.encode(_MESSAGE, ranks, channel, data))
+            letter = _Letter.encode(kind, ranks, channel, data)
+            if threading.get_ident() == self._carrier:
+                self._carried.setdefault(queue, []).append(letter)
+            else:
+                self.client.push(_queue(queue), letter)
+        message: bytes | None = data
+        if kind == _VALUE and (peers or is_mine):
+            key, _, head = data.partition(b"\0")
+            value = self.client.peek(key.decode())
+            message = None if value is None else head + value
+        if message is None:  # these ranks are late, and look for the truth themselves
+            return
+        for peer in peers:
+            peer.send(_Letter.encode(_MESSAGE, [peer.rank], channel, message))
+            self._note_unsent(peer)
         if is_mine:  # last: this rank may leave when it has it
-            self._of(channel).put(data)
+            self._of(channel).put(message)
 
     def _take(self, letter: bytes, peer: _Peer | None = None) -> None:
         """Take a letter from a socket or from the queue."""
         kind, ranks, channel, data = _Letter.decode(letter)
-        if kind == _MESSAGE:
-            self._route(ranks, channel, data)
+        if kind in (_MESSAGE, _VALUE):
+            self._route(kind, ranks, channel, data)
+        elif kind == _SEVERAL:
+            for one in _Letter.split(bytearray(data)):
+                self._take(one)
         elif kind == _GONE:
             self._hear_of(ranks)
+        elif peer is not None and kind == _PLACE:
+            peer.places[channel] = data
         elif peer is not None and kind == _HELLO:
             peer.rank = ranks[0]
             self._peers[peer.rank] = peer
@@ -285,43 +345,82 @@ class Mail:
 
     def _read_sockets(self) -> None:
         """Serve the connections within the host, until this rank leaves."""
+        self._carrier = threading.get_ident()
         while not self._is_closing:
             for key, events in self._selector.select():
                 if key.fileobj is self._woken:
                     self._woken.recv(4096)
-                elif isinstance(key.data, _Peer):
-                    self._serve(key.data, events)
-                elif not self._is_closing:
+                elif not isinstance(key.data, _Peer):
                     self._accept()
+                elif key.fileobj is key.data.connection:
+                    self._serve(key.data, events)
+                else:
+                    self._end(key.data)
+            self._carry()
             for peer in [*self._peers.values()]:
                 wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.has_unsent else 0)
                 with suppress(KeyError):
                     self._selector.modify(peer.connection, wanted, peer)
         self._sockets.close()
 
+    def _carry(self) -> None:
+        carried, self._carried = self._carried, {}
+        for queue, letters in carried.items():
+            self.client.push(_queue(queue), _Letter.join(letters))
+
     def _serve(self, peer: _Peer, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             peer.send()
         if not events & selectors.EVENT_READ:
             return
-        letters = peer.receive()
-        for letter in letters or ():
-            self._take(letter, peer)
+        try:
+            letters = peer.receive()
+            for letter in letters or ():
+                self._take(letter, peer)
+        except ValueError:  # no rank writes so
+            letters = None
         if letters is None:
-            self._selector.unregister(peer.connection)
-            peer.connection.close()
-            self._peers.pop(peer.rank, None)
-            if not peer.said_bye and peer.rank >= 0 and not self._is_closing:
-                self._tell_of(peer.rank)
+            self._end(peer)
+
+    def _end(self, peer: _Peer) -> None:
+        """Note that a process has ended, or has closed its connection."""
+        for key in [key for key in self._selector.get_map().values() if key.data is peer]:
+            self._selector.unregister(key.fileobj)
+        with suppress(ValueError):
+            while letters := peer.receive():  # what it said last
+                for letter in letters:
+                    self._take(letter, peer)
+        peer.connection.close()
+        self._peers.pop(peer.rank, None)
+        if not peer.said_bye and peer.rank >= 0 and not self._is_closing:
+            self._carry()  # its last verdict comes first
+            for place, beat in peer.places.items():
+                self.client.put(place, beat)
+            self._tell_of(peer.rank)
 
     def _accept(self) -> None:
         with suppress(OSError):
             connection, _ = self._listener.accept()
-            self._sockets.enter_context(connection)
-            if _is_ours(connection):
-                self._selector.register(connection, selectors.EVENT_READ, _Peer(connection))
-            else:
-                connection.close()
+            self._add(connection)
+
+    def _add(self, connection: socket.socket) -> _Peer | None:
+        """Serve a connection, if a process of this user is at its other end.
+
+        The end of the process is watched, too: those that it has forked, such as loaders of data, keep its connections open.
+        """
+        self._sockets.enter_context(connection)
+        pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        if uid != os.getuid():
+            connection.close()
+            return None
+        peer = _Peer(connection)
+        self._selector.register(connection, selectors.EVENT_READ, peer)
+        with suppress(OSError):  # of another pid namespace, whose pids are 0 here; or it has just ended
+            if pid > 0:
+                process = os.pidfd_open(pid)
+                self._sockets.callback(os.close, process)
+                self._selector.register(process, selectors.EVENT_READ, peer)
+        return peer
 
     def _open_sockets(self) -> bool:
         """Listen, or connect to the hub of this host; return whether this rank has a hub, and needs no queue."""
@@ -351,14 +450,12 @@ class Mail:
                 if time.monotonic() > ends_s:
                     return False
                 time.sleep(0.002)
-        if not _is_ours(connection):
-            connection.close()
+        peer = self._add(connection)
+        if peer is None:
             return False
-        peer = _Peer(self._sockets.enter_context(connection))
         peer.rank = self._hub
         peer.send(_Letter.encode(_HELLO, [self._rank]))
         self._peers[self._hub] = peer
-        self._selector.register(connection, selectors.EVENT_READ, peer)
         return True
 
     def _note_unsent(self, peer: _Peer) -> None:
@@ -370,12 +467,6 @@ class Mail:
         with suppress(OSError):
             if self._has_neighbours:
                 self._wake.send(b"!")
-
-
-def _is_ours(connection: socket.socket) -> bool:
-    """Whether a process of this user is at the other end."""
-    _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return bool(uid == os.getuid())
 
 
 def _queue(rank: int) -> str:

@@ -246,7 +246,8 @@ class Topology:
             channel: of the mail, for these ranks.
             members: ranks of the job.
         """
-        heartbeat = Heartbeat(client, self.rank, host=host, interval_s=min(1.0, self.timeout_s / 4), mail=mail)
+        interval_s = min(1.0, self.timeout_s / 4)
+        heartbeat = Heartbeat(client, self.rank, host=host, interval_s=interval_s, mail=mail, channel=channel)
         self._host = host
         self._agreement = Agreeing(
             client,

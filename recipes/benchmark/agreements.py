@@ -1,14 +1,15 @@
 """`python -m recipes.benchmark.ranks`: the cost of an agreement, by the number of ranks: measured, and reckoned from measured parts.
 
 Measured are ranks that are threads of a few processes. They share the processors of one machine, where ranks of a job have their own. So
-seconds on many ranks are an upper bound; requests and bytes are exact. Reckoned is a job whose ranks have a processor each: the machines
-of `ckpt.ranks.agreement` run, and each request takes what it takes here, one after the other in the store's one thread.
+seconds on many ranks are an upper bound; requests and bytes are exact. Reckoned is a job whose ranks have a processor each, eight to a
+host: the machines of `ckpt.ranks.agreement` run, and each request takes what it takes here, one after the other in the store's thread.
 """
 
 from __future__ import annotations
 
 import heapq
 import multiprocessing
+import socket
 import threading
 import time
 from collections import Counter
@@ -35,6 +36,7 @@ from recipes.benchmark.tables import print_table, rounds_text, summarized
 from recipes.support.local_ranks import start_forkserver
 
 LOOPBACK = "127.0.0.1"
+PER_HOST = 8
 _TIMEOUT_S = 120.0
 
 
@@ -73,7 +75,7 @@ def benchmark(keys: RanksBenchmarkKeys) -> Figures:
     for _ in range(keys.rounds):
         for num in keys.ranks:
             measured[f"{num:,}"].append(_measured(num, keys))
-    costs = request_costs(keys.payload_bytes)
+    costs = request_costs(keys.payload_bytes * PER_HOST)
     reckoned = {f"{num:,}": [reckon(num, keys.payload_bytes, costs)] for num in keys.reckoned}
     return {
         "payload_bytes": keys.payload_bytes,
@@ -130,7 +132,7 @@ def _phases(port: int, ranks: Sequence[int], num_ranks: int, num_phases: int, nu
     seconds: dict[int, float] = {}
 
     def run(rank: int) -> None:
-        topology = Topology.join(PrefixStore("job", store), rank, num_ranks, timeout_s=_TIMEOUT_S, host=f"host-{rank // 8}")
+        topology = Topology.join(PrefixStore("job", store), rank, num_ranks, timeout_s=_TIMEOUT_S, host=f"host-{rank // PER_HOST}")
         with topology:
             with topology.phase("begin"):
                 ready.wait()
@@ -215,36 +217,47 @@ def request_costs(num_bytes: int) -> dict[str, float]:
             thread.start()
         for thread in threads:
             thread.join()
-        costs["store"] = (time.perf_counter() - began) / (num * len(clients))
+        costs |= {"store": (time.perf_counter() - began) / (num * len(clients)), "socket": _socket_s()}
     return costs
 
 
-def reckon(num_ranks: int, num_bytes: int, costs: Mapping[str, float]) -> Figures:
-    """Return the figures of one phase of a job whose ranks have a processor each, and one store."""
+def reckon(num_ranks: int, num_bytes: int, costs: Mapping[str, float], per_host: int = PER_HOST) -> Figures:
+    """Return the figures of one phase of a job whose ranks have a processor each, and one store, and enter the phase at once.
+
+    Args:
+        costs: of requests with the payloads of one host.
+    """
     at, count = PhaseIndex(0, 0), Counter[str]()
     machines = [Agreement(rank, num_ranks, 300.0) for rank in range(num_ranks)]
-    free_s = {"store": 0.0, "lead": 0.0}
+    store_free_s = 0.0
 
     def request(now_s: float, num: int, kind: str) -> float:
-        """A request of a rank that waits for the answer; return when it has it."""
+        """A request; return when it is answered, or, of a push, sent."""
+        nonlocal store_free_s
         count["requests"] += 1
         count["bytes"] += num
-        free_s["store"] = max(free_s["store"], now_s) + costs["store"]
-        return max(free_s["store"], now_s + costs[kind])
+        store_free_s = max(store_free_s, now_s) + costs["store"]
+        return now_s + costs[kind] if kind == "push" else max(store_free_s, now_s + costs[kind])
 
     verdict = PhaseOutcome("benchmark", "measured", to_lead=b'"' + b"x" * num_bytes + b'"')
-    arrivals: list[tuple[float, int, Send]] = []
-    for machine in machines:  # the lead's own verdict is first, and costs no message
-        now_s = request(request(0.0, 170, "set"), 170, "set")
-        for do in machine.vote(at, verdict):
-            assert isinstance(do, Send)
-            heapq.heappush(arrivals, (request(now_s, len(do.message[2]) + 40, "push"), machine.rank, do))
+    arrivals: list[tuple[float, int, list[Send]]] = []
+    for hub in range(0, num_ranks, per_host):
+        sent: list[Send] = []
+        for machine in machines[hub : hub + per_host]:
+            sent += [do for do in machine.vote(at, verdict) if isinstance(do, Send)]  # of the lead: none
+        now_s = request(0.0, 170, "set") + costs["socket"]
+        if hub:
+            now_s = request(now_s, sum(len(one.message[2]) + 40 for one in sent), "push")
+        heapq.heappush(arrivals, (now_s, hub, sent))
     lead_s, dos = 0.0, list[Do]()
     while arrivals:
-        there_s, _, sent = heapq.heappop(arrivals)
-        lead_s = request(max(lead_s, there_s), len(sent.message[2] or b"") + 40, "pop_waiting")
+        there_s, hub, sent = heapq.heappop(arrivals)
+        lead_s = max(lead_s, there_s)
+        if hub:
+            lead_s = request(lead_s, sum(len(one.message[2]) + 40 for one in sent), "pop_waiting")
         began = time.perf_counter()
-        dos += machines[0].hear(sent.message)
+        for one in sent:
+            dos += machines[0].hear(one.message)
         lead_s += time.perf_counter() - began
     ends_s = lead_s
     while dos:
@@ -253,20 +266,37 @@ def reckon(num_ranks: int, num_bytes: int, costs: Mapping[str, float]) -> Figure
         match do:
             case Conclude():
                 dos += machines[0].concluded(at, concluded(do.verdicts, lambda verdicts: Answer(b'"%d"' % len(verdicts))))
+                lead_s += time.perf_counter() - began
             case Settle():
                 lead_s = request(lead_s, len(do.result), "first")
                 dos += machines[0].truth(at, do.result)
             case Send():
+                told = do.message[1] or b""
+                for hub in sorted({rank - rank % per_host for rank in do.to}):
+                    if hub:
+                        lead_s = request(lead_s, len(told) + 40 + 6 * per_host, "push")
+                        ends_s = max(ends_s, request(lead_s, len(told) + 40 + 6 * per_host, "pop"))
                 for rank in do.to:
-                    lead_s = request(lead_s, len(do.message[1] or b"") + 40, "push")
                     (decided,) = machines[rank].hear(do.message)
                     assert isinstance(decided, Decided)
-                    ends_s = max(ends_s, request(lead_s, len(decided.result) + 40, "pop"))
-                began = time.perf_counter()  # the members' work is not the lead's
-        lead_s += time.perf_counter() - began
+                ends_s += costs["socket"]
     return {
         "phase_s": max(ends_s, lead_s),
         "requests": count["requests"] / num_ranks,
         "bytes": count["bytes"],
         "least_bytes": num_ranks * num_bytes,
     }
+
+
+def _socket_s() -> float:
+    """Seconds of a letter between two threads, one after the other."""
+    one, other = socket.socketpair()
+    with one, other:
+        thread = threading.Thread(target=lambda: [other.send(other.recv(1)) for _ in range(1000)])
+        thread.start()
+        began = time.perf_counter()
+        for _ in range(1000):
+            one.send(b"x")
+            one.recv(1)
+        thread.join()
+        return (time.perf_counter() - began) / 2000

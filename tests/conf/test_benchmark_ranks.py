@@ -46,16 +46,16 @@ def test_measured_and_reckoned_phases_move_the_same_bytes(
     for name, measured in result["medians"].items():
         reckoned = result["reckoned"][name]
         assert measured["least_bytes"] == reckoned["least_bytes"] == int(name) * 500
-        assert 5 <= measured["requests"] <= 12, "and not hundreds, as of a rank that asks again and again"
+        assert measured["requests"] <= 12, "and not hundreds, as of a rank that asks again and again"
         assert reckoned["requests"] <= measured["requests"]
-        assert 500 * (int(name) - 1) < reckoned["bytes"] <= 1.2 * measured["bytes"]
+        assert reckoned["bytes"] <= measured["bytes"], "ranks of one host have sockets"
     show(result)
     printed = " ".join(capsys.readouterr().out.split())
     assert "a phase with 500 bytes of each rank for the lead, measured, one round" in printed and "40 ranks" in printed
 
 
 def test_bytes_grow_with_the_ranks_and_not_with_their_square() -> None:
-    costs = request_costs(2000)
+    costs = request_costs(16_000)
     few, many = (reckon(num, 2000, costs) for num in (64, 256))
     assert few["bytes"] <= 0.3e6 and many["bytes"] <= 1.2e6
     assert max(few["requests"], many["requests"]) <= 8

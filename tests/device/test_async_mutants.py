@@ -173,8 +173,8 @@ ON_HOST = [
     ),
     Mutant(
         "a checkpoint that is equal to an older one raises no alarm",
-        "ckpt/saving/checkpoint_root.py: CheckpointRoot._settle",
-        "alarms = self._stale_check.alarms(target.checkpoint_id, results)",
+        "ckpt/saving/checkpoint_root.py: CheckpointRoot.publish",
+        "alarms = self._stale_check.alarms(target.checkpoint_id, written.results)",
         "alarms: list[str] = []",
         (f"{BYTES}::test_the_alarm_is_raised_on_every_rank_alike",),
     ),

@@ -414,7 +414,7 @@ def _lose_answers(topology: Topology) -> tuple[str, float]:
         store = reach("127.0.0.1", between.port if topology.rank == 1 else port, timeout_s=5.0)
         part = dist.PrefixStore("joined anew", store)
         with (
-            Topology.join(part, topology.rank, 2, timeout_s=2.0) as joined,
+            Topology.join(part, topology.rank, 2, host=f"host-{topology.rank}", timeout_s=2.0) as joined,
             pytest.raises(RankAbsentError) as caught,
             joined.operation(SAVE),
         ):

@@ -59,12 +59,17 @@ def test_ranks_of_several_hosts_agree() -> None:
     assert run_ranks(world_size, _say, nodes=NODES) == [expected] * world_size
 
 
-def _signal_in_phase(topology: Topology, victim: int, number: signal.Signals, timeout_s: float) -> Any:
+def _signal_in_phase(
+    topology: Topology, victim: int, number: signal.Signals, timeout_s: float, has_forked: bool = False
+) -> Any:
     def write(apart: Topology) -> tuple[str, int | None, float]:
         began = time.monotonic()
         with pytest.raises(CheckpointError) as caught, apart.operation(SAVE), apart.phase("write"):
             if apart.rank == victim:
                 time.sleep(0.2)  # the others wait by then
+                if has_forked and os.fork() == 0:  # a loader of data, which keeps the rank's connections open
+                    time.sleep(20)
+                    os._exit(0)
                 os.kill(os.getpid(), number)
         after_s = time.monotonic() - began
         with pytest.raises(CheckpointError) as again, apart.operation(SAVE), apart.phase("write"):
@@ -89,6 +94,14 @@ def test_a_rank_that_is_killed_is_named_on_all_hosts_at_once(victim: int) -> Non
     assert message.startswith(f"rank {victim} (pid ") and message.endswith(f"{how} in phase write of {SAVE}")
     assert named == victim
     assert max(after_s for *_, after_s in said) < patience(2.0 if is_seen else 4.0 + 5.0)
+
+
+@pytest.mark.parametrize("victim", [3, 4])
+def test_the_end_of_a_rank_is_seen_although_processes_that_it_has_forked_live_on(victim: int) -> None:
+    outcomes = run_ranks(6, _signal_in_phase, victim, signal.SIGKILL, 300.0, True, nodes=NODES, expect_dead={victim})
+    said = [outcome for rank, outcome in enumerate(outcomes) if rank != victim]
+    assert all(f"rank {victim} (pid " in message and "was killed or ended" in message for message, *_ in said)
+    assert max(after_s for *_, after_s in said) < patience(2.0)
 
 
 @pytest.mark.parametrize("victim", [0, 3])
@@ -210,3 +223,20 @@ def _threads_after(topology: Topology) -> list[str]:
 
 def test_nothing_is_left_of_a_job_that_has_ended() -> None:
     assert run_ranks(3, _threads_after, nodes=[2, 1]) == [[], [], []]
+
+
+def _long_results(topology: Topology) -> int:
+    def exchange(apart: Topology) -> int:
+        with apart.branch("a branch") as branch:
+            for one in (apart, branch):
+                for _ in range(3):
+                    with one.operation(SAVE), one.phase("tables") as phase:
+                        phase.payload = f"{apart.rank}" * 300_000
+                    assert phase.payloads == [f"{rank}" * 300_000 for rank in range(apart.world_size)]
+        return len(phase.payloads)
+
+    return _apart(topology, exchange)
+
+
+def test_long_results_reach_every_rank_of_every_host() -> None:
+    assert run_ranks(6, _long_results, nodes=NODES) == [6] * 6

@@ -75,6 +75,14 @@ def manifest_bytes_at(path: Place) -> bytes:
         raise (error if said is None else CheckpointNotFoundError(said)) from error
 
 
+def _matches(path: Path, pattern: str) -> list[Path]:
+    """The files of a pattern in their order; none if a part of the folder is removed meanwhile."""
+    try:
+        return sorted(path.glob(pattern), key=_by_numbers)
+    except FileNotFoundError:
+        return []
+
+
 def recognised(path: Path) -> str | None:
     """Return a sentence about a path without a checkpoint that is read: what is there, and what to do.
 
@@ -92,7 +100,7 @@ def recognised(path: Path) -> str | None:
             f"python -m recipes.convert src={path} dst=<a new folder>"
         )
     for pattern, said in _OF_FOLDERS:
-        if matches := sorted(path.glob(pattern), key=_by_numbers):
+        if matches := _matches(path, pattern):
             return f"{path} is {said.format(path=path, found=matches[-1], above=matches[-1].parent)}"
     listed = sorted(islice(path.iterdir(), _MOST_LISTED), key=_by_numbers, reverse=True)
     if not listed:
