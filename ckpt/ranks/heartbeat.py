@@ -116,8 +116,11 @@ class Heartbeat:
 
     def enter(self, at: PhaseIndex, what: str | None, phase: str | None) -> None:
         """Make known where this rank is now: if it is killed there, the others report it. The store hears of it now, or from the hub."""
+        self._tell({"at": at, "what": what, "phase": phase, "waits": False})
+
+    def _tell(self, changes: Mapping[str, Any]) -> None:
         with self._lock:
-            beat = self._changed({"at": at, "what": what, "phase": phase, "waits": False})
+            beat = self._changed(changes)
             if self._mail is None or not self._mail.note_place(self._key_in_mail, beat):
                 self._client.put(beat_key(self._beat.rank), beat)
 
@@ -134,7 +137,7 @@ class Heartbeat:
         if self._thread.is_alive():
             self._thread.join()
         with suppress(StoreGoneError):  # no rank reads it any more
-            self.say(left=True)
+            self._tell({"left": True})  # after the places that the hub has still to write
 
     def _run(self) -> None:
         try:

@@ -30,6 +30,8 @@ from ckpt.ranks.waiting import start
 
 _AT_ONCE_S = 0.0005
 """A message that is there within this time has been waiting for the reader."""
+_PLACES_S = 0.05
+"""Longest time after which the store knows in which phases the ranks of a host are."""
 _CONNECT_S = 5.0
 """Longest wait for the hub to listen."""
 _LENGTH = struct.Struct("<I")
@@ -88,7 +90,6 @@ class _Peer:
         self.connection = connection
         self.rank = -1  # not said yet
         self.said_bye = False
-        self.places: dict[str, bytes] = {}  # key -> the heartbeat with which it entered its last phase
         self._lock = threading.Lock()
         self._read, self._unsent = bytearray(), bytearray()
 
@@ -150,6 +151,8 @@ class Mail:
         self._peers: dict[int, _Peer] = {}
         self._carrier = 0  # the thread that reads the sockets
         self._carried: dict[int, list[bytes]] = {}  # queue -> letters that it has read together
+        self._places: dict[str, bytes] = {}  # key -> heartbeat of a rank of this host, to be written
+        self._placed_s = 0.0
         self._failure: StoreGoneError | None = None
         self._pushed_s = time.monotonic()
         self._threads: list[threading.Thread] = []
@@ -184,8 +187,12 @@ class Mail:
         if not self._give_to_hub(_Letter.encode(_VALUE, to, channel, data)):
             self._route(_VALUE, to, channel, data)
 
+    def watches(self, rank: int) -> bool:
+        """Whether the kernel tells this rank when that one ends."""
+        return rank in self._peers
+
     def note_place(self, key: str, beat: bytes) -> bool:
-        """Let the hub know where this rank is, so that it can say so if this one ends there; False: there is no hub to tell."""
+        """Have the hub write where this rank is, with others' places, before it tells of its end; False: there is no hub."""
         return self._give_to_hub(_Letter.encode(_PLACE, channel=key, data=beat))
 
     def receive(self, channel: str, timeout_s: float) -> bytes | None:
@@ -289,12 +296,13 @@ class Mail:
         elif kind == _GONE:
             self._hear_of(ranks)
         elif peer is not None and kind == _PLACE:
-            peer.places[channel] = data
+            self._places[channel] = data
         elif peer is not None and kind == _HELLO:
             peer.rank = ranks[0]
             self._peers[peer.rank] = peer
         elif peer is not None and kind == _BYE:
             peer.said_bye = True
+            self._write_places()
 
     def _hear_of(self, ranks: Iterable[int]) -> None:
         """Note that ranks have ended; a hub passes it on to its host."""
@@ -345,28 +353,35 @@ class Mail:
 
     def _read_sockets(self) -> None:
         """Serve the connections within the host, until this rank leaves."""
-        self._carrier = threading.get_ident()
-        while not self._is_closing:
-            for key, events in self._selector.select():
-                if key.fileobj is self._woken:
-                    self._woken.recv(4096)
-                elif not isinstance(key.data, _Peer):
-                    self._accept()
-                elif key.fileobj is key.data.connection:
-                    self._serve(key.data, events)
-                else:
-                    self._end(key.data)
-            self._carry()
-            for peer in [*self._peers.values()]:
-                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.has_unsent else 0)
-                with suppress(KeyError):
-                    self._selector.modify(peer.connection, wanted, peer)
-        self._sockets.close()
+        with self._sockets:
+            self._carrier = threading.get_ident()
+            while not self._is_closing:
+                for key, events in self._selector.select(_PLACES_S if self._places else None):
+                    if key.fileobj is self._woken:
+                        self._woken.recv(4096)
+                    elif not isinstance(key.data, _Peer):
+                        self._accept()
+                    elif key.fileobj is key.data.connection:
+                        self._serve(key.data, events)
+                    else:
+                        self._end(key.data)
+                self._carry()
+                if self._places and time.monotonic() - self._placed_s > _PLACES_S:
+                    self._write_places()
+                for peer in [*self._peers.values()]:
+                    wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.has_unsent else 0)
+                    with suppress(KeyError):
+                        self._selector.modify(peer.connection, wanted, peer)
+            self._write_places()
 
     def _carry(self) -> None:
         carried, self._carried = self._carried, {}
         for queue, letters in carried.items():
             self.client.push(_queue(queue), _Letter.join(letters))
+
+    def _write_places(self) -> None:
+        places, self._places, self._placed_s = self._places, {}, time.monotonic()
+        self.client.put_all(places)
 
     def _serve(self, peer: _Peer, events: int) -> None:
         if events & selectors.EVENT_WRITE:
@@ -394,8 +409,7 @@ class Mail:
         self._peers.pop(peer.rank, None)
         if not peer.said_bye and peer.rank >= 0 and not self._is_closing:
             self._carry()  # its last verdict comes first
-            for place, beat in peer.places.items():
-                self.client.put(place, beat)
+            self._write_places()
             self._tell_of(peer.rank)
 
     def _accept(self) -> None:
