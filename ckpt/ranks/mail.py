@@ -156,7 +156,8 @@ class Mail:
         self._failure: StoreGoneError | None = None
         self._pushed_s = time.monotonic()
         self._threads: list[threading.Thread] = []
-        self._is_closing = False
+        self._is_closing = self._is_reader = False
+        self._wake: socket.socket | None = None
         self._sockets = ExitStack()
         with ExitStack() as unless_open:
             unless_open.callback(self.close)
@@ -439,8 +440,9 @@ class Mail:
     def _open_sockets(self) -> bool:
         """Listen, or connect to the hub of this host; return whether this rank has a hub, and needs no queue."""
         self._selector = self._sockets.enter_context(selectors.DefaultSelector())
-        self._wake, self._woken = (self._sockets.enter_context(end) for end in socket.socketpair())
-        self._wake.setblocking(False)
+        wake, self._woken = (self._sockets.enter_context(end) for end in socket.socketpair())
+        wake.setblocking(False)
+        self._wake = wake
         self._selector.register(self._woken, selectors.EVENT_READ)
         if self._rank != self._hub:
             return self._connect()
@@ -479,7 +481,7 @@ class Mail:
 
     def _poke(self) -> None:
         with suppress(OSError):
-            if self._has_neighbours:
+            if self._wake is not None:
                 self._wake.send(b"!")
 
 
