@@ -181,11 +181,8 @@ class Agreeing:
     def _sights(self, ranks: Collection[int]) -> dict[int, Sight]:
         """Look at ranks: at their heartbeats, and whether their processes are there, as far as any host has seen."""
         seen = sights(self.client, ranks)
-        return {rank: Sight(one.beat, self._has_ended(one, self.members[rank])) for rank, one in seen.items()}
-
-    def _has_ended(self, seen: Sight, rank: int) -> bool:
-        """Where the kernel tells of the end, it is known with the place where the rank was."""
-        return rank in self.mail.gone or (seen.has_ended and not self.mail.watches(rank))
+        gone = self.mail.gone
+        return {rank: Sight(one.beat, one.has_ended or self.members[rank] in gone) for rank, one in seen.items()}
 
     def _done(self, dos: list[Do], answer: Callable[[Mapping[int, PhaseOutcome]], Answer]) -> bytes | None:
         """Do what the machine asks for, and what follows from it; return the result, once it is there."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -73,22 +73,20 @@ class Heartbeat:
     """This rank's heartbeat: a daemon thread that publishes phase and progress every `interval_s`.
 
     Args:
-        mail: that is kept alive, and told where this rank is; None: none.
-        channel: of the mail, which is also the path from its part of the store to that of `client`.
+        mail: that is kept alive; None: none.
 
     Attributes:
         watch: of another rank's heartbeat; None: none.
     """
 
     def __init__(
-        self, client: StoreClient, rank: int, *, host: str, interval_s: float, mail: Mail | None = None, channel: str = ""
+        self, client: StoreClient, rank: int, *, host: str, interval_s: float, mail: Mail | None = None
     ) -> None:
         pid = os.getpid()
         self._beat = Beat(rank, pid, _born(pid) or "", host, machine("pid"))
         self._client = client
         self._interval_s = interval_s
         self._mail = mail
-        self._key_in_mail = f"{channel}/{beat_key(rank)}".removeprefix("/")
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self.watch: Watch | None = None
@@ -112,24 +110,15 @@ class Heartbeat:
     def say(self, **changes: Any) -> None:
         """Publish at once the progress of this rank, and changes of its `Beat`."""
         with self._lock:
-            self._client.put(beat_key(self._beat.rank), self._changed(changes))
+            for name, value in changes.items():
+                setattr(self._beat, name, value)
+            self._beat.number += 1
+            self._beat.moves += bool(changes)
+            self._client.put(beat_key(self._beat.rank), self._beat.encode())
 
     def enter(self, at: PhaseIndex, what: str | None, phase: str | None) -> None:
-        """Make known where this rank is now: if it is killed there, the others report it. The store hears of it now, or from the hub."""
-        self._tell({"at": at, "what": what, "phase": phase, "waits": False})
-
-    def _tell(self, changes: Mapping[str, Any]) -> None:
-        with self._lock:
-            beat = self._changed(changes)
-            if self._mail is None or not self._mail.note_place(self._key_in_mail, beat):
-                self._client.put(beat_key(self._beat.rank), beat)
-
-    def _changed(self, changes: Mapping[str, Any]) -> bytes:
-        for name, value in changes.items():
-            setattr(self._beat, name, value)
-        self._beat.number += 1
-        self._beat.moves += bool(changes)
-        return self._beat.encode()
+        """Publish at once where this rank is now: if it is killed there, the others report it."""
+        self.say(at=at, what=what, phase=phase, waits=False)
 
     def stop(self) -> None:
         """Publish that this rank has left the job, and stop."""
@@ -137,7 +126,7 @@ class Heartbeat:
         if self._thread.is_alive():
             self._thread.join()
         with suppress(StoreGoneError):  # no rank reads it any more
-            self._tell({"left": True})  # after the places that the hub has still to write
+            self.say(left=True)
 
     def _run(self) -> None:
         try:

@@ -30,8 +30,6 @@ from ckpt.ranks.waiting import start
 
 _AT_ONCE_S = 0.0005
 """A message that is there within this time has been waiting for the reader."""
-_PLACES_S = 0.05
-"""Longest time after which the store knows in which phases the ranks of a host are."""
 _CONNECT_S = 5.0
 """Longest wait for the hub to listen."""
 _LENGTH = struct.Struct("<I")
@@ -42,7 +40,7 @@ LOOK = b""
 """In place of a message: something has happened, look at once."""
 
 # Kinds of letters: what a socket or a queue carries.
-_MESSAGE, _GONE, _HELLO, _BYE, _STOP, _NOTHING, _PLACE, _SEVERAL, _VALUE = b"mghbs-p+v"
+_MESSAGE, _GONE, _HELLO, _BYE, _STOP, _NOTHING, _SEVERAL, _VALUE = b"mghbs-+v"
 
 
 class _Letter:
@@ -151,8 +149,6 @@ class Mail:
         self._peers: dict[int, _Peer] = {}
         self._carrier = 0  # the thread that reads the sockets
         self._carried: dict[int, list[bytes]] = {}  # queue -> letters that it has read together
-        self._places: dict[str, bytes] = {}  # key -> heartbeat of a rank of this host, to be written
-        self._placed_s = 0.0
         self._failure: StoreGoneError | None = None
         self._pushed_s = time.monotonic()
         self._threads: list[threading.Thread] = []
@@ -187,14 +183,6 @@ class Mail:
         data = key.encode() + b"\0" + head
         if not self._give_to_hub(_Letter.encode(_VALUE, to, channel, data)):
             self._route(_VALUE, to, channel, data)
-
-    def watches(self, rank: int) -> bool:
-        """Whether the kernel tells this rank when that one ends."""
-        return rank in self._peers
-
-    def note_place(self, key: str, beat: bytes) -> bool:
-        """Have the hub write where this rank is, with others' places, before it tells of its end; False: there is no hub."""
-        return self._give_to_hub(_Letter.encode(_PLACE, channel=key, data=beat))
 
     def receive(self, channel: str, timeout_s: float) -> bytes | None:
         """Return the next message in a channel, or `LOOK`; None: none has come. Signal handlers run meanwhile.
@@ -296,14 +284,11 @@ class Mail:
                 self._take(one)
         elif kind == _GONE:
             self._hear_of(ranks)
-        elif peer is not None and kind == _PLACE:
-            self._places[channel] = data
         elif peer is not None and kind == _HELLO:
             peer.rank = ranks[0]
             self._peers[peer.rank] = peer
         elif peer is not None and kind == _BYE:
             peer.said_bye = True
-            self._write_places()
 
     def _hear_of(self, ranks: Iterable[int]) -> None:
         """Note that ranks have ended; a hub passes it on to its host."""
@@ -357,7 +342,7 @@ class Mail:
         with self._sockets:
             self._carrier = threading.get_ident()
             while not self._is_closing:
-                for key, events in self._selector.select(_PLACES_S if self._places else None):
+                for key, events in self._selector.select():
                     if key.fileobj is self._woken:
                         self._woken.recv(4096)
                     elif not isinstance(key.data, _Peer):
@@ -367,22 +352,15 @@ class Mail:
                     else:
                         self._end(key.data)
                 self._carry()
-                if self._places and time.monotonic() - self._placed_s > _PLACES_S:
-                    self._write_places()
                 for peer in [*self._peers.values()]:
                     wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.has_unsent else 0)
                     with suppress(KeyError):
                         self._selector.modify(peer.connection, wanted, peer)
-            self._write_places()
 
     def _carry(self) -> None:
         carried, self._carried = self._carried, {}
         for queue, letters in carried.items():
             self.client.push(_queue(queue), _Letter.join(letters))
-
-    def _write_places(self) -> None:
-        places, self._places, self._placed_s = self._places, {}, time.monotonic()
-        self.client.put_all(places)
 
     def _serve(self, peer: _Peer, events: int) -> None:
         if events & selectors.EVENT_WRITE:
@@ -410,7 +388,6 @@ class Mail:
         self._peers.pop(peer.rank, None)
         if not peer.said_bye and peer.rank >= 0 and not self._is_closing:
             self._carry()  # its last verdict comes first
-            self._write_places()
             self._tell_of(peer.rank)
 
     def _accept(self) -> None:

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -90,15 +90,6 @@ class StoreClient:
 
     def put(self, key: str, data: bytes, *, compress: bool = True) -> None:
         self._call(self.connection.set, key, self._packed(key, data, compress))
-
-    def put_all(self, values: Mapping[str, bytes]) -> None:
-        """Set several short values, in one request where the store can."""
-        store: Any = self.connection  # whose stub lacks some methods
-        if values and store.has_extended_api():
-            self._call(store.multi_set, [*values], [b"=" + data for data in values.values()])
-        else:
-            for key, data in values.items():
-                self.put(key, data)
 
     def put_first(self, key: str, data: bytes) -> bytes:
         """Set a key that is not set yet; return its value, `data` or another rank's."""

@@ -247,7 +247,7 @@ class Topology:
             members: ranks of the job.
         """
         interval_s = min(1.0, self.timeout_s / 4)
-        heartbeat = Heartbeat(client, self.rank, host=host, interval_s=interval_s, mail=mail, channel=channel)
+        heartbeat = Heartbeat(client, self.rank, host=host, interval_s=interval_s, mail=mail)
         self._host = host
         self._agreement = Agreeing(
             client,

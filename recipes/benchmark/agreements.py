@@ -245,7 +245,7 @@ def reckon(num_ranks: int, num_bytes: int, costs: Mapping[str, float], per_host:
         sent: list[Send] = []
         for machine in machines[hub : hub + per_host]:
             sent += [do for do in machine.vote(at, verdict) if isinstance(do, Send)]  # of the lead: none
-        now_s = request(0.0, 170, "set") + costs["socket"]
+        now_s = max(request(0.0, 170, "set") for _ in range(min(per_host, num_ranks - hub))) + costs["socket"]
         if hub:
             now_s = request(now_s, sum(len(one.message[2]) + 40 for one in sent), "push")
         heapq.heappush(arrivals, (now_s, hub, sent))

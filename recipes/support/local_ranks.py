@@ -82,10 +82,6 @@ class _Failure(NamedTuple):
     exitcode: int
 
 
-_PLACE_S = 0.2
-"""In which the first rank of a host, which sees the death, too, has written where the dead rank was."""
-
-
 class _AskedToEnd(BaseException):
     """This process got a signal of `_SIGNALS`, which is the argument."""
 
@@ -405,7 +401,6 @@ def _cause(store: dist.TCPStore, failure: _Failure, num_ranks: int) -> tuple[Che
 
 def _death(store: dist.TCPStore, rank: int, exitcode: int) -> RankAbsentError:
     """Return the error of a rank that left no report: its exit code, and the place of its last heartbeat, or of its background save's."""
-    time.sleep(_PLACE_S)
     beats = list(_last_beats(store, rank))
     busy = [beat for beat in beats if beat.what is not None and not beat.left]
     busy.sort(key=lambda beat: beat.phase == WAITING)
