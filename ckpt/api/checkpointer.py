@@ -356,7 +356,7 @@ class Checkpointer:
         steps_s = (step - then) / max(now - at, 1e-6)
         with self._topology.phase("told to end") as phase:
             phase.merge = {"told": most(self._has_sigterm_come())}
-            phase.from_lead = min(_MOST_STEPS, max(1, round(_LOOK_S * steps_s))) if self._topology.is_lead else None
+            phase.from_lead = min(_MOST_STEPS, max(1, round(_LOOK_S * steps_s)))
         self._next_look, self._last_look = step + phase.from_lead, (step, now)
         if self.coordinator.num_pending:
             with self._telling_of_saves():

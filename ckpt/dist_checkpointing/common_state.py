@@ -78,7 +78,7 @@ def _exchange_differing(
             paths = [path for path in {**expected, **mine} if expected.get(path) != mine.get(path)]
             phase.payload = [len(paths), paths[:_MAX_SENT]]
     said: dict[int, tuple[int, list[str]]] = {rank: tuple(one) for rank, one in enumerate(phase.payloads) if one}
-    return [said.get(distinct.senders[number], (0, [])) for number in distinct.number_of_rank]
+    return [said.get(speaker, (0, [])) for speaker in distinct.first_with_each()]
 
 
 def _warn(found: Mapping[str, Sequence[int]], num_differing: Sequence[int]) -> None:

@@ -259,7 +259,7 @@ class VersionedEngine(CheckpointEngineWithCache):
         """Last part of the join. Collective."""
         with topology.phase("agree on the buckets") as phase:
             phase.merge = {"room": least(self.buckets.room())}
-            phase.from_lead = uuid.uuid4().hex if topology.is_lead else None
+            phase.from_lead = uuid.uuid4().hex
         self._bucket_bytes = phase.merged["room"]
         self._connections = f"ckpt-engine-{phase.from_lead}"
         self._generation = 0
@@ -591,7 +591,7 @@ class VersionedEngine(CheckpointEngineWithCache):
             num_bytes=update.layout.payload_bytes,
             sent_bytes=update.sent_bytes,
             num_buckets=update.layout.num_buckets,
-            **{name: max(seconds.get(name, 0.0), 0.0) for name in _SECONDS},
+            **{name: seconds.get(name, 0.0) for name in _SECONDS},
         )
 
     # From one state to the next, in the members' thread

@@ -111,10 +111,6 @@ class Agreement:
         self._kept: list[PhaseIndex] = []  # on the lead: truths that a rank may still have to read
         self._detector: FailureDetector | None = None
 
-    @property
-    def is_waiting(self) -> bool:
-        return self._waiting is not None
-
     def vote(self, at: PhaseIndex, verdict: PhaseOutcome) -> list[Do]:
         """Hand in this rank's verdict, and wait for the others'."""
         self._waiting = _Waiting(at, verdict)

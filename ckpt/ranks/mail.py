@@ -20,7 +20,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from queue import Empty, SimpleQueue
 
@@ -314,10 +314,10 @@ class Mail:
 
     # Threads
 
-    def _run(self, read: object, name: str) -> None:
+    def _run(self, read: Callable[[], None], name: str) -> None:
         def until_the_store_is_gone() -> None:
             try:
-                read()  # type: ignore[operator]
+                read()
             except StoreGoneError as error:
                 self.fail(error)
 

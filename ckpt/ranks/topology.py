@@ -654,11 +654,6 @@ def _store_gone(what: str | None, rank: int, error: StoreGoneError) -> RankAbsen
     return RankAbsentError(start + STORE_IS_GONE)
 
 
-def slowest_rank(seconds: Sequence[float]) -> int | None:
-    """Return the rank with the most seconds, given those of each; None: there is one rank."""
-    return max(range(len(seconds)), key=seconds.__getitem__) if len(seconds) > 1 else None
-
-
 def _require_well_addressed(phase: Phase) -> None:
     """Raise if a rank sends data that another does not expect, or the reverse; given (to, from) of each rank."""
     sent = {(rank, to) for rank, (tos, _) in enumerate(phase.gathered) for to in tos}

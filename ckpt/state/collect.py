@@ -230,10 +230,17 @@ class DistinctRanks(NamedTuple):
     number_of_rank: list[int]
 
     @classmethod
-    def of(cls, digests: Sequence[str]) -> DistinctRanks:
+    def of(cls, digests: Sequence[str | None]) -> DistinctRanks:
         """Group ranks by the digests of their values."""
-        number_of = {digest: number for number, digest in enumerate(dict.fromkeys(digests))}
-        return cls([digests.index(digest) for digest in number_of], [number_of[digest] for digest in digests])
+        lowest: dict[str | None, int] = {}
+        for rank, digest in enumerate(digests):
+            lowest.setdefault(digest, rank)
+        number_of = {digest: number for number, digest in enumerate(lowest)}
+        return cls([*lowest.values()], [number_of[digest] for digest in digests])
+
+    def first_with_each(self) -> list[int]:
+        """Return, by rank, the lowest rank with an equal value."""
+        return [self.senders[number] for number in self.number_of_rank]
 
 
 @dataclass(frozen=True, slots=True)

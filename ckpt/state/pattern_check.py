@@ -14,6 +14,7 @@ from ckpt.format import strict_json
 from ckpt.format.manifest import digest_of
 from ckpt.ranks.merging import Alike, alike
 from ckpt.ranks.topology import Topology
+from ckpt.state.collect import DistinctRanks
 from ckpt.state.doctor import Diagnosis, PatternVerdict, Seen, diagnose
 from ckpt.state.replication import Fingerprint
 from ckpt.state.sharing import Ranks, StateComponent
@@ -55,9 +56,9 @@ def examine(
 
     def senders() -> dict[str, list[int]]:
         _require_one_declaration(phase.merged["declared"])
-        first_with.update({key: _first_with_each([said[at] for said in phase.gathered]) for at, key in enumerate(components)})
-        distinct = {key: sorted(set(ranks)) for key, ranks in first_with.items()}
-        return {key: ranks for key, ranks in distinct.items() if len(ranks) > 1}
+        distinct = {key: DistinctRanks.of([said[at] for said in phase.gathered]) for at, key in enumerate(components)}
+        first_with.update({key: one.first_with_each() for key, one in distinct.items()})
+        return {key: one.senders for key, one in distinct.items() if len(one.senders) > 1}
 
     with topology.phase("fingerprints") as phase:
         digests = {key: digest_of(json.dumps(leaves, sort_keys=True).encode()) for key, leaves in seen.items()}
@@ -100,12 +101,6 @@ def act_on(
         raise ConfigurationError(f"{remarks[0].sentence}. To save in spite of it, set pattern_check=warn.")
     for one in remarks if tell else ():
         _log.warning("%s (%s)", one.sentence, one.verdict.value)
-
-
-def _first_with_each(digests: Sequence[str | None]) -> list[int]:
-    """Return, by rank, the lowest rank with an equal digest."""
-    first: dict[str | None, int] = {}
-    return [first.setdefault(digest, rank) for rank, digest in enumerate(digests)]
 
 
 def _gather(
