@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from ckpt.errors import describe
 from ckpt.ranks.absence import LEAD, Absence, PhaseIndex, Sight
-from ckpt.ranks.agreement import Agreement, Conclude, Decided, Do, Forget, ReadTruth, Send, Settle, Told, Vote
+from ckpt.ranks.agreement import Agreement, Conclude, Decided, Do, Forget, Send, Settle, Told, Vote
 from ckpt.ranks.heartbeat import Heartbeat, sights
 from ckpt.ranks.mail import LOOK, Mail
 from ckpt.ranks.outcomes import Answer, PhaseOutcome, Result, concluded
@@ -20,6 +20,8 @@ from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError
 from ckpt.ranks.waiting import AwakeClock
 
+_SENT_ALONG_BYTES = 4096
+"""Longer results are read once by each host, so that the store need not hold a copy for each."""
 _READ_S = 0.05
 """In which the thread that reads the messages brings one that is there."""
 
@@ -190,19 +192,10 @@ class Agreeing:
         while dos:
             match do := dos.pop(0):
                 case Send():
-                    to, message = [self.members[rank] for rank in do.to], do.message
-                    if isinstance(message, Told) and message.result is None:
-                        key = f"{self.channel}/{_truth(message.at)}".removeprefix("/")
-                        self.mail.send_value(to, self.channel, _encoded(Told(message.at, b"")), key)
-                    else:
-                        self.mail.send(to, self.channel, _encoded(message), directly=self._is_hub_silent)
+                    self._send([self.members[rank] for rank in do.to], do.message)
                 case Settle():
                     there = self.client.put_first(_truth(do.at), do.result)
                     dos += self._machine.truth(do.at, there)
-                case ReadTruth():
-                    found = self.client.peek(_truth(do.at))
-                    assert found is not None, "the lead keeps it until all ranks have voted again"
-                    dos += self._machine.truth(do.at, found)
                 case Conclude():
                     dos += self._machine.concluded(do.at, concluded(do.verdicts, answer))
                 case Forget():
@@ -211,6 +204,13 @@ class Agreeing:
                 case Decided():
                     result = do.result
         return result
+
+    def _send(self, to: Sequence[int], message: Vote | Told) -> None:
+        if isinstance(message, Told) and len(message.result) > _SENT_ALONG_BYTES:
+            key = f"{self.channel}/{_truth(message.at)}".removeprefix("/")
+            self.mail.send_value(to, self.channel, _encoded(Told(message.at, b"")), key)
+        else:
+            self.mail.send(to, self.channel, _encoded(message), directly=self._is_hub_silent)
 
 
 def _truth(at: PhaseIndex) -> str:
@@ -225,12 +225,11 @@ def _encoded(message: Vote | Told) -> bytes:
     operation, phase = message.at
     if isinstance(message, Vote):
         return b"vote %d %d %d\n%b" % (operation, phase, message.rank, message.verdict)
-    word = b"read" if message.result is None else b"told"
-    return b"%b %d %d\n%b" % (word, operation, phase, message.result or b"")
+    return b"told %d %d\n%b" % (operation, phase, message.result)
 
 
 def _decoded(data: bytes) -> Vote | Told:
     head, _, rest = data.partition(b"\n")
     word, operation, phase, *rank = head.split()
     at = PhaseIndex(int(operation), int(phase))
-    return Vote(at, int(rank[0]), rest) if word == b"vote" else Told(at, rest if word == b"told" else None)
+    return Vote(at, int(rank[0]), rest) if word == b"vote" else Told(at, rest)

@@ -21,9 +21,6 @@ from typing import NamedTuple
 from ckpt.ranks.absence import LEAD, Absence, FailureDetector, PhaseIndex, Sight
 from ckpt.ranks.outcomes import PhaseOutcome, Result, conclude
 
-_SENT_ALONG_BYTES = 4096
-"""Longer results are read from the truth, so that the store need not hold a copy for each rank."""
-
 
 class Vote(NamedTuple):
     """To the lead: a rank's verdict, encoded."""
@@ -34,10 +31,10 @@ class Vote(NamedTuple):
 
 
 class Told(NamedTuple):
-    """To a rank: the result, encoded; None: it is to be read from the truth."""
+    """To a rank: the result, encoded."""
 
     at: PhaseIndex
-    result: bytes | None
+    result: bytes
 
 
 class Send(NamedTuple):
@@ -52,12 +49,6 @@ class Settle(NamedTuple):
 
     at: PhaseIndex
     result: bytes
-
-
-class ReadTruth(NamedTuple):
-    """Call `Agreement.truth` with what is written."""
-
-    at: PhaseIndex
 
 
 class Forget(NamedTuple):
@@ -80,7 +71,7 @@ class Decided(NamedTuple):
     result: bytes
 
 
-Do = Send | Settle | ReadTruth | Forget | Conclude | Decided
+Do = Send | Settle | Forget | Conclude | Decided
 
 
 @dataclass(slots=True)
@@ -145,7 +136,7 @@ class Agreement:
             return self._gathered()
         if self._waiting is None or message.at != self._waiting.at:
             return []
-        return [ReadTruth(message.at)] if message.result is None else self._decide(message.at, message.result)
+        return self._decide(message.at, message.result)
 
     def waits_for(self) -> list[int]:
         """Return the ranks to look at: the lead looks at all that have not voted, the others at the lead."""
@@ -230,9 +221,8 @@ class Agreement:
             self._kept.append(waiting.at)
         elif data != waiting.result:
             return []
-        message = Told(waiting.at, data if len(data) <= _SENT_ALONG_BYTES else None)
         others = [rank for rank in range(self.world_size) if rank != self.rank]
-        return [Send(others, message)] if others else []
+        return [Send(others, Told(waiting.at, data))] if others else []
 
     def _decide(self, at: PhaseIndex, data: bytes) -> list[Do]:
         self._waiting = None

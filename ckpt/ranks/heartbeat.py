@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -17,6 +18,8 @@ from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError
 from ckpt.ranks.waiting import AwakeClock, start
 
+_MOST_AT_ONCE, _PLACES_PER_S = 1000, 20_000
+"""More ranks do not all say at once where they are: the store takes some 50 us for each."""
 _AFTER_AGREEMENT_S = 2.0  # a watch leaves it to an agreement that is under way to find the rank absent
 
 
@@ -74,19 +77,22 @@ class Heartbeat:
 
     Args:
         mail: that is kept alive; None: none.
+        num_ranks: that publish theirs in this store.
 
     Attributes:
         watch: of another rank's heartbeat; None: none.
     """
 
     def __init__(
-        self, client: StoreClient, rank: int, *, host: str, interval_s: float, mail: Mail | None = None
+        self, client: StoreClient, rank: int, *, host: str, interval_s: float, mail: Mail | None = None, num_ranks: int = 1
     ) -> None:
         pid = os.getpid()
         self._beat = Beat(rank, pid, _born(pid) or "", host, machine("pid"))
         self._client = client
         self._interval_s = interval_s
         self._mail = mail
+        self._place_every_s = num_ranks / _PLACES_PER_S if num_ranks > _MOST_AT_ONCE else 0.0
+        self._placed_s = 0.0
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self.watch: Watch | None = None
@@ -110,15 +116,22 @@ class Heartbeat:
     def say(self, **changes: Any) -> None:
         """Publish at once the progress of this rank, and changes of its `Beat`."""
         with self._lock:
-            for name, value in changes.items():
-                setattr(self._beat, name, value)
+            self._change(changes)
             self._beat.number += 1
-            self._beat.moves += bool(changes)
             self._client.put(beat_key(self._beat.rank), self._beat.encode())
 
     def enter(self, at: PhaseIndex, what: str | None, phase: str | None) -> None:
-        """Publish at once where this rank is now: if it is killed there, the others report it."""
-        self.say(at=at, what=what, phase=phase, waits=False)
+        """Publish where this rank is now: if it is killed there, the others report it.
+
+        At once; one of thousands that has just done so, with its next beat.
+        """
+        place, now_s = {"at": at, "what": what, "phase": phase, "waits": False}, time.monotonic()
+        if now_s - self._placed_s >= self._place_every_s:
+            self._placed_s = now_s
+            self.say(**place)
+        else:
+            with self._lock:
+                self._change(place)
 
     def stop(self) -> None:
         """Publish that this rank has left the job, and stop."""
@@ -127,6 +140,11 @@ class Heartbeat:
             self._thread.join()
         with suppress(StoreGoneError):  # no rank reads it any more
             self.say(left=True)
+
+    def _change(self, changes: Mapping[str, Any]) -> None:
+        for name, value in changes.items():
+            setattr(self._beat, name, value)
+        self._beat.moves += bool(changes)
 
     def _run(self) -> None:
         try:

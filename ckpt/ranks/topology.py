@@ -247,7 +247,7 @@ class Topology:
             members: ranks of the job.
         """
         interval_s = min(1.0, self.timeout_s / 4)
-        heartbeat = Heartbeat(client, self.rank, host=host, interval_s=interval_s, mail=mail)
+        heartbeat = Heartbeat(client, self.rank, host=host, interval_s=interval_s, mail=mail, num_ranks=self.world_size)
         self._host = host
         self._agreement = Agreeing(
             client,

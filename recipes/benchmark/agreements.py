@@ -271,7 +271,7 @@ def reckon(num_ranks: int, num_bytes: int, costs: Mapping[str, float], per_host:
                 lead_s = request(lead_s, len(do.result), "first")
                 dos += machines[0].truth(at, do.result)
             case Send():
-                told = do.message[1] or b""
+                told = do.message[1]
                 for hub in sorted({rank - rank % per_host for rank in do.to}):
                     if hub:
                         lead_s = request(lead_s, len(told) + 40 + 6 * per_host, "push")

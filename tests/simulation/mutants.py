@@ -76,7 +76,7 @@ class TakesAnyWord(Agreement):
     """A result counts in whatever agreement is under way."""
 
     def hear(self, message: Vote | Told) -> list[Do]:
-        if isinstance(message, Told) and self._waiting is not None and message.result is not None:
+        if isinstance(message, Told) and self._waiting is not None:
             return self._decide(self._waiting.at, message.result)
         return super().hear(message)
 

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt.errors import StorageError, describe
 from ckpt.ranks.absence import Beat, PhaseIndex, Sight
-from ckpt.ranks.agreement import Agreement, Conclude, Decided, Forget, ReadTruth, Send, Settle, Told, Vote
+from ckpt.ranks.agreement import Agreement, Conclude, Decided, Forget, Send, Settle, Told, Vote
 from ckpt.ranks.outcomes import Answer, PhaseOutcome, Result, concluded
 from tests.simulation.mutants import MUTANTS, TellsWithoutTruth
 from tests.simulation.schedules import Schedule
@@ -110,18 +110,6 @@ def test_a_rank_that_reads_another_ones_truth_leaves_the_telling_to_it() -> None
     assert isinstance(settle, Settle)
     told, decided = one.truth(NEXT, settle.result)
     assert isinstance(told, Send) and told.to == [0, 2] and isinstance(decided, Decided)
-
-
-def test_a_long_result_is_read_by_each_rank_and_not_sent_to_it() -> None:
-    lead, member = Agreement(0, 2, 15.0), Agreement(1, 2, 15.0)
-    lead.vote(AT, _verdict())
-    (conclude,) = _votes(lead, 1)
-    long = concluded(conclude.verdicts, lambda _: Answer(b'"' + b"x" * 10_000 + b'"'))  # type: ignore[union-attr]
-    (settle,) = lead.concluded(AT, long)
-    (sent, _) = lead.truth(AT, settle.result)  # type: ignore[union-attr]
-    assert sent == Send([1], Told(AT, None))
-    member.vote(AT, _verdict())
-    assert member.hear(Told(AT, None)) == [ReadTruth(AT)]
 
 
 def test_a_truth_is_kept_until_all_ranks_have_voted_again() -> None:

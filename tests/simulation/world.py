@@ -22,7 +22,7 @@ from typing import Any
 
 from ckpt.errors import CheckpointError, StorageError, describe
 from ckpt.ranks.absence import LEAD, Beat, PhaseIndex, Sight
-from ckpt.ranks.agreement import Agreement, Conclude, Decided, Do, Forget, ReadTruth, Send, Settle, Told
+from ckpt.ranks.agreement import Agreement, Conclude, Decided, Do, Forget, Send, Settle, Told
 from ckpt.ranks.outcomes import Answer, PhaseOutcome, Result, concluded
 
 TIMEOUT_S = 15.0
@@ -327,11 +327,6 @@ class World:
                 case Settle():
                     there = yield from self._request(one, lambda do=do: self._truth.setdefault(do.at, do.result))
                     dos += one.machine.truth(do.at, there)
-                case ReadTruth():
-                    found = yield from self._request(one, lambda do=do: self._truth.get(do.at))
-                    if found is None:
-                        raise BrokenPromiseError(f"{do.at} is told to rank {one.rank} and not written")
-                    dos += one.machine.truth(do.at, found)
                 case Conclude():
                     yield self.random.random() * 0.01, None
                     while one.hangs:

@@ -4,8 +4,9 @@
 
 Ranks of a host share the memory of their slots; between hosts a transport carries each block once per host. Ranks read different
 blocks at the same time, each as many bytes as the others, while earlier blocks are spread and placed. A rank reads by itself the
-bytes that it alone wants, and those that its host holds in memory since they were saved. It reads all by itself if the page cache of
-its host has all of it: from there to its tensors is one copy, through a slot it is two.
+bytes that it alone wants, and those that its host holds in memory since they were saved. The ranks of a host read all by themselves if
+its page cache has all that they want: from there to a tensor is one copy, through a slot it is two. They all do or none does: what one
+finds in the cache, another may have looked for a moment too early.
 """
 
 from __future__ import annotations
@@ -106,15 +107,13 @@ class TwoStageLoad:
             with topology.phase("say what is wanted") as phase:
                 mine = wants_of(requests, checkpoint, verify=verify)
                 wanted = mine.wants
-                if self._cpu_transfer:
-                    mine = mine.unless_cached(reader)
                 members = self._members(topology)
                 link = self._link_for(topology, members)
                 if link is not None:
                     unless_prepared.callback(link.close)
                 phase.payload = _Announcement(
                     digest_of_json(wanted),
-                    mine.is_cached,
+                    self._cpu_transfer and mine.are_cached(reader),
                     max((want.unit for want in wanted), default=ALIGNMENT),
                     None if self._group is None else members,
                     link.address if link is not None else None,
@@ -138,7 +137,9 @@ class TwoStageLoad:
             }
             here = hosts[group.members]
             all_wants = _wants_of(group.members, [one.wants for one in announced], rows_of)
-            cached = {rank for rank in group.members if announced[rank].is_cached}
+            cached = _cached(topology, group.members, announced)
+            if topology.rank in cached:
+                mine = mine.by_itself()
             wants = _of_ranks(all_wants, set(group.members) - cached)
             between_hosts = [instance for instance in group.instances if len(hosts[instance]) > 1]
             transport = self._transports.connect(topology, device, between_hosts, offers) if between_hosts else None
@@ -153,9 +154,8 @@ class TwoStageLoad:
             unless_prepared.pop_all()
         give_up = partial(self._transports.give_up, topology.rank)
         counted = None
-        if mine.is_cached:  # each byte once, whichever of this host's ranks read it
-            here_cached = cached & set(_neighbours(topology, group.members))
-            counted = first_wanted_bytes(_of_ranks(all_wants, here_cached), topology.rank)
+        if topology.rank in cached:  # each byte once, whichever of this host's ranks read it
+            counted = first_wanted_bytes(_of_ranks(all_wants, set(_neighbours(topology, group.members))), topology.rank)
         return TwoStageReading(
             part, mine, reader, Filling(SLOT_BYTES), slots, link, transport, topology, self.timers, give_up, counted
         )
@@ -224,7 +224,7 @@ class _Announcement(NamedTuple):
 
     Attributes:
         wants: digest of what it wants, as JSON.
-        is_cached: it reads all of that by itself, from the page cache of its host.
+        is_cached: the page cache of its host has all of that.
         unit: the most bytes that it wants read as one.
         members: the ranks for which each byte is read once; None: all.
         address: of its `HostLink`; None: it has none.
@@ -240,6 +240,12 @@ class _Announcement(NamedTuple):
 def _neighbours(topology: Topology, members: Sequence[int]) -> list[int]:
     here = set(topology.nodes[topology.node_rank])
     return [rank for rank in members if rank in here]
+
+
+def _cached(topology: Topology, members: Sequence[int], announced: Sequence[_Announcement]) -> set[int]:
+    """The members that read all by themselves: those of the hosts whose members have all found all in the page cache."""
+    of_hosts = ([rank for rank in ranks if rank in set(members)] for ranks in topology.nodes)
+    return {rank for here in of_hosts if all(announced[one].is_cached for one in here) for rank in here}
 
 
 def _has_met(link: HostLink | None, announced: Sequence[_Announcement], neighbours: Sequence[int]) -> bool:

@@ -62,7 +62,6 @@ class RankWants:
         places: chunk -> where its bytes belong; not of chunks in `held`.
         wants: of the chunks that are read from storage, for all ranks to know.
         held: chunks that lie in memory of this host: this rank reads them itself, and no rank spreads them.
-        is_cached: `held` is everything, as the page cache of this host has it.
         devices: of the rank's tensors.
         num_bytes: that the requests want.
     """
@@ -73,18 +72,16 @@ class RankWants:
     held: Sequence[ChunkRange]
     devices: AbstractSet[torch.device]
     num_bytes: int
-    is_cached: bool = False
 
-    def unless_cached(self, reader: ChunkReader) -> RankWants:
-        """Return the same, with nothing to spread if the page cache of this host has all that is wanted.
+    def are_cached(self, reader: ChunkReader) -> bool:
+        """Return whether the page cache of this host has all that is to be read from storage."""
+        chunks = [self.parts[want.key][0].chunk for want in self.wants]
+        return all(map(reader.is_cached, chunks, [want.stretches for want in self.wants]))
 
-        All or nothing, so that the ranks of a host, or of many, still want the same.
-        """
-        here = [self.parts[want.key][0].chunk for want in self.wants]
-        if not here or not all(map(reader.is_cached, here, [want.stretches for want in self.wants])):
-            return self
+    def by_itself(self) -> RankWants:
+        """Return the same, with nothing to spread: this rank reads all of it."""
         held = [*self.held, *(ChunkRange(want.key, 0, want.stretches[-1][1]) for want in self.wants)]
-        return replace(self, places={}, wants=(), held=held, is_cached=True)
+        return replace(self, places={}, wants=(), held=held)
 
 
 @gc_paused()
