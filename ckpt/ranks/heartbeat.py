@@ -33,6 +33,11 @@ def beat_key(rank: int) -> str:
     return f"beat/{rank}"
 
 
+def place_every_s(num_ranks: int) -> float:
+    """Return the seconds between two places that a rank publishes at once."""
+    return num_ranks / _PLACES_PER_S if num_ranks > _MOST_AT_ONCE else 0.0
+
+
 class Watch:
     """Watches the heartbeat of the next rank, so that somebody misses each rank also where no agreement waits for it.
 
@@ -91,7 +96,7 @@ class Heartbeat:
         self._client = client
         self._interval_s = interval_s
         self._mail = mail
-        self._place_every_s = num_ranks / _PLACES_PER_S if num_ranks > _MOST_AT_ONCE else 0.0
+        self._place_every_s = place_every_s(num_ranks)
         self._placed_s = 0.0
         self._lock = threading.Lock()
         self._stopped = threading.Event()

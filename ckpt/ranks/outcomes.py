@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -79,9 +80,16 @@ def _joined(head: list[Any], *parts: bytes) -> bytes:
 
 def _parted(data: bytes) -> tuple[list[Any], bytes, bytes, bytes]:
     first, _, rest = data.partition(b"\n")
-    *head, a, b, c = json.loads(first)
+    head, a, b, c = _head(first)
     assert len(rest) == a + b + c, "an agreement that is whole"
     return head, rest[:a], rest[a : a + b], rest[a + b :]
+
+
+@lru_cache(maxsize=64)
+def _head(data: bytes) -> tuple[list[Any], int, int, int]:
+    """Parse a head. Those of thousands of ranks are alike."""
+    *head, a, b, c = json.loads(data)
+    return head, a, b, c
 
 
 def concluded(verdicts: Mapping[int, PhaseOutcome], answer: Callable[[Mapping[int, PhaseOutcome]], Answer]) -> Result:

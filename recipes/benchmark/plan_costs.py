@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,14 +21,12 @@ from omegaconf import DictConfig, OmegaConf
 from ckpt.errors import ConfigurationError
 from ckpt.format.box import Box, chunk_box, whole
 from ckpt.format.dtypes import item_bytes
-from ckpt.format.manifest import CheckpointManifest, ComponentManifest, digest_of, index_name
-from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.planning.plan import SavePlan, plan_save
 from ckpt.planning.tables import Address, Table, TablePart, table_to_json
 from ckpt.ranks.topology import Phase, Topology
-from ckpt.saving.manifest_writer import entries_of
 from ckpt.state.collect import Comparison, DistinctRanks, RankState, digest_of_json, exchange_tables, settle_plain
 from ckpt.state.sharing import StateComponent
+from recipes.benchmark import metadata_costs
 from recipes.benchmark.harness import Figures, machine_facts
 from recipes.benchmark.measuring import PeakMemory
 from recipes.benchmark.tables import print_table, rounds_text, summarized
@@ -218,7 +215,7 @@ def measure(case: SyntheticGPT, distinct: DistinctRanks, recorded: Sequence[byte
         "bytes": sum(written),
         "max_to_mean": max(written) / mean,
         "min_to_mean": min(written) / mean,
-        **_manifest_figures(plan, case.world_size),
+        **metadata_costs.measure(plan, _COMPONENTS, own, case.world_size),
     }
 
 
@@ -276,8 +273,15 @@ _ROWS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "busiest writer / mean": lambda row: f"{row['max_to_mean']:.4f}",
     "least busy / mean": lambda row: f"{row['min_to_mean']:.4f}",
     "manifest, MB": lambda row: f"{row['manifest_bytes'] / 1e6:.1f}",
-    "made, s": lambda row: f"{row['manifest_write_s']:.3f}",
-    "read, s": lambda row: f"{row['manifest_read_s']:.3f}",
+    "indexes, MB": lambda row: f"{row['index_bytes'] / 1e6:.1f}",
+    "lead sees all indexes, s": lambda row: f"{row['await_s']:.3f}",
+    "manifest made, s": lambda row: f"{row['manifest_write_s']:.3f}",
+    "commit, all of it, s": lambda row: f"{row['commit_s']:.3f}",
+    "find latest, s": lambda row: f"{row['find_latest_s']:.3f}",
+    "manifest read, s": lambda row: f"{row['manifest_read_s']:.3f}",
+    "indexes that a rank reads": lambda row: f"{row['own_indexes']:,.0f}",
+    "read, s": lambda row: f"{row['own_indexes_s']:.3f}",
+    "all indexes read, s": lambda row: f"{row['all_indexes_s']:.3f}",
 }
 
 
@@ -309,21 +313,6 @@ def _cached_s(case: SyntheticGPT, rank: int) -> float:
     phase.from_lead = [2, {}, [], [], None]  # no rank differs
     settle_plain(mine, comparison.heard(phase), topology)
     return time.perf_counter() - started
-
-
-def _manifest_figures(plan: SavePlan, world_size: int) -> dict[str, Any]:
-    started = time.perf_counter()
-    arrays = entries_of(plan, _COMPONENTS, "zarr")
-    files = {index_name(rank): (0, digest_of(b"")) for rank in range(world_size)}
-    components = {key: ComponentManifest(key, one.pattern.value, [0]) for key, one in _COMPONENTS.items()}
-    data = CheckpointManifest("1", datetime.now(UTC), world_size, {}, components, arrays, files).to_bytes()
-    written = time.perf_counter()
-    parse_manifest(data, "manifest")
-    return {
-        "manifest_bytes": len(data),
-        "manifest_write_s": written - started,
-        "manifest_read_s": time.perf_counter() - written,
-    }
 
 
 def _cut(box: Box, dim: int, parts: int, number: int) -> Box:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import recipes.benchmark.ranks
-from recipes.benchmark.agreements import reckon, request_costs, show
+from recipes.benchmark.agreements import show
+from recipes.benchmark.reckoned_agreements import PER_HOST, bytes_for_the_lead, reckon, reckon_saves, request_costs
 from tests.ranks import forkserver
 
 SMALL = ("ranks=[2,3]", "reckoned=[2,3,40]", "processes=2", "phases=2", "rounds=1", "payload_bytes=500")
@@ -56,9 +57,26 @@ def test_measured_and_reckoned_phases_move_the_same_bytes(
 
 def test_bytes_grow_with_the_ranks_and_not_with_their_square() -> None:
     costs = request_costs(16_000)
-    few, many = (reckon(num, 2000, costs) for num in (64, 256))
+    few, many = (reckon(num, bytes_for_the_lead(2000), costs) for num in (64, 256))
     assert few["bytes"] <= 0.3e6 and many["bytes"] <= 1.2e6
     assert max(few["requests"], many["requests"]) <= 8
+
+
+def test_saves_are_reckoned_with_what_their_ranks_say_and_a_first_one_with_its_tables() -> None:
+    costs = dict.fromkeys(("push", "pop", "pop_waiting", "set", "first", "store", "socket"), 0.0)
+    free, dear = (reckon_saves(40, {**costs, "byte": second}) for second in (0.0, 1.0))
+    assert 0.0 < free["steady_save_s"] < free["first_save_s"] < 1.0, "only the lead's own work is counted"
+    hosts = 40 // PER_HOST - 1
+    read_once_by_each_other_host = hosts * (190 * 40 + 12 * 40 + 800_000)
+    assert read_once_by_each_other_host <= dear["first_save_s"] <= 4 * read_once_by_each_other_host
+    assert dear["steady_save_s"] < 1.0, "nothing long is told"
+
+
+def test_a_plot_is_drawn_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot = tmp_path.parent / f"{tmp_path.name}.png"
+    assert run(monkeypatch, *SMALL, f"plot={plot}", "json=true") == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_numbers_below_one_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
