@@ -10,15 +10,17 @@ import json
 import math
 import re
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
+from itertools import chain
 from json.encoder import encode_basestring_ascii as _quoted
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
+import numpy as np
 import xxhash
 
 from ckpt.format.box import Box
@@ -101,7 +103,16 @@ class ArrayEntry:
         assert first <= chunk < first + count, f"chunk {chunk} of {self.path} has no writer"
         return rank
 
+    def to_text(self) -> str:
+        """Return the entry as JSON. Of thousands of ranks the writers are most of a manifest."""
+        head = _dump(self._head())
+        return head if self.grid is None else f'{head[:-1]}, "writers": {msgspec.json.encode(self.writers).decode()}}}'
+
     def to_json(self) -> dict[str, Any]:
+        writers = {} if self.grid is None else {"writers": [list(run) for run in self.writers]}
+        return {**self._head(), **writers}
+
+    def _head(self) -> dict[str, Any]:
         entry: dict[str, Any] = {"dtype": self.dtype, "shape": list(self.shape)}
         if self.alias_of is not None:
             entry["alias_of"] = self.alias_of
@@ -112,7 +123,6 @@ class ArrayEntry:
             entry["grid"] = list(self.grid)
             entry["store"] = self.store
             entry["path"] = self.path
-            entry["writers"] = [list(run) for run in self.writers]
         return entry
 
 
@@ -225,7 +235,7 @@ class CheckpointManifest:
         }
         lines = [f"  {json.dumps(key)}: {_dump(value)},\n" for key, value in head.items()]
         # Arrays that are stored alike share one entry, and one text.
-        texts = {id(entry): _dump(entry.to_json()) for entry in {id(a): a for a in self.arrays.values()}.values()}
+        texts = {id(entry): entry.to_text() for entry in {id(a): a for a in self.arrays.values()}.values()}
         lines += [
             f"{_table('components', ((k, _dump(c.to_json())) for k, c in self.components.items()))},\n",
             f"{_table('arrays', ((k, texts[id(a)]) for k, a in self.arrays.items()))},\n",
@@ -240,12 +250,12 @@ class CheckpointManifest:
         return {name[len(start) :]: entry for name, entry in self.arrays.items() if name.startswith(start)}
 
     def owned_by(self, rank: int) -> Owned:
-        """Return what a rank's index must list. Computed once for all ranks: `arrays` must not change afterwards."""
-        return self._owned.get(rank, Owned())
+        """Return what a rank's index must list. `arrays` must not change afterwards."""
+        return self._writers.owned_by(rank)
 
     @cached_property
-    def _owned(self) -> dict[int, Owned]:
-        return _owned_by_rank(self.arrays.values())
+    def _writers(self) -> _Writers:
+        return _Writers(self.arrays.values())
 
     def index_paths(self) -> dict[int, str]:
         """Return rank -> index file, for the ranks that have one, in order."""
@@ -274,18 +284,29 @@ class Owned:
     num_packed: int = 0
 
 
-def _owned_by_rank(entries: Collection[ArrayEntry]) -> dict[int, Owned]:
-    found: dict[int, Owned] = defaultdict(Owned)
-    alike = {id(entry): entry for entry in entries}
-    for same, times in Counter(map(id, entries)).items():
-        entry = alike[same]
-        for rank, _, count in entry.writers:
-            arrays = found[rank].arrays
-            before = arrays.get(entry.path or "")
-            arrays[entry.path or ""] = entry, count + (before[1] if before is not None else 0)
-        for rank in entry.packed_in:
-            found[rank].num_packed += times
-    return dict(found)
+class _Writers:
+    """The ranks that wrote arrays, sorted once: of thousands of ranks a reader asks for few."""
+
+    def __init__(self, entries: Collection[ArrayEntry]) -> None:
+        times = Counter(map(id, entries))
+        self._entries = [*{id(entry): entry for entry in entries}.values()]
+        self._num_packed: Counter[int] = Counter()
+        for entry in self._entries:
+            self._num_packed.update(dict.fromkeys(entry.packed_in, times[id(entry)]))
+        runs = chain.from_iterable(chain.from_iterable(entry.writers for entry in self._entries))
+        ranks, _, counts = np.fromiter(runs, np.int64).reshape(-1, 3).T
+        numbers = np.repeat(np.arange(len(self._entries)), [len(entry.writers) for entry in self._entries])
+        order = np.argsort(ranks, kind="stable")
+        self._ranks, self._counts, self._numbers = ranks[order], counts[order], numbers[order]
+
+    def owned_by(self, rank: int) -> Owned:
+        runs = slice(*np.searchsorted(self._ranks, [rank, rank + 1]))
+        owned = Owned(num_packed=self._num_packed[rank])
+        for number, count in zip(self._numbers[runs].tolist(), self._counts[runs].tolist(), strict=True):
+            entry = self._entries[number]
+            path = entry.path or ""
+            owned.arrays[path] = entry, count + owned.arrays.get(path, (entry, 0))[1]
+        return owned
 
 
 class PackedPiece(NamedTuple):

@@ -19,6 +19,8 @@ from functools import reduce
 from itertools import chain, groupby, repeat
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+
 from ckpt.errors import ShardingError
 from ckpt.format.box import Box, chunk_box, chunks_meeting, first_overlap, num_chunks, overlap
 from ckpt.planning.tables import Holdings, Ranks, Table, Whereabouts
@@ -92,7 +94,10 @@ class PlannedArray:
 
     def runs(self) -> tuple[tuple[int, int, int], ...]:
         """Return the writers as runs (rank, first chunk, number of chunks)."""
-        return tuple(runs_of(self.writers))
+        writers = np.asarray(self.writers, dtype=np.int64)
+        starts = np.flatnonzero(np.diff(writers, prepend=-1))
+        counts = np.diff(starts, append=len(writers))
+        return tuple(zip(writers[starts].tolist(), starts.tolist(), counts.tolist(), strict=True))
 
     def sliver_sender(self, number: int, ranks: tuple[int, ...]) -> int:
         """Return the holder that sends a part: spread over the chunks, equal on all ranks without communication."""
