@@ -79,18 +79,17 @@ def first_difference(values: Mapping[str, Alike]) -> tuple[str, int, Any, Any] |
     return name, rank, value, there
 
 
-def begun(values: Mapping[str, Merged], rank: int) -> dict[str, Sequence[Any]]:
-    """Return what one rank sends, as JSON."""
-    return {name: (kind, _KINDS[kind].begin(value, rank)) for name, (kind, value) in values.items()}
+def merged(said: Iterable[tuple[Mapping[str, Sequence[Any]], int, int]]) -> dict[str, Sequence[Any]]:
+    """Merge what ranks have sent: {name: `Merged`} as JSON. A name that some ranks leave out is merged over the others.
 
-
-def merged(parts: Iterable[Mapping[str, Sequence[Any]]]) -> dict[str, Sequence[Any]]:
-    """Merge what ranks, or groups of ranks, have sent. A name that some ranks leave out is merged over the others."""
+    Args:
+        said: what some ranks have sent, the lowest of them, and how many they are: of thousands most say the same.
+    """
     found: dict[str, Sequence[Any]] = {}
-    for part in parts:
+    for part, rank, num_ranks in said:
         for name, (kind, value) in part.items():
-            known = found.get(name)
-            found[name] = (kind, value if known is None else _KINDS[kind].join(known[1], value))
+            known, begun = found.get(name), _KINDS[kind].begin(value, rank, num_ranks)
+            found[name] = (kind, begun if known is None else _KINDS[kind].join(known[1], begun))
     return found
 
 
@@ -100,10 +99,10 @@ def ended(values: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
 
 
 class _Kind(NamedTuple):
-    """How a reduction begins on one rank, joins two parts, and ends."""
+    """How a reduction begins with the value of ranks, the lowest of which is given and their number, joins two parts, and ends."""
 
     join: Callable[[Any, Any], Any]
-    begin: Callable[[Any, int], Any] = lambda value, _rank: value
+    begin: Callable[[Any, int, int], Any] = lambda value, _rank, _num_ranks: value
     end: Callable[[Any], Any] = lambda value: value
 
 
@@ -113,6 +112,14 @@ def _sum(one: Any, other: Any) -> Any:
     if isinstance(one, Sequence):
         return [_sum(*pair) for pair in zip(one, other, strict=True)]
     return one + other
+
+
+def _times(value: Any, _rank: int, num_ranks: int) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _times(one, _rank, num_ranks) for key, one in value.items()}
+    if isinstance(value, Sequence):
+        return [_times(one, _rank, num_ranks) for one in value]
+    return value * num_ranks
 
 
 def _compare(one: list[Any], other: list[Any]) -> list[Any]:
@@ -127,18 +134,18 @@ def _keep_lowest(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 _KINDS = {
-    "total": _Kind(_sum),
+    "total": _Kind(_sum, _times),
     "most": _Kind(max),
     "least": _Kind(min),
-    "alike": _Kind(_compare, lambda value, rank: [rank, value, None, None], lambda value: Alike(*value[1:])),
+    "alike": _Kind(_compare, lambda value, rank, _: [rank, value, None, None], lambda value: Alike(*value[1:])),
     "alike by name": _Kind(
         lambda one, other: {**one, **{key: _compare(one[key], said) if key in one else said for key, said in other.items()}},
-        lambda values, rank: {key: [rank, value, None, None] for key, value in values.items()},
+        lambda values, rank, _: {key: [rank, value, None, None] for key, value in values.items()},
         lambda values: {key: Alike(*said[1:]) for key, said in values.items()},
     ),
     "first": _Kind(
         _keep_lowest,
-        lambda values, rank: {key: (rank, value) for key, value in values.items()},
+        lambda values, rank, _: {key: (rank, value) for key, value in values.items()},
         lambda values: dict(sorted(((key, tuple(said)) for key, said in values.items()), key=lambda one: (one[1][0], one[0]))),
     ),
 }

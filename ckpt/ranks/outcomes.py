@@ -27,7 +27,7 @@ class PhaseOutcome:
         error: `errors.describe` of its exception, with the component already in the message; None: success.
         payload: for all other ranks.
         to_lead: for the lead.
-        merge: `merging.begun`, for the lead, which merges those of all ranks.
+        merge: {name: `merging.Merged`}, for the lead, which merges those of all ranks.
         stands: a fact that holds even if the phase fails, for the end of the error; None: none.
     """
 

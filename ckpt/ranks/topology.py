@@ -24,7 +24,7 @@ from ckpt.ranks.agreeing import Agreeing
 from ckpt.ranks.heartbeat import STORE_IS_GONE, Heartbeat, Watch
 from ckpt.ranks.mail import Mail
 from ckpt.ranks.meeting import meet
-from ckpt.ranks.merging import Merged, begun, ended, merged
+from ckpt.ranks.merging import Merged, ended, merged
 from ckpt.ranks.outcomes import Answer, PhaseOutcome, Result, conclude, concluded, payloads_by_rank
 from ckpt.ranks.sigterm import Termination
 from ckpt.ranks.store_client import StoreClient
@@ -86,9 +86,9 @@ class Phase:
     payload: Any = None
     payloads: list[Any] = field(default_factory=list)
 
-    def verdict(self, what: str | None, rank: int) -> PhaseOutcome:
+    def verdict(self, what: str | None) -> PhaseOutcome:
         """Return this rank's verdict: success, with what it says."""
-        payload, to_lead, merge = map(_encoded, (self.payload, self.to_lead, begun(self.merge, rank) or None))
+        payload, to_lead, merge = map(_encoded, (self.payload, self.to_lead, self.merge or None))
         return PhaseOutcome(what, self.name, None, payload, to_lead, merge, self.stands)
 
     def conclude(self, verdicts: Mapping[int, PhaseOutcome]) -> Answer:
@@ -98,7 +98,11 @@ class Phase:
             self.gathered = [_decoded(one.to_lead) for one in by_rank]
         else:
             self.gathered = [None] * len(by_rank)
-        parts = merged(_decoded(one.merge) for one in by_rank if one.merge)
+        saying: dict[bytes, list[int]] = {}
+        for rank, one in enumerate(by_rank):
+            if one.merge:
+                saying.setdefault(one.merge, []).append(rank)
+        parts = merged((_decoded(said), ranks[0], len(ranks)) for said, ranks in saying.items())
         self.merged = ended(parts)
         if self.answer is None:
             return Answer(_encoded(self.from_lead), _encoded(parts or None))
@@ -449,7 +453,7 @@ class Topology:
             try:
                 self._in_phase = True
                 yield phase
-                verdict = phase.verdict(self._what, self.rank)
+                verdict = phase.verdict(self._what)
             except Exception as error:
                 self._agree(phase, error)  # raises
             except BaseException as interrupt:

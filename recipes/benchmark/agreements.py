@@ -26,6 +26,7 @@ from ckpt.ranks.stores import reach, serve
 from ckpt.ranks.topology import Topology
 from recipes.benchmark.harness import EXTRA, Figures, has_matplotlib, machine_facts
 from recipes.benchmark.reckoned_agreements import (
+    LETTER_BYTES,
     LOOPBACK,
     PER_HOST,
     TIMEOUT_S,
@@ -76,12 +77,12 @@ def benchmark(keys: RanksBenchmarkKeys) -> Figures:
     for _ in range(keys.rounds):
         for num in keys.ranks:
             measured[f"{num:,}"].append(_measured(num, keys))
-    costs = request_costs(keys.payload_bytes * PER_HOST)
+    costs, costs_of_saves = request_costs(keys.payload_bytes * PER_HOST), request_costs(LETTER_BYTES)
     reckoned = {
         f"{num:,}": {
             **reckon(num, bytes_for_the_lead(keys.payload_bytes), costs),
             "least_bytes": num * keys.payload_bytes,
-            **reckon_saves(num, costs),
+            **reckon_saves(num, costs_of_saves),
         }
         for num in keys.reckoned
     }

@@ -309,7 +309,7 @@ def _cached_s(case: SyntheticGPT, rank: int) -> float:
     started = time.perf_counter()
     mine = _contribution(case.table(rank))
     comparison.say(mine, phase)
-    phase.verdict(None, rank).encode()
+    phase.verdict(None).encode()
     phase.from_lead = [2, {}, [], [], None]  # no rank differs
     settle_plain(mine, comparison.heard(phase), topology)
     return time.perf_counter() - started

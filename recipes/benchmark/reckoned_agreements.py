@@ -28,6 +28,8 @@ from recipes.benchmark.harness import Figures
 
 LOOPBACK = "127.0.0.1"
 PER_HOST = 8
+LETTER_BYTES = 4096
+"""What the ranks of one host say together in most phases of a save is no longer."""
 TIMEOUT_S = 120.0
 
 _TABLE_BYTES = 190
@@ -111,7 +113,7 @@ def reckon(
     verdicts = []
     for rank, phase in enumerate(phases):
         say(phase, rank)
-        verdicts.append(phase.verdict("benchmark", rank))
+        verdicts.append(phase.verdict("benchmark"))
     arrivals: list[tuple[float, int, list[Send]]] = []
     for hub in range(0, num_ranks, per_host):
         sent: list[Send] = []
