@@ -150,6 +150,7 @@ class CheckpointCoordinator:
 
         self._topology = run.topology
         self._saves = saves
+        self._is_to_end = False
         self._background = Background(run, saves) if saves.is_async else None
         self._host_cache = host_cache_of(run.backend, saves)
         self._roots = KnownRoots(
@@ -313,6 +314,14 @@ class CheckpointCoordinator:
         if self._background is not None:
             self._background.wait_for_snapshots()
 
+    def end_after_this_step(self) -> None:
+        """Have a training loop do what it does at SIGTERM. From any thread or signal handler, on one rank or several. Not collective.
+
+        For programs in which SIGTERM is not the loop's: threads of Ray, notebooks, a hook that runs before a container is stopped. Inside
+        `sigterm_noted` the answer is True from now on. Whoever calls it ends a process that does not come to its next step.
+        """
+        self._is_to_end = True
+
     @contextmanager
     def sigterm_noted(self) -> Iterator[Callable[[], bool]]:
         """Record SIGTERM inside the block instead of ending the process, so that a training loop can save the interrupted step.
@@ -322,19 +331,20 @@ class CheckpointCoordinator:
         and exit with `ckpt.ranks.sigterm.TOLD_TO_END`.
 
         A process still in the block `saves.grace_s` after the signal, or at a second signal, gives up its background saves, and ends as
-        without the block. Enter it in the main thread; elsewhere, and where the program handles the signal itself, the answer is
-        always False. Not collective.
+        without the block. Elsewhere than in the main thread, and where the program handles the signal itself, the answer is True only after
+        `end_after_this_step`. Not collective.
         """
         background = self._background
+        self._is_to_end = False
         if background is None:
             with sigterm_noted(self._saves.grace_s) as has_come:
-                yield has_come
+                yield lambda: has_come() or self._is_to_end
             return
         with (
             background.sigterm_left_to_others(),
             sigterm_noted(self._saves.grace_s, hurry=background.hurry, give_up=background.give_up) as has_come,
         ):
-            yield has_come
+            yield lambda: has_come() or self._is_to_end
 
     @property
     def num_pending(self) -> int:

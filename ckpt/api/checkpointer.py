@@ -289,7 +289,7 @@ class Checkpointer:
             whether a save was made, or begun.
 
         Raises:
-            SystemExit: SIGTERM has come; the step is saved.
+            SystemExit: SIGTERM has come, or `end_after_this_step` was called; the step is saved.
             ConfigurationError: the step is no whole number from 0 on.
             CheckpointError: see `save`.
         """
@@ -343,7 +343,8 @@ class Checkpointer:
         self.coordinator.require_no_newer()
 
     def is_told_to_end(self, step: int) -> bool:
-        """Whether SIGTERM has come to any rank. For loops that do not call `step`, after each step. Collective.
+        """Whether SIGTERM has come to any rank, or `end_after_this_step` was called there. For loops that do not call `step`, after each
+        step. Collective.
 
         The ranks agree on it about every `_LOOK_S`, at the same step. A loop that is told saves, and leaves the block.
         """
@@ -362,6 +363,19 @@ class Checkpointer:
             with self._telling_of_saves():
                 self.coordinator.maybe_finalize()
         return bool(phase.merged["told"])
+
+    def end_after_this_step(self) -> None:
+        """Have all ranks save and end after this step, as at SIGTERM: `step` raises SystemExit. From any thread or signal handler.
+
+        For programs in which SIGTERM is not the loop's: functions of Ray Train, notebooks, a hook that runs before a container is stopped.
+        One rank is enough. Call it inside of the `with` block. Not collective.
+
+        Raises:
+            ConfigurationError: the ranks do not ask each other, because of `on_sigterm=False`.
+        """
+        if not self._on_sigterm:
+            raise ConfigurationError("end_after_this_step() of a Checkpointer with on_sigterm=False: its ranks do not look for it")
+        self.coordinator.end_after_this_step()
 
     def list(self) -> list[SavedStep]:
         """Return the committed checkpoints in the folder, the oldest first, without damaged ones. Not collective."""

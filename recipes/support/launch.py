@@ -15,7 +15,17 @@ from ckpt.ranks.addresses import LOOPBACK
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError, reach, serve
 from ckpt.ranks.topology import Topology
-from recipes.support.ranks import Environment, Job, listening_on, number_of, ranks_exist, run_job, tracebacks_of_bugs
+from recipes.support.ranks import (
+    Environment,
+    Job,
+    listening_on,
+    number_of,
+    ranks_exist,
+    run_job,
+    take_slurm_ranks,
+    take_threads,
+    tracebacks_of_bugs,
+)
 from recipes.support.run_folder import RunFolder, opened
 
 _STORE_S = 300.0
@@ -26,8 +36,8 @@ _PATIENCE_AFTER_ERROR_S = 3.0  # one of them may be gone
 def launch(job: Job, cfg: dict[str, Any], folder: RunFolder | None = None) -> dict[str, Any] | None:
     """Run `job(cfg, topology)` on all ranks of this run, and return what it returned on rank 0.
 
-    Ranks that exist already (torchrun, Slurm: RANK is set) all call this; all run rank 0's `cfg`, and the result is None on
-    all but rank 0. Otherwise `cfg["launch"]["nproc_per_node"]` ranks are started on this machine; a single rank is this
+    Ranks that exist already (of torchrun, where RANK is set, or tasks of Slurm) all call this; all run rank 0's `cfg`, and the result is
+    None on all but rank 0. Otherwise `cfg["launch"]["nproc_per_node"]` ranks are started on this machine; a single rank is this
     process itself, without store, threads or process group. With several ranks torch's default process group exists while
     the job runs, with the collectives of `cfg["device"]`.
 
@@ -41,6 +51,7 @@ def launch(job: Job, cfg: dict[str, Any], folder: RunFolder | None = None) -> di
         CheckpointError: the job failed; started ranks raise one error for all of them. Or the folder cannot be opened; then
             no rank has started.
     """
+    take_slurm_ranks()
     if ranks_exist() and number_of("WORLD_SIZE") > 1:
         return _join_existing(job, cfg, folder)
     num_ranks = 1 if ranks_exist() else cfg["launch"]["nproc_per_node"]
@@ -49,12 +60,14 @@ def launch(job: Job, cfg: dict[str, Any], folder: RunFolder | None = None) -> di
             from recipes.support.local_ranks import run_local_ranks  # a run of one rank does not need it
 
             return run_local_ranks(job, run.cfg, num_ranks, run.held)
+        take_threads(1)
         with tracebacks_of_bugs(), listening_on(LOOPBACK), Topology.alone() as topology:
             return job(run.cfg, topology)
 
 
 def _join_existing(job: Job, cfg: dict[str, Any], folder: RunFolder | None) -> dict[str, Any] | None:
     environment = Environment.read()
+    take_threads(number_of("LOCAL_WORLD_SIZE", default=1))
     try:
         store = _store_of(environment, cfg["agree"]["timeout_s"])
     except StoreGoneError as error:

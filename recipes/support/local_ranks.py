@@ -40,7 +40,16 @@ from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import reach, serve
 from ckpt.ranks.topology import Topology
 from ckpt.ranks.waiting import AwakeClock
-from recipes.support.ranks import RANK_VARIABLES, Environment, Job, bug_beneath, environment_with, grace_s, run_job
+from recipes.support.ranks import (
+    RANK_VARIABLES,
+    Environment,
+    Job,
+    bug_beneath,
+    environment_with,
+    grace_s,
+    run_job,
+    threads_of,
+)
 from recipes.support.run_folder import InheritedLock
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # SIGINT stays Python's: KeyboardInterrupt
@@ -101,8 +110,7 @@ def run_local_ranks(job: Job, cfg: dict[str, Any], num_ranks: int, held: Inherit
     context = multiprocessing.get_context("forkserver")
     lifeline, ours = context.Pipe(duplex=False)
     results, result = context.Pipe(duplex=False)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = None if "OMP_NUM_THREADS" in os.environ else max(1, cores // num_ranks)
+    threads = threads_of(num_ranks)
     with ours, lifeline, results, result, _start_method_that_ranks_know():
         start_forkserver(_modules_of(job))
         start = _Start(job, cfg, num_ranks, store.port, lifeline, result, dict(os.environ), os.getcwd(), threads, held)
@@ -235,6 +243,7 @@ def start_forkserver(modules: list[str]) -> None:
     preload = [*modules, "recipes.support.forkserver"]  # its exit handler is registered last, and so runs first
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     wanted = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
+    wanted["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")  # see `cli.import_torch`
     wanted["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")  # an error of ours names a dead peer
     with environment_with(wanted), _no_folder_left():
         multiprocessing.forkserver.ensure_running()

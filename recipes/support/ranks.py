@@ -1,6 +1,6 @@
 """One rank of a run: read its environment, join the other ranks, take a device, make the process group, run the job.
 
-The only reader of RANK, WORLD_SIZE, LOCAL_RANK, GROUP_RANK, MASTER_ADDR and MASTER_PORT.
+The only reader of RANK, WORLD_SIZE, LOCAL_RANK, GROUP_RANK, MASTER_ADDR and MASTER_PORT, which Slurm's own variables become first.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import re
 import socket
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from ckpt.ranks.stores import connection
 from ckpt.ranks.topology import Topology
 from recipes.support.config import made
 from recipes.support.run_folder import RunFolder, opened
+from recipes.support.slurm import cores_of_task, shows_one_device, slurm_variables
 
 Job = Callable[[dict[str, Any], Topology], dict[str, Any] | None]
 """The function that all ranks run, with rank 0's config; its value on rank 0 is the result."""
@@ -32,6 +34,14 @@ Job = Callable[[dict[str, Any], Topology], dict[str, Any] | None]
 _POSITIONS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 RANK_VARIABLES = frozenset((*_POSITIONS, "MASTER_ADDR", "MASTER_PORT"))
 """The variables that launchers set for each rank; they are not inherited by ranks started here."""
+
+
+def take_slurm_ranks() -> None:
+    """Set the variables of a rank, if this process is one of several tasks of Slurm's `srun`.
+
+    Raises: as `slurm_variables`.
+    """
+    os.environ.update(slurm_variables(os.environ))
 
 
 def ranks_exist() -> bool:
@@ -52,6 +62,7 @@ class Environment:
         host: this rank's host; the agents of one torchrun on one machine count as hosts of their own.
         address, port: of the store.
         store_is_held: by the launcher, so that it outlives any rank; otherwise rank 0 holds it.
+        has_own_device: the launcher shows this rank one device, and others to the other ranks of the host.
     """
 
     rank: int
@@ -61,6 +72,7 @@ class Environment:
     address: str
     port: int
     store_is_held: bool
+    has_own_device: bool = False
 
     @classmethod
     def read(cls) -> Environment:
@@ -75,6 +87,7 @@ class Environment:
             address=os.environ.get("MASTER_ADDR", "localhost"),
             port=number_of("MASTER_PORT"),
             store_is_held=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            has_own_device=shows_one_device(os.environ),
         )
 
 
@@ -86,6 +99,38 @@ def number_of(name: str, default: int | None = None) -> int:
             "give each RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; or unset RANK to start them here"
         )
     return int(text)
+
+
+def threads_of(num_ranks: int) -> int | None:
+    """Return the threads of each of the ranks that share the cores of this process; None: OMP_NUM_THREADS says so."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return None
+    cores = usable_cores()
+    of_task = cores_of_task(os.environ)
+    return cores if of_task is not None and cores <= of_task else max(1, cores // num_ranks)
+
+
+def take_threads(num_ranks: int) -> None:
+    """Have torch use no more threads in this process, one of the ranks of a host, than are for it."""
+    if (threads := threads_of(num_ranks)) is not None and threads < torch.get_num_threads():
+        torch.set_num_threads(threads)
+
+
+def usable_cores() -> int:
+    """Return the cores that this process may use: those it is bound to, within the quota of its control groups (Linux, version 2)."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [float(bound)]
+    with suppress(OSError):
+        groups = Path("/proc/self/cgroup").read_text().splitlines()
+        root = Path("/sys/fs/cgroup")
+        here = root / next((one.removeprefix("0::/") for one in groups if one.startswith("0::")), "")
+        for folder in (here, *here.parents):
+            with suppress(OSError, ValueError):  # no file, or no limit: "max"
+                quota, period = (folder / "cpu.max").read_text().split()
+                quotas.append(float(quota) / float(period))
+            if folder == root:
+                break
+    return max(1, int(min(quotas)))
 
 
 @contextmanager
@@ -138,7 +183,7 @@ def run_job(
             cfg = _taken_from_lead(cfg, topology, folder, open_until_the_end)
         with topology.phase("take a device") as phase:
             device: Device = made(cfg["device"])  # whose plugin may also bring the collectives
-            device.use(topology.local_rank)
+            device.use(0 if environment.has_own_device else topology.local_rank)
             phase.merge = {"machine": alike(machine("net"))}
         num_members = cfg["launch"].get("in_process_group", topology.world_size)
         own = topology.store_for("process group")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -405,7 +406,7 @@ def test_the_rest_of_a_killed_save_is_removed_by_the_next_one(tmp_path: Path) ->
 
 
 def _told_to_end(topology: Topology, folder: Path, mode: str) -> int:
-    """Train until SIGTERM, which comes to the last rank at its third step; the exit code."""
+    """Train until the last rank is told to end at its third step, by SIGTERM or by another thread; the exit code."""
     model = torch.nn.Linear(2, 2)
     first = 1
     if mode == "resumed":  # from a step at which all the time so far is none for each step
@@ -413,13 +414,18 @@ def _told_to_end(topology: Topology, folder: Path, mode: str) -> int:
         Checkpointer(folder, model=model, topology=topology).save(first - 1)
     with (
         pytest.raises(SystemExit) as exited,
-        Checkpointer(folder, model=model, topology=topology, every=1000, mode=mode) as checkpoints,
+        Checkpointer(folder, model=model, topology=topology, every=1000, mode="sync" if mode == "asked" else mode) as checkpoints,
     ):
         assert checkpoints.restore() == first - 1
         for step in range(first, first + 100_000):
             model.weight.data.fill_(step)
             if step == first + 2 and topology.rank == topology.world_size - 1:
-                os.kill(os.getpid(), signal.SIGTERM)
+                if mode == "asked":
+                    asking = threading.Thread(target=checkpoints.end_after_this_step)
+                    asking.start()
+                    asking.join()
+                else:
+                    os.kill(os.getpid(), signal.SIGTERM)
             checkpoints.step(step)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     code = exited.value.code
@@ -427,7 +433,7 @@ def _told_to_end(topology: Topology, folder: Path, mode: str) -> int:
     return code
 
 
-@pytest.mark.parametrize(("num_ranks", "mode"), [(1, "sync"), (2, "async"), (3, "resumed")])
+@pytest.mark.parametrize(("num_ranks", "mode"), [(1, "sync"), (2, "async"), (3, "resumed"), (1, "asked"), (2, "asked")])
 def test_sigterm_to_one_rank_saves_one_step_on_all_and_ends_them(tmp_path: Path, num_ranks: int, mode: str) -> None:
     assert run_ranks(num_ranks, _told_to_end, tmp_path, mode) == [TOLD_TO_END] * num_ranks
     newest = max(tmp_path.glob("checkpoint-*"))

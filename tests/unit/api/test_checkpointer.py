@@ -473,3 +473,24 @@ def test_a_line_is_logged_for_each_committed_save_and_each_restore(
         ), line
     assert re.match(rf"step 2 is restored: {tmp_path}/checkpoint-00000002: [\d.e-]+ GB in [\d.e-]+ s$", said[3])
     assert len(said) == 4
+
+
+def test_one_that_was_asked_to_end_saves_and_ends_once_and_can_be_used_again(tmp_path: Path) -> None:
+    """In a notebook, say: the block that is left next begins anew."""
+    model = torch.nn.Linear(2, 2)
+    checkpoints = Checkpointer(tmp_path, model=model, every=1000)
+    with pytest.raises(SystemExit), checkpoints:
+        checkpoints.end_after_this_step()
+        checkpoints.step(1)
+    with Checkpointer(tmp_path, model=model, every=1000) as again:
+        assert again.restore() == 1
+        assert not again.step(2)
+    assert again.find_latest() == tmp_path / "checkpoint-00000002"
+
+
+def test_without_on_sigterm_nobody_looks_for_the_end(tmp_path: Path) -> None:
+    with (
+        Checkpointer(tmp_path, model=torch.nn.Linear(2, 2), on_sigterm=False) as checkpoints,
+        pytest.raises(ConfigurationError, match=r"end_after_this_step\(\) of a Checkpointer with on_sigterm=False"),
+    ):
+        checkpoints.end_after_this_step()
