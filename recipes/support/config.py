@@ -100,6 +100,13 @@ class StorageKeys:
 @dataclass
 class LaunchKeys:
     nproc_per_node: int = MISSING
+    name: str = "local"
+    least_ranks: int = 1
+    max_restarts: int = 0
+    address: str | None = None
+    cpus_per_rank: float = 1
+    gpus_per_rank: float = 0
+    resources: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass

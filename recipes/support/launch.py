@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import sys
 import time
@@ -54,6 +55,8 @@ def launch(job: Job, cfg: dict[str, Any], folder: RunFolder | None = None) -> di
     take_slurm_ranks()
     if ranks_exist() and number_of("WORLD_SIZE") > 1:
         return _join_existing(job, cfg, folder)
+    if not ranks_exist() and (name := cfg["launch"].get("name", "local")) != "local":
+        return _launch_elsewhere(name, job, cfg, folder)
     num_ranks = 1 if ranks_exist() else cfg["launch"]["nproc_per_node"]
     with opened(folder, cfg) as run:
         if num_ranks > 1:
@@ -63,6 +66,19 @@ def launch(job: Job, cfg: dict[str, Any], folder: RunFolder | None = None) -> di
         take_threads(1)
         with tracebacks_of_bugs(), listening_on(LOOPBACK), Topology.alone() as topology:
             return job(run.cfg, topology)
+
+
+def _launch_elsewhere(name: str, job: Job, cfg: dict[str, Any], folder: RunFolder | None) -> dict[str, Any] | None:
+    """Run on ranks that a cluster's program starts."""
+    if name in (starts := {"torchrun": "torchrun --nproc-per-node=<ranks>", "slurm": "srun --ntasks=<ranks> python"}):
+        raise ConfigurationError(f"launch={name}: this process is no rank of {name}; start the command with {starts[name]} -m ...")
+    if name != "ray":
+        raise ConfigurationError(f"launch.name={name}: expected one of local, torchrun, slurm, ray")
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigurationError("launch=ray needs the package ray, which is not installed: pip install -e '.[ray]'")
+    from recipes.support.ray_ranks import run_ray_ranks
+
+    return run_ray_ranks(job, cfg, folder)
 
 
 def _join_existing(job: Job, cfg: dict[str, Any], folder: RunFolder | None) -> dict[str, Any] | None:

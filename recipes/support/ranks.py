@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -32,7 +33,8 @@ Job = Callable[[dict[str, Any], Topology], dict[str, Any] | None]
 """The function that all ranks run, with rank 0's config; its value on rank 0 is the result."""
 
 _POSITIONS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-RANK_VARIABLES = frozenset((*_POSITIONS, "MASTER_ADDR", "MASTER_PORT"))
+_OWN_DEVICE = "CKPT_OWN_DEVICE"
+RANK_VARIABLES = frozenset((*_POSITIONS, "MASTER_ADDR", "MASTER_PORT", _OWN_DEVICE))
 """The variables that launchers set for each rank; they are not inherited by ranks started here."""
 
 
@@ -87,7 +89,7 @@ class Environment:
             address=os.environ.get("MASTER_ADDR", "localhost"),
             port=number_of("MASTER_PORT"),
             store_is_held=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            has_own_device=shows_one_device(os.environ),
+            has_own_device=shows_one_device(os.environ) or os.environ.get(_OWN_DEVICE) == "1",
         )
 
 
@@ -144,6 +146,19 @@ def environment_with(wanted: Mapping[str, str]) -> Iterator[None]:
         for name in set(os.environ) - set(before):
             del os.environ[name]
         os.environ.update(before)
+
+
+_asked_to_end = threading.Event()
+"""Of this process, a rank that gets no signals."""
+
+
+def end_after_this_step() -> None:
+    """Have the run of this process save and end after its step, as at SIGTERM. Any thread."""
+    _asked_to_end.set()
+
+
+def is_asked_to_end() -> bool:
+    return _asked_to_end.is_set()
 
 
 def grace_s(cfg: Mapping[str, Any]) -> float:

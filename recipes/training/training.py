@@ -46,6 +46,7 @@ from recipes.support.config import (
     values_of,
 )
 from recipes.support.keys import shown
+from recipes.support.ranks import is_asked_to_end
 from recipes.support.report import SUMMARY_NAME, Report, Summary, write_summary
 from recipes.support.run_folder import writing
 from recipes.training.parallel.base import Arranged, Layout
@@ -316,7 +317,7 @@ class Training:
             yield
             return
         with coordinator.sigterm_noted() as has_come:
-            self._has_sigterm_come = has_come
+            self._has_sigterm_come = lambda: has_come() or is_asked_to_end()
             yield
 
     def save(self, coordinator: CheckpointCoordinator, step: int, summary: Summary, report: Report) -> bool:

@@ -1,0 +1,243 @@
+"""Start the ranks of a run as actors of a Ray cluster; after a lost node, start all again on the nodes that are left.
+
+    launcher -- placement group --> one actor for each rank --> run_job, with the variables that torchrun would set
+        ^                                  |
+        +---- a rank is gone, or raises ---+   ask the others to end, kill them, begin again from the newest checkpoint
+
+Ray starts, watches and kills processes; that all ranks hold one result is the business of their agreement. The launcher holds the folder of
+the run, so that no other run begins between two lives of the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ckpt.catalog.catalog import catalog_at
+from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild, sentence
+from ckpt.format.places import place_of
+from ckpt.ranks.sigterm import TOLD_TO_END
+from recipes.support.cli import import_torch
+from recipes.support.ranks import RANK_VARIABLES, Job, end_after_this_step, grace_s
+from recipes.support.run_folder import RunFolder, opened
+
+_ROOM_S = 30.0
+"""Longest wait for room for a group: Ray counts a node that is gone for some 10 s more."""
+_LAST_WORDS_S = 8.0
+"""In which the ranks that are left learn of one that is gone, and say so."""
+_MORE_THAN_GRACE_S = 5.0
+
+
+class _Rank:
+    """One rank, in an actor: its methods run in threads, so SIGTERM is not the run's."""
+
+    def where(self) -> tuple[str, str, int]:
+        """Return the node's id and address, and a port that is free there."""
+        with socket.socket() as free:
+            free.bind(("", 0))
+            context = ray.get_runtime_context()
+            return context.get_node_id(), ray.util.get_node_ip_address(), free.getsockname()[1]
+
+    def run(self, job: Job, cfg: dict[str, Any], variables: Mapping[str, str], folder: str) -> dict[str, Any]:
+        """Run the job; return {"result"}, {"error"} as `errors.describe` has it, or {"told": True} of a run that was told to end."""
+        for name in RANK_VARIABLES:
+            os.environ.pop(name, None)
+        os.environ.update(variables)
+        os.chdir(folder)
+        import_torch()
+        from recipes.support.launch import launch
+
+        try:
+            return {"result": launch(job, cfg | {"launch": {**cfg["launch"], "name": "exists"}})}
+        except SystemExit as end:
+            if end.code == TOLD_TO_END:
+                return {"told": True}
+            raise
+        except CheckpointError as error:
+            return {"error": describe(error)}
+
+    def end(self) -> None:
+        """Have the run save and end after its step."""
+        end_after_this_step()
+
+
+def run_ray_ranks(job: Job, cfg: dict[str, Any], folder: RunFolder | None) -> dict[str, Any] | None:
+    """Run the job on ranks of a Ray cluster, and return rank 0's result.
+
+    Raises:
+        CheckpointError: the job's error, after `launch.max_restarts`; at once, if it is one of the configuration.
+        SystemExit: the launcher was told to end; the ranks have saved.
+    """
+    _connect(cfg["launch"]["address"])
+    before = _newest(cfg)
+    with _told_to_end() as is_told:
+        for attempt in range(1 + cfg["launch"]["max_restarts"]):
+            if attempt and _newest(cfg) != before:
+                cfg = cfg | {"resume": "latest", "overwrite": False}
+            with opened(folder, cfg) as run:
+                error = _life(job, run.cfg, is_told)
+            if isinstance(error, _Result):
+                return error.value
+            if isinstance(error, ConfigurationError):
+                raise error
+            print(f"{sentence(error)}; the ranks start again", file=sys.stderr, flush=True)
+    raise error
+
+
+class _Result:
+    """What rank 0 has returned."""
+
+    def __init__(self, value: dict[str, Any] | None) -> None:
+        self.value = value
+
+
+def _connect(address: str | None) -> None:
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # equal lines of ranks are lines of each
+    if ray.is_initialized():
+        return
+    names = ("PYTHONPATH", "TORCH_CPP_LOG_LEVEL", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "HYDRA_FULL_ERROR")
+    variables = {name: os.environ[name] for name in names if name in os.environ}
+    variables = {"OMP_WAIT_POLICY": "PASSIVE", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"} | variables  # see `cli.import_torch`
+    try:
+        ray.init(address=address or os.environ.get("RAY_ADDRESS"), runtime_env={"env_vars": variables}, configure_logging=False)
+    except (ConnectionError, ValueError) as error:
+        raise ConfigurationError(
+            f"launch=ray: no cluster at {address or os.environ.get('RAY_ADDRESS')}: {sentence(error)}; set RAY_ADDRESS, or launch.address"
+        ) from error
+
+
+def _newest(cfg: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """Return the place of the newest checkpoint of the run's root in the order of commits; None: there is none, or no root."""
+    if "checkpoint_root" not in cfg:
+        return None
+    with suppress(CheckpointError, OSError):
+        newest = catalog_at(place_of(cfg["checkpoint_root"])).newest()
+        return None if newest is None else newest.order
+    return None
+
+
+def _life(job: Job, cfg: dict[str, Any], is_told: Callable[[], bool]) -> _Result | CheckpointError:
+    """Start all ranks once; return rank 0's result, or why they have ended."""
+    keys = cfg["launch"]
+    of_rank = {"CPU": keys["cpus_per_rank"], "GPU": keys["gpus_per_rank"], **keys["resources"]}
+    of_rank = {name: float(number) for name, number in of_rank.items() if number}
+    group = _room(of_rank, keys["least_ranks"], keys["nproc_per_node"])
+    options = {"max_concurrency": 2, "max_restarts": 0, "num_cpus": of_rank.get("CPU", 0), "num_gpus": of_rank.get("GPU", 0)}
+    options["resources"] = {name: number for name, number in of_rank.items() if name not in ("CPU", "GPU")}
+    actor = ray.remote(_Rank)
+    ranks = [
+        actor.options(**options, scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)).remote()
+        for number in range(group.bundle_count)
+    ]
+    try:
+        places = ray.get([rank.where.remote() for rank in ranks])
+        ranks, variables = _numbered(ranks, places, has_own_device=keys["gpus_per_rank"] == 1)
+        runs = [rank.run.remote(job, cfg, of_one, os.getcwd()) for rank, of_one in zip(ranks, variables, strict=True)]
+        return _outcome(ranks, runs, is_told, grace_s(cfg) + _MORE_THAN_GRACE_S)
+    except RayError as error:
+        return RankAbsentError(f"a rank could not be started: {sentence(error)}")
+    finally:
+        for rank in ranks:
+            ray.kill(rank)
+        remove_placement_group(group)
+
+
+def _room(of_rank: Mapping[str, float], least: int, most: int) -> PlacementGroup:
+    """Reserve room for as many ranks as there is, of at most `most`.
+
+    Raises:
+        RankAbsentError: there is none for `least` ranks.
+    """
+    deadline = time.monotonic() + _ROOM_S
+    num = 0
+    while time.monotonic() < deadline:
+        free = ray.available_resources()
+        num = min([most, *(int(free.get(name, 0.0) / number) for name, number in of_rank.items())])
+        if num >= least:
+            group = placement_group([dict(of_rank)] * num, strategy="PACK")
+            if ray.wait([group.ready()], timeout=5.0)[0]:
+                return group
+            remove_placement_group(group)  # a node that is counted is gone
+        time.sleep(0.5)
+    wanted = ", ".join(f"{number:g} {name}" for name, number in of_rank.items())
+    raise RankAbsentError(
+        f"launch=ray: the cluster has room for {num} ranks with {wanted} each, and launch.least_ranks is {least}; add nodes, or lower it"
+    )
+
+
+def _numbered(
+    ranks: Sequence[Any], places: Sequence[tuple[str, str, int]], *, has_own_device: bool
+) -> tuple[list[Any], list[dict[str, str]]]:
+    """Return the actors in the order of their ranks, those of a node together, and the variables of each."""
+    nodes = list(dict.fromkeys(node for node, _, _ in places))
+    order = sorted(range(len(ranks)), key=lambda one: (nodes.index(places[one][0]), one))
+    of_node = [[one for one in order if places[one][0] == node] for node in nodes]
+    _, address, port = places[order[0]]
+    found = []
+    for rank, one in enumerate(order):
+        node = nodes.index(places[one][0])
+        numbers = {"RANK": rank, "WORLD_SIZE": len(ranks), "GROUP_RANK": node, "GROUP_WORLD_SIZE": len(nodes), "MASTER_PORT": port}
+        numbers |= {"LOCAL_RANK": of_node[node].index(one), "LOCAL_WORLD_SIZE": len(of_node[node]), "CKPT_OWN_DEVICE": int(has_own_device)}
+        found.append({name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": address})
+    return [ranks[one] for one in order], found
+
+
+def _outcome(
+    ranks: Sequence[Any], runs: Sequence[Any], is_told: Callable[[], bool], patience_s: float
+) -> _Result | CheckpointError:
+    """Wait for the ranks; return rank 0's result, or the error that says most: ours before one of a process that is gone."""
+    said: dict[int, dict[str, Any]] = {}
+    gone: dict[int, str] = {}
+    waiting = {run: rank for rank, run in enumerate(runs)}
+    deadline, has_asked = float("inf"), False
+    while waiting and time.monotonic() < deadline:
+        if is_told() and not has_asked:
+            has_asked, deadline = True, time.monotonic() + patience_s
+            for rank in ranks:
+                rank.end.remote()
+        done, _ = ray.wait(list(waiting), timeout=0.5)
+        for run in done:
+            rank = waiting.pop(run)
+            try:
+                said[rank] = ray.get(run)
+            except RayTaskError as error:
+                gone[rank] = f"failed: {sentence(error.cause)}"
+            except RayError as error:
+                gone[rank] = f"is gone: {type(error).__name__}"
+        if gone or any("error" in one for one in said.values()):
+            deadline = min(deadline, time.monotonic() + _LAST_WORDS_S)
+    errors = [one["error"] for one in said.values() if "error" in one]
+    if any("told" in one for one in said.values()) and not gone:
+        raise SystemExit(TOLD_TO_END)
+    if errors:
+        # One that lost its connection to another says less than one that was told which.
+        return rebuild(min(errors, key=lambda error: (error["phase"] is None, error["rank"] is None)))
+    if gone or waiting:
+        first = min([*gone, *waiting.values()])
+        return RankAbsentError(f"rank {first} {gone.get(first, 'did not end')}", rank=first)
+    return _Result(said[0]["result"])
+
+
+@contextmanager
+def _told_to_end() -> Iterator[Callable[[], bool]]:
+    """Note SIGTERM to the launcher inside the block, in the main thread."""
+    told = threading.Event()
+    here = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, lambda *_: told.set()) if here else None
+    try:
+        yield told.is_set
+    finally:
+        if here:
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)

@@ -1,0 +1,136 @@
+"""`launch=ray` on a Ray of several nodes on this machine: a node that is lost in a save, a launcher that is told to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt.ranks.sigterm import TOLD_TO_END
+
+REPO = Path(__file__).parents[2]
+RUN = ("model.size=tiny", "train.steps=30", "save.every=2", "save.keep_last=null")
+_NODE_CPUS = 2
+
+
+class RayCluster:
+    """A head without processors, and nodes with two each.
+
+    Attributes:
+        address: of the head.
+        nodes: that have not been lost.
+    """
+
+    def __init__(self, num_nodes: int) -> None:
+        from ray.cluster_utils import Cluster
+
+        options: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 100 << 20}
+        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **options})
+        self._options = options
+        self.address = self._cluster.address
+        self.nodes: list[Any] = []
+        for _ in range(num_nodes):
+            self.add()
+
+    def add(self) -> None:
+        self.nodes.append(self._cluster.add_node(num_cpus=_NODE_CPUS, object_store_memory=self._options["object_store_memory"]))
+
+    def lose(self) -> None:
+        """Kill a raylet, and with it the processes of its actors."""
+        self._cluster.remove_node(self.nodes.pop(), allow_graceful=False)
+
+    def close(self) -> None:
+        self._cluster.shutdown()
+
+
+@pytest.fixture
+def ray_cluster() -> Iterator[RayCluster]:
+    pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]'")
+    cluster = RayCluster(2)
+    try:
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@contextmanager
+def started(cluster: RayCluster, folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "recipes.train", "launch=ray", f"output_dir={folder}/run", *RUN, *overrides]
+    environment = {**os.environ, "RAY_ADDRESS": cluster.address, "OMP_NUM_THREADS": "1"}
+    run = subprocess.Popen(command, cwd=REPO, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        yield run
+    finally:
+        run.kill()
+        run.wait()
+
+
+def wait_until(run: subprocess.Popen[str], is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 300
+    while not is_so():
+        assert run.poll() is None, run.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def saves_of(folder: Path) -> list[str]:
+    root = folder / "run" / "checkpoints"
+    return sorted(path.name for path in root.iterdir()) if root.exists() else []
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((folder / "run" / "summary.json").read_text())
+    return summary
+
+
+@pytest.mark.full
+def test_a_run_whose_node_is_lost_in_a_save_goes_on_with_the_ranks_that_are_left_to_the_bit(
+    ray_cluster: RayCluster, tmp_path: Path
+) -> None:
+    def is_inside_a_save() -> bool:
+        names = saves_of(tmp_path)
+        return sum(bool(re.fullmatch(r"checkpoint-\d+", name)) for name in names) >= 3 and any(".unpublished" in name for name in names)
+
+    with started(ray_cluster, tmp_path, "launch.nproc_per_node=4") as run:
+        wait_until(run, is_inside_a_save)
+        ray_cluster.lose()
+        said, _ = run.communicate(timeout=400)
+    assert run.returncode == 0, said
+    assert re.search(r"rank \d .*(killed or ended|has been silent|is gone).*; the ranks start again", said), said
+    summary = summary_of(tmp_path)
+    assert (summary["world_size"], summary["final_step"]) == (2, 30)
+    resumed = Path(summary["resumed_from"])
+    alone = [sys.executable, "-m", "recipes.train", f"output_dir={tmp_path}/alone/run", *RUN, f"resume={resumed}", "launch.nproc_per_node=2"]
+    subprocess.run(alone, cwd=REPO, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True, timeout=300)
+    assert summary_of(tmp_path / "alone")["state_digest"] == summary["state_digest"]
+
+
+@pytest.mark.full
+def test_a_launcher_that_is_told_to_end_has_its_ranks_save_and_end(ray_cluster: RayCluster, tmp_path: Path) -> None:
+    with started(ray_cluster, tmp_path, "launch.nproc_per_node=2", "train.steps=100000", "save.every=100000") as run:
+        wait_until(run, lambda: (tmp_path / "run" / "checkpoints").exists())
+        time.sleep(15.0)
+        run.send_signal(signal.SIGTERM)
+        said, _ = run.communicate(timeout=120)
+    assert run.returncode == TOLD_TO_END, said
+    assert "SIGTERM: the run ends at step" in said
+    (name,) = saves_of(tmp_path)
+    assert re.fullmatch(r"checkpoint-\d{8}", name)
+
+
+@pytest.mark.full
+def test_too_little_room_is_one_sentence(ray_cluster: RayCluster, tmp_path: Path) -> None:
+    with started(ray_cluster, tmp_path, "launch.nproc_per_node=6", "launch.least_ranks=5", "launch.max_restarts=0") as run:
+        said, _ = run.communicate(timeout=200)
+    assert run.returncode == 1
+    assert "launch=ray: the cluster has room for 4 ranks with 1 CPU each, and launch.least_ranks is 5" in said
