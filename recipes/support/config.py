@@ -201,17 +201,20 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
     """
     run = resolved(RunKeys, cfg)
     counts = ("train.steps", "train.batch_size", "save.every", "save.keep_last", "launch.nproc_per_node")
-    least = dict.fromkeys(counts, 1) | {"train.seed": 0, "save.grace_s": 0}
+    least = dict.fromkeys(counts, 1) | {"train.seed": 0, "save.grace_s": 0, "launch.least_ranks": 1, "launch.max_restarts": 0}
     require_numbers(run, least, seconds=("agree.timeout_s", "ledger.stale_s", "storage.retry_s"))
     check_choice(run["pattern_check"])
     check_report(run["report"])
     _check_start(run)
     ranks = num_ranks or run["launch"]["nproc_per_node"]
-    if ranks > 1 and str(run["checkpoint_root"]).startswith("memory:"):
+    if (ranks > 1 or run["launch"]["name"] == "ray") and str(run["checkpoint_root"]).startswith("memory:"):
+        has = f"{ranks} ranks" if ranks > 1 else "its rank in another"
         raise ConfigurationError(
-            f"checkpoint_root={run['checkpoint_root']} is in the memory of one process, and this run has {ranks} ranks: give a folder, or "
-            "the address of a store"
+            f"checkpoint_root={run['checkpoint_root']} is in the memory of one process, and this run has {has}: give a folder, or the "
+            "address of a store"
         )
+    if (least_ranks := run["launch"]["least_ranks"]) > ranks:
+        raise ConfigurationError(f"launch.least_ranks={least_ranks}: expected at most launch.nproc_per_node={ranks}")
     layout = check_training(run, ranks)
     for name in ("ckpt", "strategy", "coordinator"):  # the coordinator last: its nodes repeat others
         bind(run[name], name, AT_RUN_TIME[name])

@@ -123,14 +123,13 @@ def usable_cores() -> int:
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [float(bound)]
     with suppress(OSError):
-        groups = Path("/proc/self/cgroup").read_text().splitlines()
-        root = Path("/sys/fs/cgroup")
-        here = root / next((one.removeprefix("0::/") for one in groups if one.startswith("0::")), "")
+        groups = _OWN_GROUPS.read_text().splitlines()
+        here = _GROUPS / next((one.removeprefix("0::/") for one in groups if one.startswith("0::")), "")
         for folder in (here, *here.parents):
             with suppress(OSError, ValueError):  # no file, or no limit: "max"
                 quota, period = (folder / "cpu.max").read_text().split()
                 quotas.append(float(quota) / float(period))
-            if folder == root:
+            if folder == _GROUPS:
                 break
     return max(1, int(min(quotas)))
 
@@ -147,6 +146,8 @@ def environment_with(wanted: Mapping[str, str]) -> Iterator[None]:
             del os.environ[name]
         os.environ.update(before)
 
+
+_OWN_GROUPS, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 _asked_to_end = threading.Event()
 """Of this process, a rank that gets no signals."""

@@ -98,3 +98,14 @@ def test_a_job_whose_node_is_lost_in_a_save_goes_on_elsewhere_to_the_bit(
     assert ended["JobState"] == "COMPLETED" and int(ended["Restarts"]) >= 1, said
     assert ended["NodeList"] != before
     assert summary_of(tmp_path)["state_digest"] == alone["state_digest"]
+
+
+@pytest.mark.full
+def test_jobs_of_a_sweep_are_jobs_of_slurm(slurm: SlurmCluster, tmp_path: Path) -> None:
+    overrides = ["ckpt=zarr,tensorstore", f"output_dir={tmp_path}/sweep", "model.size=tiny", "train.steps=4", "save.every=2"]
+    command = [PYTHON, "-m", "recipes.train", "-m", "hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min=10", *overrides]
+    said = slurm.run(*command, cwd=tmp_path, environment={"PYTHONPATH": str(REPO)})
+    summaries = sorted(tmp_path.glob("sweep/*/summary.json"))
+    assert len(summaries) == 2, said
+    assert {json.loads(one.read_text())["final_step"] for one in summaries} == {4}
+    assert (tmp_path / "sweep" / "sweep.json").exists()

@@ -71,6 +71,19 @@ def test_a_number_out_of_range_is_named_with_its_range(tmp_path: Path, override:
 
 
 @pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("launch.least_ranks=0", "launch.least_ranks=0: expected at least 1"),
+        ("launch.least_ranks=5", "launch.least_ranks=5: expected at most launch.nproc_per_node=4"),
+        ("launch.max_restarts=-1", "launch.max_restarts=-1: expected at least 0"),
+        ("checkpoint_root=memory://here", "checkpoint_root=memory://here is in the memory of one process, and this run has 4 ranks"),
+    ],
+)
+def test_what_ranks_of_ray_cannot_do_is_refused(tmp_path: Path, override: str, expected: str) -> None:
+    assert complaint(tmp_path, "launch=ray", override).startswith(expected)
+
+
+@pytest.mark.parametrize(
     "override",
     [
         "save.writer=process",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -161,6 +162,41 @@ def test_a_world_of_one_that_exists_already_needs_no_store(monkeypatch: pytest.M
     result = launch(adds_up, config(4))
     assert result is not None
     assert len(result["ranks"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("torchrun", "this process is no rank of torchrun; start the command with torchrun --nproc-per-node=<ranks> -m ..."),
+        ("slurm", "this process is no rank of slurm; start the command with srun --ntasks=<ranks> python -m ..."),
+        ("ray", "launch=ray needs the package ray, which is not installed: pip install"),
+        ("slrum", "launch.name=slrum: expected one of local, torchrun, slurm, ray"),
+    ],
+)
+def test_a_run_for_a_launcher_that_is_not_there_does_not_run_alone(monkeypatch: pytest.MonkeyPatch, name: str, says: str) -> None:
+    for variable in RANK_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    if name == "ray" and importlib.util.find_spec("ray") is not None:
+        pytest.skip("ray is installed")
+    cfg = config(1)
+    cfg["launch"]["name"] = name
+    with pytest.raises(ConfigurationError) as caught:
+        launch(adds_up, cfg)
+    assert says in str(caught.value)
+
+
+def test_a_task_of_several_of_slurm_is_a_rank_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the others at rank 0's address, and does not run alone. With a daemon: tests/clusters."""
+    for variable in RANK_VARIABLES:
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+    task = {"STEP_NUM_TASKS": "2", "STEP_TASKS_PER_NODE": "1(x2)", "STEP_NODELIST": LOOPBACK, "PROCID": "1", "LOCALID": "0", "NODEID": "1"}
+    for variable, value in (task | {"JOB_ID": "7", "STEP_ID": "0"}).items():
+        monkeypatch.setenv(f"SLURM_{variable}", value)
+    cfg = config(1)
+    cfg["agree"]["timeout_s"] = 0.5
+    with pytest.raises(RankAbsentError, match=r"rank 1 cannot reach the ranks' store at 127.0.0.1:\d+: is rank 0 running"):
+        launch(adds_up, cfg)
 
 
 # Several ranks, started here: jobs of a sweep, all in one process
