@@ -47,6 +47,9 @@ OTHER_NAMES = {
 NOT_SUPPORTED = frozenset({"mps", "tpu", "xla", "xpu", "hpu", "mlu", "musa"})
 """Devices, of which none is like a known one."""
 
+OWN_DEVICE = "CKPT_OWN_DEVICE"
+"""Environment variable: 1 says that this rank sees its own device alone, and the other ranks of the host theirs. Launchers set it."""
+
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 """Environment variables that name the network interfaces of a device's collectives."""
 
@@ -133,7 +136,7 @@ class Device:
             )
 
     def use(self, local_rank: int) -> None:
-        """Select the device of this local rank, for `torch_device` and as torch's current device.
+        """Select the device of this local rank, for `torch_device` and as torch's current device; the first one if it sees but its own.
 
         Raises:
             DeviceUnavailableError: the host has fewer devices than ranks, or none.
@@ -143,6 +146,8 @@ class Device:
             return
         module = self._module()
         num_devices = module.device_count()
+        if os.environ.get(OWN_DEVICE) == "1":
+            local_rank = 0
         if local_rank >= num_devices:
             raise DeviceUnavailableError(
                 f"device={self.type}: local rank {local_rank} has no device of its own, this host shows {num_devices}; "

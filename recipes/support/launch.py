@@ -53,9 +53,11 @@ def launch(job: Job, cfg: dict[str, Any], folder: RunFolder | None = None) -> di
             no rank has started.
     """
     take_slurm_ranks()
+    if ranks_exist() and cfg["launch"].get("name") == "ray":
+        raise ConfigurationError("launch=ray starts ranks by itself, and this process is one of ranks that exist: start it once, by itself")
     if ranks_exist() and number_of("WORLD_SIZE") > 1:
         return _join_existing(job, cfg, folder)
-    if not ranks_exist() and (name := cfg["launch"].get("name", "local")) != "local":
+    if (name := cfg["launch"].get("name", "local")) != "local" and not ranks_exist():
         return _launch_elsewhere(name, job, cfg, folder)
     num_ranks = 1 if ranks_exist() else cfg["launch"]["nproc_per_node"]
     with opened(folder, cfg) as run:

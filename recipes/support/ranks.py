@@ -20,21 +20,20 @@ import torch
 import torch.distributed as dist
 
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
-from ckpt.memory.device import INTERFACE_VARIABLES, Device
+from ckpt.memory.device import INTERFACE_VARIABLES, OWN_DEVICE, Device
 from ckpt.ranks.addresses import LOOPBACK, address_towards, interface_of, machine
 from ckpt.ranks.merging import alike
 from ckpt.ranks.stores import connection
 from ckpt.ranks.topology import Topology
 from recipes.support.config import made
 from recipes.support.run_folder import RunFolder, opened
-from recipes.support.slurm import cores_of_task, shows_one_device, slurm_variables
+from recipes.support.slurm import cores_of_task, slurm_variables
 
 Job = Callable[[dict[str, Any], Topology], dict[str, Any] | None]
 """The function that all ranks run, with rank 0's config; its value on rank 0 is the result."""
 
 _POSITIONS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-_OWN_DEVICE = "CKPT_OWN_DEVICE"
-RANK_VARIABLES = frozenset((*_POSITIONS, "MASTER_ADDR", "MASTER_PORT", _OWN_DEVICE))
+RANK_VARIABLES = frozenset((*_POSITIONS, "MASTER_ADDR", "MASTER_PORT", OWN_DEVICE))
 """The variables that launchers set for each rank; they are not inherited by ranks started here."""
 
 
@@ -47,8 +46,8 @@ def take_slurm_ranks() -> None:
 
 
 def ranks_exist() -> bool:
-    """Whether another program, such as torchrun, started this process as one of several ranks."""
-    return "RANK" in os.environ
+    """Whether another program, such as torchrun or srun, started this process as one of several ranks."""
+    return "RANK" in os.environ or bool(slurm_variables(os.environ))
 
 
 def rank_of_environment() -> int:
@@ -64,7 +63,6 @@ class Environment:
         host: this rank's host; the agents of one torchrun on one machine count as hosts of their own.
         address, port: of the store.
         store_is_held: by the launcher, so that it outlives any rank; otherwise rank 0 holds it.
-        has_own_device: the launcher shows this rank one device, and others to the other ranks of the host.
     """
 
     rank: int
@@ -74,7 +72,6 @@ class Environment:
     address: str
     port: int
     store_is_held: bool
-    has_own_device: bool = False
 
     @classmethod
     def read(cls) -> Environment:
@@ -89,7 +86,6 @@ class Environment:
             address=os.environ.get("MASTER_ADDR", "localhost"),
             port=number_of("MASTER_PORT"),
             store_is_held=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            has_own_device=shows_one_device(os.environ) or os.environ.get(_OWN_DEVICE) == "1",
         )
 
 
@@ -105,16 +101,17 @@ def number_of(name: str, default: int | None = None) -> int:
 
 def threads_of(num_ranks: int) -> int | None:
     """Return the threads of each of the ranks that share the cores of this process; None: OMP_NUM_THREADS says so."""
-    if "OMP_NUM_THREADS" in os.environ:
-        return None
-    cores = usable_cores()
-    of_task = cores_of_task(os.environ)
-    return cores if of_task is not None and cores <= of_task else max(1, cores // num_ranks)
+    return None if "OMP_NUM_THREADS" in os.environ else max(1, usable_cores() // num_ranks)
 
 
 def take_threads(num_ranks: int) -> None:
-    """Have torch use no more threads in this process, one of the ranks of a host, than are for it."""
-    if (threads := threads_of(num_ranks)) is not None and threads < torch.get_num_threads():
+    """Have torch use no more threads in this process, one of the ranks of a host, than are for it.
+
+    Slurm may have bound each task to cores of its own: these are not shared.
+    """
+    of_task = cores_of_task(os.environ)
+    is_bound = of_task is not None and usable_cores() <= of_task
+    if (threads := threads_of(1 if is_bound else num_ranks)) is not None and threads < torch.get_num_threads():
         torch.set_num_threads(threads)
 
 
@@ -199,7 +196,7 @@ def run_job(
             cfg = _taken_from_lead(cfg, topology, folder, open_until_the_end)
         with topology.phase("take a device") as phase:
             device: Device = made(cfg["device"])  # whose plugin may also bring the collectives
-            device.use(0 if environment.has_own_device else topology.local_rank)
+            device.use(topology.local_rank)
             phase.merge = {"machine": alike(machine("net"))}
         num_members = cfg["launch"].get("in_process_group", topology.world_size)
         own = topology.store_for("process group")

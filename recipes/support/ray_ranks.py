@@ -11,6 +11,7 @@ the run, so that no other run begins between two lives of the ranks.
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import sys
@@ -28,6 +29,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ckpt.catalog.catalog import catalog_at
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild, sentence
 from ckpt.format.places import place_of
+from ckpt.memory.device import OWN_DEVICE
 from ckpt.ranks.sigterm import TOLD_TO_END
 from recipes.support.cli import import_torch
 from recipes.support.ranks import RANK_VARIABLES, Job, end_after_this_step, grace_s
@@ -35,6 +37,9 @@ from recipes.support.run_folder import RunFolder, opened
 
 _ROOM_S = 30.0
 """Longest wait for room for a group: Ray counts a node that is gone for some 10 s more."""
+_SETTLES_S = 3.0
+"""For so long the room for fewer ranks than wanted must not have grown: what an earlier life's ranks held becomes free little by little."""
+_BEGINS_S = 120.0
 _LAST_WORDS_S = 8.0
 """In which the ranks that are left learn of one that is gone, and say so."""
 _MORE_THAN_GRACE_S = 5.0
@@ -45,10 +50,8 @@ class _Rank:
 
     def where(self) -> tuple[str, str, int]:
         """Return the node's id and address, and a port that is free there."""
-        with socket.socket() as free:
-            free.bind(("", 0))
-            context = ray.get_runtime_context()
-            return context.get_node_id(), ray.util.get_node_ip_address(), free.getsockname()[1]
+        context = ray.get_runtime_context()
+        return context.get_node_id(), ray.util.get_node_ip_address(), _free_port()
 
     def run(self, job: Job, cfg: dict[str, Any], variables: Mapping[str, str], folder: str) -> dict[str, Any]:
         """Run the job; return {"result"}, {"error"} as `errors.describe` has it, or {"told": True} of a run that was told to end."""
@@ -82,18 +85,18 @@ def run_ray_ranks(job: Job, cfg: dict[str, Any], folder: RunFolder | None) -> di
     """
     _connect(cfg["launch"]["address"])
     before = _newest(cfg)
-    with _told_to_end() as is_told:
-        for attempt in range(1 + cfg["launch"]["max_restarts"]):
-            if attempt and _newest(cfg) != before:
+    with _told_to_end() as is_told, opened(folder, cfg) as run:
+        cfg = run.cfg
+        for restarts_left in reversed(range(1 + cfg["launch"]["max_restarts"])):
+            outcome = _life(job, cfg, is_told)
+            if isinstance(outcome, _Result):
+                return outcome.value
+            if isinstance(outcome, ConfigurationError) or is_told() or not restarts_left:
+                raise outcome
+            print(f"{sentence(outcome)}; the ranks start again", file=sys.stderr, flush=True)
+            if _newest(cfg) != before:
                 cfg = cfg | {"resume": "latest", "overwrite": False}
-            with opened(folder, cfg) as run:
-                error = _life(job, run.cfg, is_told)
-            if isinstance(error, _Result):
-                return error.value
-            if isinstance(error, ConfigurationError):
-                raise error
-            print(f"{sentence(error)}; the ranks start again", file=sys.stderr, flush=True)
-    raise error
+    raise AssertionError("the last life ends the run")
 
 
 class _Result:
@@ -120,12 +123,8 @@ def _connect(address: str | None) -> None:
 
 def _newest(cfg: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """Return the place of the newest checkpoint of the run's root in the order of commits; None: there is none, or no root."""
-    if "checkpoint_root" not in cfg:
-        return None
-    with suppress(CheckpointError, OSError):
-        newest = catalog_at(place_of(cfg["checkpoint_root"])).newest()
-        return None if newest is None else newest.order
-    return None
+    newest = catalog_at(place_of(cfg["checkpoint_root"])).newest() if "checkpoint_root" in cfg else None
+    return None if newest is None else newest.order
 
 
 def _life(job: Job, cfg: dict[str, Any], is_told: Callable[[], bool]) -> _Result | CheckpointError:
@@ -133,20 +132,22 @@ def _life(job: Job, cfg: dict[str, Any], is_told: Callable[[], bool]) -> _Result
     keys = cfg["launch"]
     of_rank = {"CPU": keys["cpus_per_rank"], "GPU": keys["gpus_per_rank"], **keys["resources"]}
     of_rank = {name: float(number) for name, number in of_rank.items() if number}
-    group = _room(of_rank, keys["least_ranks"], keys["nproc_per_node"])
+    if not of_rank or min(of_rank.values()) < 0:
+        raise ConfigurationError(f"launch=ray: a rank would need {of_rank or 'nothing'}; give launch.cpus_per_rank, or another resource")
+    group = _room(of_rank, keys["least_ranks"], keys["nproc_per_node"], is_told)
     options = {"max_concurrency": 2, "max_restarts": 0, "num_cpus": of_rank.get("CPU", 0), "num_gpus": of_rank.get("GPU", 0)}
     options["resources"] = {name: number for name, number in of_rank.items() if name not in ("CPU", "GPU")}
     actor = ray.remote(_Rank)
-    ranks = [
-        actor.options(**options, scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)).remote()
-        for number in range(group.bundle_count)
-    ]
+    ranks: list[Any] = []
     try:
-        places = ray.get([rank.where.remote() for rank in ranks])
-        ranks, variables = _numbered(ranks, places, has_own_device=keys["gpus_per_rank"] == 1)
+        for number in range(group.bundle_count):
+            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
+            ranks.append(actor.options(**options, scheduling_strategy=place).remote())
+        places = ray.get([rank.where.remote() for rank in ranks], timeout=_BEGINS_S)
+        ranks, variables = _numbered(ranks, places, has_own_device=keys["gpus_per_rank"] > 0)
         runs = [rank.run.remote(job, cfg, of_one, os.getcwd()) for rank, of_one in zip(ranks, variables, strict=True)]
         return _outcome(ranks, runs, is_told, grace_s(cfg) + _MORE_THAN_GRACE_S)
-    except RayError as error:
+    except (RayError, ValueError) as error:
         return RankAbsentError(f"a rank could not be started: {sentence(error)}")
     finally:
         for rank in ranks:
@@ -154,22 +155,30 @@ def _life(job: Job, cfg: dict[str, Any], is_told: Callable[[], bool]) -> _Result
         remove_placement_group(group)
 
 
-def _room(of_rank: Mapping[str, float], least: int, most: int) -> PlacementGroup:
+def _room(of_rank: Mapping[str, float], least: int, most: int, is_told: Callable[[], bool]) -> PlacementGroup:
     """Reserve room for as many ranks as there is, of at most `most`.
+
+    Ray tells what is free in the whole cluster. A rank has to fit on one node, so fewer may fit: then one rank fewer is tried.
 
     Raises:
         RankAbsentError: there is none for `least` ranks.
+        SystemExit: the launcher is told to end.
     """
     deadline = time.monotonic() + _ROOM_S
-    num = 0
+    num, since_s, too_many = -1, 0.0, most + 1
     while time.monotonic() < deadline:
+        if is_told():
+            raise SystemExit(TOLD_TO_END)
         free = ray.available_resources()
-        num = min([most, *(int(free.get(name, 0.0) / number) for name, number in of_rank.items())])
-        if num >= least:
+        there = min([most, too_many - 1, *(int(free.get(name, 0.0) / number) for name, number in of_rank.items())])
+        if there != num:
+            num, since_s = there, time.monotonic()
+        if num >= least and (num == most or time.monotonic() - since_s >= _SETTLES_S):
             group = placement_group([dict(of_rank)] * num, strategy="PACK")
             if ray.wait([group.ready()], timeout=5.0)[0]:
                 return group
-            remove_placement_group(group)  # a node that is counted is gone
+            remove_placement_group(group)  # a node that is counted is gone, or what is free lies on several
+            too_many, deadline = num, time.monotonic() + _ROOM_S
         time.sleep(0.5)
     wanted = ", ".join(f"{number:g} {name}" for name, number in of_rank.items())
     raise RankAbsentError(
@@ -189,7 +198,7 @@ def _numbered(
     for rank, one in enumerate(order):
         node = nodes.index(places[one][0])
         numbers = {"RANK": rank, "WORLD_SIZE": len(ranks), "GROUP_RANK": node, "GROUP_WORLD_SIZE": len(nodes), "MASTER_PORT": port}
-        numbers |= {"LOCAL_RANK": of_node[node].index(one), "LOCAL_WORLD_SIZE": len(of_node[node]), "CKPT_OWN_DEVICE": int(has_own_device)}
+        numbers |= {"LOCAL_RANK": of_node[node].index(one), "LOCAL_WORLD_SIZE": len(of_node[node]), OWN_DEVICE: int(has_own_device)}
         found.append({name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": address})
     return [ranks[one] for one in order], found
 
@@ -199,7 +208,7 @@ def _outcome(
 ) -> _Result | CheckpointError:
     """Wait for the ranks; return rank 0's result, or the error that says most: ours before one of a process that is gone."""
     said: dict[int, dict[str, Any]] = {}
-    gone: dict[int, str] = {}
+    gone: dict[int, str] = {}  # in the order in which they were seen
     waiting = {run: rank for rank, run in enumerate(runs)}
     deadline, has_asked = float("inf"), False
     while waiting and time.monotonic() < deadline:
@@ -213,6 +222,7 @@ def _outcome(
             try:
                 said[rank] = ray.get(run)
             except RayTaskError as error:
+                print(f"rank {rank}:\n{error}", file=sys.stderr, flush=True)  # a bug, with its traceback
                 gone[rank] = f"failed: {sentence(error.cause)}"
             except RayError as error:
                 gone[rank] = f"is gone: {type(error).__name__}"
@@ -225,9 +235,20 @@ def _outcome(
         # One that lost its connection to another says less than one that was told which.
         return rebuild(min(errors, key=lambda error: (error["phase"] is None, error["rank"] is None)))
     if gone or waiting:
-        first = min([*gone, *waiting.values()])
-        return RankAbsentError(f"rank {first} {gone.get(first, 'did not end')}", rank=first)
+        found = gone | dict.fromkeys(waiting.values(), "did not end")
+        # One that failed because a connection ended says less than one that is gone, and that less than a bug.
+        first = min(found, key=lambda rank: ("onnection" in found[rank], not found[rank].startswith("failed")))
+        return RankAbsentError(f"rank {first} {found[first]}", rank=first)
     return _Result(said[0]["result"])
+
+
+def _free_port() -> int:
+    """Return a port that is free here, below those that the kernel gives to connections meanwhile."""
+    for port in random.sample(range(15_000, 30_000), 100):
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("", port))
+            return port
+    raise RuntimeError("no port is free")
 
 
 @contextmanager

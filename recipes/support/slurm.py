@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Mapping
 
 from ckpt.errors import ConfigurationError
+from ckpt.memory.device import OWN_DEVICE
 
 _PORTS = range(15_000, 30_000)
 """Below those that the kernel gives to connections."""
@@ -16,13 +17,13 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a rank, as torchrun would set them, in a task of `srun` with several tasks; else none.
 
     Variables of an address and a port that the user has set stay. In a batch script itself, outside of `srun`, there is one process, and no
-    other will come.
+    other will come; nor does one beside an interactive shell (`srun --pty`), which is the first task alone.
 
     Raises:
         ConfigurationError: Slurm's variables are not as Slurm writes them.
     """
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
-    if "RANK" in environment or tasks == "1":
+    if "RANK" in environment or tasks == "1" or "SLURM_PTY_PORT" in environment:
         return {}
     try:
         node = int(environment["SLURM_NODEID"])
@@ -39,6 +40,8 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
             "MASTER_ADDR": _first_host(environment["SLURM_STEP_NODELIST"]),
             "MASTER_PORT": str(_port(environment)),
         }
+        if environment.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1":
+            found[OWN_DEVICE] = "1"
     except (KeyError, ValueError) as error:
         what = f"{error.args[0]} is missing" if isinstance(error, KeyError) else f"{error} is not as Slurm writes it"
         raise ConfigurationError(
@@ -46,11 +49,6 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
             "and MASTER_PORT for each task"
         ) from error
     return {name: value for name, value in found.items() if name not in environment}
-
-
-def shows_one_device(environment: Mapping[str, str]) -> bool:
-    """Whether Slurm shows each task one device, that of its own: `--gpus-per-task=1`."""
-    return environment.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1"
 
 
 def cores_of_task(environment: Mapping[str, str]) -> int | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from ckpt.catalog.verify import verify_checkpoint
 from ckpt.ranks.sigterm import TOLD_TO_END
 
 REPO = Path(__file__).parents[2]
@@ -83,9 +84,10 @@ def wait_until(run: subprocess.Popen[str], is_so: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def saves_of(folder: Path) -> list[str]:
-    root = folder / "run" / "checkpoints"
-    return sorted(path.name for path in root.iterdir()) if root.exists() else []
+def is_inside_a_save(root: Path) -> bool:
+    """Whether a root has three checkpoints, and another on its way."""
+    names = [path.name for path in root.iterdir()] if root.exists() else []
+    return sum(bool(re.fullmatch(r"checkpoint-\d+", name)) for name in names) >= 3 and any(".unpublished" in name for name in names)
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
@@ -97,12 +99,8 @@ def summary_of(folder: Path) -> dict[str, Any]:
 def test_a_run_whose_node_is_lost_in_a_save_goes_on_with_the_ranks_that_are_left_to_the_bit(
     ray_cluster: RayCluster, tmp_path: Path
 ) -> None:
-    def is_inside_a_save() -> bool:
-        names = saves_of(tmp_path)
-        return sum(bool(re.fullmatch(r"checkpoint-\d+", name)) for name in names) >= 3 and any(".unpublished" in name for name in names)
-
     with started(ray_cluster, tmp_path, "launch.nproc_per_node=4") as run:
-        wait_until(run, is_inside_a_save)
+        wait_until(run, lambda: is_inside_a_save(tmp_path / "run" / "checkpoints"))
         ray_cluster.lose()
         said, _ = run.communicate(timeout=400)
     assert run.returncode == 0, said
@@ -127,8 +125,8 @@ def test_a_launcher_that_is_told_to_end_has_its_ranks_save_and_end(ray_cluster: 
         said, _ = run.communicate(timeout=120)
     assert run.returncode == TOLD_TO_END, said
     assert "SIGTERM: the run ends at step" in said
-    (name,) = saves_of(tmp_path)
-    assert re.fullmatch(r"checkpoint-\d{8}", name)
+    (saved,) = (tmp_path / "run" / "checkpoints").glob("checkpoint-*")
+    assert verify_checkpoint(saved) == []
 
 
 @pytest.mark.full
@@ -137,3 +135,23 @@ def test_too_little_room_is_one_sentence(ray_cluster: RayCluster, tmp_path: Path
         said, _ = run.communicate(timeout=200)
     assert run.returncode == 1
     assert "launch=ray: the cluster has room for 4 ranks with 1 CPU each, and launch.least_ranks is 5" in said
+
+
+@pytest.mark.full
+def test_ray_train_calls_the_loop_again_after_a_node_is_lost_in_a_save(ray_cluster: RayCluster, tmp_path: Path) -> None:
+    pytest.importorskip("ray.train", reason="needs Ray Train: pip install 'ray[train]'")
+    saves = tmp_path / "saves"
+    command = [sys.executable, "examples/ray_train.py", "--folder", str(saves), "--steps", "60", "--every", "1", "--workers", "2", "4"]
+    environment = {**os.environ, "RAY_ADDRESS": ray_cluster.address, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=REPO, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+        try:
+            wait_until(run, lambda: is_inside_a_save(saves))
+            newest = max(int(path.name.removeprefix("checkpoint-")) for path in saves.glob("checkpoint-*"))
+            ray_cluster.lose()
+            said, _ = run.communicate(timeout=400)
+        finally:
+            run.kill()
+    assert run.returncode == 0, said
+    (start,) = re.findall(r"^step 60: loss \S+, after a start from step (\d+)$", said, re.MULTILINE)
+    assert newest <= int(start) <= newest + 1, "no step that was committed is done again"
+    assert verify_checkpoint(saves / "checkpoint-00000060") == []

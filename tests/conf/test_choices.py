@@ -22,7 +22,7 @@ GROUPS = {
     "model": {"gpt"},
     "data": {"text"},
     "optimizer": {"adamw"},
-    "launch": {"local"},
+    "launch": {"local", "ray", "slurm", "torchrun"},
     "save": {"default"},
     "coordinator": {"default"},
     "hydra": {"default"},

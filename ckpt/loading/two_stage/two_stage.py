@@ -154,7 +154,7 @@ class TwoStageLoad:
             unless_prepared.pop_all()
         give_up = partial(self._transports.give_up, topology.rank)
         counted = None
-        if topology.rank in cached:  # each byte once, whichever of this host's ranks read it
+        if wanted and topology.rank in cached:  # each byte once, whichever of this host's ranks read it
             counted = first_wanted_bytes(_of_ranks(all_wants, set(_neighbours(topology, group.members))), topology.rank)
         return TwoStageReading(
             part, mine, reader, Filling(SLOT_BYTES), slots, link, transport, topology, self.timers, give_up, counted
@@ -244,7 +244,8 @@ def _neighbours(topology: Topology, members: Sequence[int]) -> list[int]:
 
 def _cached(topology: Topology, members: Sequence[int], announced: Sequence[_Announcement]) -> set[int]:
     """The members that read all by themselves: those of the hosts whose members have all found all in the page cache."""
-    of_hosts = ([rank for rank in ranks if rank in set(members)] for ranks in topology.nodes)
+    chosen = set(members)
+    of_hosts = ([rank for rank in ranks if rank in chosen] for ranks in topology.nodes)
     return {rank for here in of_hosts if all(announced[one].is_cached for one in here) for rank in here}
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ckpt.errors import ConfigurationError
-from recipes.support.slurm import shows_one_device, slurm_variables
+from ckpt.memory.device import OWN_DEVICE
+from recipes.support.slurm import slurm_variables
 
 TASK = {
     "SLURM_JOB_ID": "71",
@@ -42,8 +43,9 @@ def test_a_task_of_several_is_a_rank() -> None:
         {"SLURM_JOB_ID": "71", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},
         TASK | {"SLURM_STEP_NUM_TASKS": "1"},
         TASK | {"RANK": "3"},
+        TASK | {"SLURM_PTY_PORT": "40000"},
     ],
-    ids=["no Slurm", "a batch script, outside of srun", "one task", "ranks that another launcher has made"],
+    ids=["no Slurm", "a batch script, outside of srun", "one task", "ranks that another launcher has made", "an interactive shell"],
 )
 def test_elsewhere_nothing_is_set(environment: dict[str, str]) -> None:
     assert slurm_variables(environment) == {}
@@ -93,6 +95,6 @@ def test_variables_that_slurm_does_not_write_are_one_sentence(change: dict[str, 
 
 
 @pytest.mark.parametrize(("said", "one"), [("1", True), ("a100:1", True), ("2", False), ("", False)])
-def test_one_device_is_shown_where_slurm_was_asked_for_one(said: str, one: bool) -> None:
-    assert shows_one_device({"SLURM_GPUS_PER_TASK": said}) is one
-    assert not shows_one_device({})
+def test_one_device_is_a_ranks_own_where_slurm_was_asked_for_one(said: str, one: bool) -> None:
+    assert (slurm_variables(TASK | {"SLURM_GPUS_PER_TASK": said}).get(OWN_DEVICE) == "1") is one
+    assert OWN_DEVICE not in slurm_variables(TASK)

@@ -33,17 +33,32 @@ def test_cores_are_those_of_the_affinity_within_the_quota(groups: Path, quota: s
     assert ranks.usable_cores() == min(cores, BOUND)
 
 
-def test_ranks_of_a_machine_share_its_cores_unless_slurm_has_bound_each_to_its_own(
-    groups: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("of_task", "num_ranks", "threads"),
+    [(None, 1, 8), (None, 3, 2), (None, 20, 1), ("8", 4, 8), ("4", 2, 4), ("junk", 2, 4)],
+    ids=["alone", "three", "too many", "bound to the 8 cores of this task", "not bound: all tasks see all cores", "not as Slurm writes it"],
+)
+def test_ranks_share_the_cores_of_their_machine_unless_slurm_has_bound_each_to_its_own(
+    monkeypatch: pytest.MonkeyPatch, groups: Path, of_task: str | None, num_ranks: int, threads: int
 ) -> None:
+    set_to: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", set_to.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     monkeypatch.setattr(ranks, "usable_cores", lambda: 8)
-    assert [ranks.threads_of(num) for num in (1, 3, 8, 20)] == [8, 2, 1, 1]
-    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "8")
-    assert ranks.threads_of(4) == 8, "bound to the 8 cores of this task"
-    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4")
-    assert ranks.threads_of(2) == 4, "not bound: all tasks see all cores"
+    if of_task is not None:
+        monkeypatch.setenv("SLURM_CPUS_PER_TASK", of_task)
+    ranks.take_threads(num_ranks)
+    assert set_to == [threads]
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    ranks.take_threads(num_ranks)
+    assert set_to == [threads], "the user has said how many"
     assert ranks.threads_of(2) is None
+
+
+def test_ranks_that_we_start_in_one_task_share_its_cores(monkeypatch: pytest.MonkeyPatch, groups: Path) -> None:
+    monkeypatch.setattr(ranks, "usable_cores", lambda: 8)
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "8")
+    assert ranks.threads_of(4) == 2
 
 
 def test_torch_is_never_given_more_threads_than_it_has(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
