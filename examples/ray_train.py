@@ -26,6 +26,8 @@ def train(config: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with Checkpointer(config["folder"], model=model, optimizer=optimizer, every=config["every"], keep_last=3) as checkpoints:
         start = checkpoints.restore()
+        if rank == 0:
+            print(f"begins after step {start}", flush=True)
         for step in range(start + 1, config["steps"] + 1):
             generator = torch.Generator().manual_seed(1000 * step + rank)
             inputs = torch.randn(16, 32, generator=generator)
@@ -34,7 +36,9 @@ def train(config: dict[str, Any]) -> None:
             loss.backward()
             optimizer.step()
             checkpoints.step(step, metrics={"loss": loss.item()})
-            ray.train.report({"loss": loss.item(), "step": step, "from": start})
+            ray.train.report({"loss": loss.item(), "step": step})
+            if rank == 0:
+                print(f"step {step}: loss {loss.item()!r}", flush=True)
 
 
 def main() -> None:
@@ -54,9 +58,7 @@ def main() -> None:
             scaling_config=ScalingConfig(num_workers=tuple(args.workers)),
             run_config=RunConfig(storage_path=ray_folder, failure_config=FailureConfig(max_failures=3)),
         )
-        metrics = trainer.fit().metrics or {}
-    if metrics:  # else all steps had been done before
-        print(f"step {metrics['step']}: loss {metrics['loss']!r}, after a start from step {metrics['from']}", flush=True)
+        trainer.fit()
 
 
 if __name__ == "__main__":
