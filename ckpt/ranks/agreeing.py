@@ -168,7 +168,8 @@ class Agreeing:
             return self._machine.again()
         if data is not None:
             return self._machine.hear(_decoded(data))
-        if self.mail.has_more(self.channel):
+        seen = self._sights(self._machine.waits_for())
+        if self.mail.has_more(self.channel):  # what a rank has said before it went where it is seen
             return []
         now_s = time.monotonic()
         self._look_at_s = now_s + self._look_s
@@ -177,7 +178,6 @@ class Agreeing:
             return self._machine.again()
         if self._rank == LEAD:
             self.heartbeat.move()  # the others watch the lead, also when its own verdict is in
-        seen = self._sights(self._machine.waits_for())
         return self._machine.look(seen, self._now(at), hinted=self._hinted())
 
     def _sights(self, ranks: Collection[int]) -> dict[int, Sight]:

@@ -95,6 +95,12 @@ class _Peer:
     def has_unsent(self) -> bool:
         return bool(self._unsent)
 
+    def has_unread(self) -> bool:
+        """Whether something has come that `receive` has not returned."""
+        with suppress(OSError):
+            return bool(self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        return False
+
     def send(self, letter: bytes = b"") -> None:
         """Send a letter, or more of those before it. A connection that has ended is noted by whoever reads it."""
         with self._lock:
@@ -147,6 +153,7 @@ class Mail:
         self._lock = threading.Lock()
         self._channels: dict[str, SimpleQueue[bytes | None]] = {}
         self._peers: dict[int, _Peer] = {}
+        self._is_taking = {"queue": False, "sockets": False}  # a thread has read letters, and not passed all of them on
         self._carrier = 0  # the thread that reads the sockets
         self._carried: dict[int, list[bytes]] = {}  # queue -> letters that it has read together
         self._failure: StoreGoneError | None = None
@@ -198,8 +205,15 @@ class Mail:
         return None
 
     def has_more(self, channel: str) -> bool:
-        """Whether there are messages, or may be: some of this host that have not been read yet."""
-        return not self._of(channel).empty() or (self._is_reader and self.client.num_waiting(_queue(self._rank)) > 0)
+        """Whether there are messages, or may be: some that have come to this process and have not been read yet.
+
+        Asked on the way that a message takes, so that none is missed that moves on meanwhile.
+        """
+        if any(peer.has_unread() for peer in [*self._peers.values()]):
+            return True
+        if self._is_reader and self.client.num_waiting(_queue(self._rank)) > 0:
+            return True
+        return any(self._is_taking.values()) or not self._of(channel).empty()
 
     def keep_alive(self) -> None:
         """Send this rank a letter from time to time: if none comes for `timeout_s`, the store is gone."""
@@ -330,11 +344,13 @@ class Mail:
         while not self._is_closing:
             since_s = time.monotonic()
             letters = [self._reader.pop(queue)]
+            self._is_taking["queue"] = True
             if time.monotonic() - since_s < _AT_ONCE_S:  # many ranks write to this one
                 letters += self._reader.pop_waiting(queue)
             for letter in letters:
                 if letter is not None:
                     self._take(letter)
+            self._is_taking["queue"] = False
         del self._reader  # and with it the connection
 
     def _read_sockets(self) -> None:
@@ -342,7 +358,9 @@ class Mail:
         with self._sockets:
             self._carrier = threading.get_ident()
             while not self._is_closing:
-                for key, events in self._selector.select():
+                ready = self._selector.select()
+                self._is_taking["sockets"] = True
+                for key, events in ready:
                     if key.fileobj is self._woken:
                         self._woken.recv(4096)
                     elif not isinstance(key.data, _Peer):
@@ -352,6 +370,7 @@ class Mail:
                     else:
                         self._end(key.data)
                 self._carry()
+                self._is_taking["sockets"] = False
                 for peer in [*self._peers.values()]:
                     wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.has_unsent else 0)
                     with suppress(KeyError):
