@@ -22,12 +22,12 @@ from torch.distributed import PrefixStore
 
 from ckpt.errors import ConfigurationError
 from ckpt.ranks import store_client
+from ckpt.ranks.addresses import LOOPBACK
 from ckpt.ranks.stores import reach, serve
 from ckpt.ranks.topology import Topology
 from recipes.benchmark.harness import EXTRA, Figures, has_matplotlib, machine_facts
 from recipes.benchmark.reckoned_agreements import (
     LETTER_BYTES,
-    LOOPBACK,
     PER_HOST,
     TIMEOUT_S,
     bytes_for_the_lead,

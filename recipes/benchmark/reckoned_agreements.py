@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 from ckpt.ranks.absence import PhaseIndex
+from ckpt.ranks.addresses import LOOPBACK
 from ckpt.ranks.agreement import Agreement, Conclude, Decided, Do, Send, Settle
 from ckpt.ranks.heartbeat import place_every_s
 from ckpt.ranks.merging import alike, alike_by_name, first
@@ -26,7 +27,6 @@ from ckpt.saving.prepared_save import Written
 from ckpt.saving.writing import WriteResult
 from recipes.benchmark.harness import Figures
 
-LOOPBACK = "127.0.0.1"
 PER_HOST = 8
 LETTER_BYTES = 4096
 """What the ranks of one host say together in most phases of a save is no longer."""

@@ -318,20 +318,26 @@ def _job_of(module: str, name: str, config_name: str) -> _Job:
     return _Job(work, config_name, None)
 
 
-def import_torch() -> None:
-    """Import torch without the device plugins that it loads by itself, and without warnings of its C++ parts.
+def torch_variables(log_level: str = "ERROR") -> dict[str, str]:
+    """Return the variables under which a process imports torch: without the device plugins that it loads by itself, and with few warnings.
 
     An installed plugin without its driver makes every plain `import torch` fail; `ckpt.memory.device.Device` imports plugins
     by name and says what is missing. Where no name server answers, torch's C++ parts warn of every connection between ranks.
     OpenMP's threads wait for each other without spinning: beside other programs, spinning threads keep the cores from those that they
     wait for (20 steps on two busy cores: 79 s, without spinning 13 s).
+
+    Args:
+        log_level: of the C++ parts, unless the user has set it.
     """
-    level, policy = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"), os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
-    with (
-        _environment("TORCH_DEVICE_BACKEND_AUTOLOAD", "0"),
-        _environment("TORCH_CPP_LOG_LEVEL", level),
-        _environment("OMP_WAIT_POLICY", policy),
-    ):
+    given = {"TORCH_CPP_LOG_LEVEL": log_level, "OMP_WAIT_POLICY": "PASSIVE"}
+    return {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", **{name: os.environ.get(name, value) for name, value in given.items()}}
+
+
+def import_torch() -> None:
+    """Import torch, under `torch_variables`."""
+    with contextlib.ExitStack() as inside:
+        for name, value in torch_variables().items():
+            inside.enter_context(_environment(name, value))
         import torch  # noqa: F401
 
 

@@ -80,7 +80,7 @@ def _launch_elsewhere(name: str, job: Job, cfg: dict[str, Any], folder: RunFolde
         raise ConfigurationError("launch=ray needs the package ray, which is not installed: pip install -e '.[ray]'")
     from recipes.support.ray_ranks import run_ray_ranks
 
-    return run_ray_ranks(job, cfg, folder)
+    return run_ray_ranks(launch, job, cfg, folder)
 
 
 def _join_existing(job: Job, cfg: dict[str, Any], folder: RunFolder | None) -> dict[str, Any] | None:

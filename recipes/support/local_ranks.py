@@ -40,6 +40,7 @@ from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import reach, serve
 from ckpt.ranks.topology import Topology
 from ckpt.ranks.waiting import AwakeClock
+from recipes.support.cli import torch_variables
 from recipes.support.ranks import (
     RANK_VARIABLES,
     Environment,
@@ -242,9 +243,7 @@ def start_forkserver(modules: list[str]) -> None:
     """Start the forkserver, unless it runs, with these modules imported. It has no threads, which a fork would lose."""
     preload = [*modules, "recipes.support.forkserver"]  # its exit handler is registered last, and so runs first
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
-    wanted = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
-    wanted["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")  # see `cli.import_torch`
-    wanted["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")  # an error of ours names a dead peer
+    wanted = torch_variables(log_level="FATAL") | {"OMP_NUM_THREADS": "1"}  # an error of ours names a dead peer
     with environment_with(wanted), _no_folder_left():
         multiprocessing.forkserver.ensure_running()
 

@@ -35,6 +35,7 @@ Job = Callable[[dict[str, Any], Topology], dict[str, Any] | None]
 _POSITIONS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 RANK_VARIABLES = frozenset((*_POSITIONS, "MASTER_ADDR", "MASTER_PORT", OWN_DEVICE))
 """The variables that launchers set for each rank; they are not inherited by ranks started here."""
+_OWN_GROUPS, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def take_slurm_ranks() -> None:
@@ -143,8 +144,6 @@ def environment_with(wanted: Mapping[str, str]) -> Iterator[None]:
             del os.environ[name]
         os.environ.update(before)
 
-
-_OWN_GROUPS, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 _asked_to_end = threading.Event()
 """Of this process, a rank that gets no signals."""

@@ -31,9 +31,10 @@ from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, de
 from ckpt.format.places import place_of
 from ckpt.memory.device import OWN_DEVICE
 from ckpt.ranks.sigterm import TOLD_TO_END
-from recipes.support.cli import import_torch
+from recipes.support.cli import torch_variables
 from recipes.support.ranks import RANK_VARIABLES, Job, end_after_this_step, grace_s
 from recipes.support.run_folder import RunFolder, opened
+from recipes.support.slurm import PORTS
 
 _ROOM_S = 30.0
 """Longest wait for room for a group: Ray counts a node that is gone for some 10 s more."""
@@ -45,6 +46,10 @@ _LAST_WORDS_S = 8.0
 _MORE_THAN_GRACE_S = 5.0
 
 
+InRank = Callable[[Job, dict[str, Any]], dict[str, Any] | None]
+"""Runs a job on the ranks that exist, of which this process is one by its environment."""
+
+
 class _Rank:
     """One rank, in an actor: its methods run in threads, so SIGTERM is not the run's."""
 
@@ -53,17 +58,14 @@ class _Rank:
         context = ray.get_runtime_context()
         return context.get_node_id(), ray.util.get_node_ip_address(), _free_port()
 
-    def run(self, job: Job, cfg: dict[str, Any], variables: Mapping[str, str], folder: str) -> dict[str, Any]:
+    def run(self, in_rank: InRank, job: Job, cfg: dict[str, Any], variables: Mapping[str, str], folder: str) -> dict[str, Any]:
         """Run the job; return {"result"}, {"error"} as `errors.describe` has it, or {"told": True} of a run that was told to end."""
         for name in RANK_VARIABLES:
             os.environ.pop(name, None)
         os.environ.update(variables)
         os.chdir(folder)
-        import_torch()
-        from recipes.support.launch import launch
-
         try:
-            return {"result": launch(job, cfg | {"launch": {**cfg["launch"], "name": "exists"}})}
+            return {"result": in_rank(job, cfg | {"launch": {**cfg["launch"], "name": "exists"}})}
         except SystemExit as end:
             if end.code == TOLD_TO_END:
                 return {"told": True}
@@ -76,8 +78,11 @@ class _Rank:
         end_after_this_step()
 
 
-def run_ray_ranks(job: Job, cfg: dict[str, Any], folder: RunFolder | None) -> dict[str, Any] | None:
+def run_ray_ranks(in_rank: InRank, job: Job, cfg: dict[str, Any], folder: RunFolder | None) -> dict[str, Any] | None:
     """Run the job on ranks of a Ray cluster, and return rank 0's result.
+
+    Args:
+        in_rank: called in each rank; a function of an importable module, as the job.
 
     Raises:
         CheckpointError: the job's error, after `launch.max_restarts`; at once, if it is one of the configuration.
@@ -88,7 +93,7 @@ def run_ray_ranks(job: Job, cfg: dict[str, Any], folder: RunFolder | None) -> di
     with _told_to_end() as is_told, opened(folder, cfg) as run:
         cfg = run.cfg
         for restarts_left in reversed(range(1 + cfg["launch"]["max_restarts"])):
-            outcome = _life(job, cfg, is_told)
+            outcome = _life(in_rank, job, cfg, is_told)
             if isinstance(outcome, _Result):
                 return outcome.value
             if isinstance(outcome, ConfigurationError) or is_told() or not restarts_left:
@@ -110,9 +115,8 @@ def _connect(address: str | None) -> None:
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # equal lines of ranks are lines of each
     if ray.is_initialized():
         return
-    names = ("PYTHONPATH", "TORCH_CPP_LOG_LEVEL", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "HYDRA_FULL_ERROR")
-    variables = {name: os.environ[name] for name in names if name in os.environ}
-    variables = {"OMP_WAIT_POLICY": "PASSIVE", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"} | variables  # see `cli.import_torch`
+    names = ("PYTHONPATH", "OMP_NUM_THREADS", "HYDRA_FULL_ERROR")
+    variables = torch_variables() | {name: os.environ[name] for name in names if name in os.environ}
     try:
         ray.init(address=address or os.environ.get("RAY_ADDRESS"), runtime_env={"env_vars": variables}, configure_logging=False)
     except (ConnectionError, ValueError) as error:
@@ -127,7 +131,7 @@ def _newest(cfg: Mapping[str, Any]) -> tuple[Any, ...] | None:
     return None if newest is None else newest.order
 
 
-def _life(job: Job, cfg: dict[str, Any], is_told: Callable[[], bool]) -> _Result | CheckpointError:
+def _life(in_rank: InRank, job: Job, cfg: dict[str, Any], is_told: Callable[[], bool]) -> _Result | CheckpointError:
     """Start all ranks once; return rank 0's result, or why they have ended."""
     keys = cfg["launch"]
     of_rank = {"CPU": keys["cpus_per_rank"], "GPU": keys["gpus_per_rank"], **keys["resources"]}
@@ -145,7 +149,7 @@ def _life(job: Job, cfg: dict[str, Any], is_told: Callable[[], bool]) -> _Result
             ranks.append(actor.options(**options, scheduling_strategy=place).remote())
         places = ray.get([rank.where.remote() for rank in ranks], timeout=_BEGINS_S)
         ranks, variables = _numbered(ranks, places, has_own_device=keys["gpus_per_rank"] > 0)
-        runs = [rank.run.remote(job, cfg, of_one, os.getcwd()) for rank, of_one in zip(ranks, variables, strict=True)]
+        runs = [rank.run.remote(in_rank, job, cfg, of_one, os.getcwd()) for rank, of_one in zip(ranks, variables, strict=True)]
         return _outcome(ranks, runs, is_told, grace_s(cfg) + _MORE_THAN_GRACE_S)
     except (RayError, ValueError) as error:
         return RankAbsentError(f"a rank could not be started: {sentence(error)}")
@@ -243,8 +247,8 @@ def _outcome(
 
 
 def _free_port() -> int:
-    """Return a port that is free here, below those that the kernel gives to connections meanwhile."""
-    for port in random.sample(range(15_000, 30_000), 100):
+    """Return a port that is free here, of those that no connection gets meanwhile."""
+    for port in random.sample(PORTS, 100):
         with socket.socket() as free, suppress(OSError):
             free.bind(("", port))
             return port
@@ -253,7 +257,7 @@ def _free_port() -> int:
 
 @contextmanager
 def _told_to_end() -> Iterator[Callable[[], bool]]:
-    """Note SIGTERM to the launcher inside the block, in the main thread."""
+    """Note SIGTERM to the launcher inside the block, in the main thread: in place of Ray's handler, which ends the process at once."""
     told = threading.Event()
     here = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, lambda *_: told.set()) if here else None

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from ckpt.errors import ConfigurationError
 from ckpt.memory.device import OWN_DEVICE
 
-_PORTS = range(15_000, 30_000)
-"""Below those that the kernel gives to connections."""
+PORTS = range(15_000, 30_000)
+"""For stores of ranks: below those that the kernel gives to connections."""
 
 
 def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -79,4 +79,4 @@ def _first_host(hosts: str) -> str:
 def _port(environment: Mapping[str, str]) -> int:
     """Return a port that all tasks know, and no other step of this node is likely to have: also not the same job, started again."""
     life = [environment["SLURM_JOB_ID"], environment["SLURM_STEP_ID"], environment.get("SLURM_RESTART_COUNT", "0")]
-    return _PORTS[zlib.crc32(".".join(life).encode()) % len(_PORTS)]
+    return PORTS[zlib.crc32(".".join(life).encode()) % len(PORTS)]
