@@ -14,10 +14,11 @@ from recipes.support.cli import recipe
 def main(cfg: DictConfig) -> None:
     from recipes.support.config import checked
     from recipes.support.launch import launch
+    from recipes.support.ranks import num_existing
     from recipes.support.run_folder import RunFolder
     from recipes.training.training import settle_start, train
 
-    launch(train, checked(cfg), RunFolder(cfg, settle_start))
+    launch(train, checked(cfg, num_ranks=num_existing()), RunFolder(cfg, settle_start))
 
 
 if __name__ == "__main__":

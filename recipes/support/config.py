@@ -246,6 +246,19 @@ def check_training(run: Mapping[str, Any], num_ranks: int) -> Layout:
     return layout
 
 
+def fits(run: Mapping[str, Any], num_ranks: int) -> bool:
+    """Whether the run's layout and batch divide over this number of ranks. What does not train fits on any."""
+    if "parallel" not in run or "train" not in run:
+        return True
+    layout: Layout = made(run["parallel"])
+    try:
+        layout.check(num_ranks)
+        check_batch(run, layout, num_ranks)
+    except ConfigurationError:
+        return False
+    return True
+
+
 def resolved(kind: type, cfg: DictConfig | dict[str, Any]) -> dict[str, Any]:
     """Return a config as a plain dictionary, resolved, with the types that a dataclass gives its keys.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import socket
 import sys
 import time
 from typing import Any
@@ -28,8 +29,10 @@ from recipes.support.ranks import (
     tracebacks_of_bugs,
 )
 from recipes.support.run_folder import RunFolder, opened
+from recipes.support.slurm import is_only_task
 
 _STORE_S = 300.0
+_OWN_NAME = "127.0.1.1"  # as Debian's installer notes a machine's own name
 _PATIENCE_S = 10.0  # how long rank 0, which holds the store, waits for the other ranks to be done with it
 _PATIENCE_AFTER_ERROR_S = 3.0  # one of them may be gone
 
@@ -57,9 +60,11 @@ def launch(job: Job, cfg: dict[str, Any], folder: RunFolder | None = None) -> di
         raise ConfigurationError("launch=ray starts ranks by itself, and this process is one of ranks that exist: start it once, by itself")
     if ranks_exist() and number_of("WORLD_SIZE") > 1:
         return _join_existing(job, cfg, folder)
-    if (name := cfg["launch"].get("name", "local")) != "local" and not ranks_exist():
+    name = cfg["launch"].get("name", "local")
+    is_alone = ranks_exist() or (name == "slurm" and is_only_task(os.environ))
+    if name != "local" and not is_alone:
         return _launch_elsewhere(name, job, cfg, folder)
-    num_ranks = 1 if ranks_exist() else cfg["launch"]["nproc_per_node"]
+    num_ranks = 1 if is_alone else cfg["launch"]["nproc_per_node"]
     with opened(folder, cfg) as run:
         if num_ranks > 1:
             from recipes.support.local_ranks import run_local_ranks  # a run of one rank does not need it
@@ -127,6 +132,11 @@ def _store_of(environment: Environment, timeout_s: float) -> dist.TCPStore:
 @functools.cache
 def _held_store(environment: Environment) -> dist.TCPStore:
     """Start the store, which all jobs of this process share. It listens only on the address that MASTER_ADDR names."""
+    if number_of("GROUP_WORLD_SIZE", default=1) > 1 and _takes_for_own_name(environment.address):
+        raise ConfigurationError(
+            f"rank 0's machine takes its own name, {environment.address}, for {_OWN_NAME} (/etc/hosts), where the ranks of other machines "
+            "cannot reach it: set MASTER_ADDR to its address for all ranks"
+        )
     try:
         return serve(environment.address, environment.port, timeout_s=_STORE_S, is_shared=True, for_ranks=environment.world_size)
     except OSError as error:
@@ -134,6 +144,13 @@ def _held_store(environment: Environment) -> dist.TCPStore:
             f"rank 0 cannot hold the ranks' store at {environment.address}:{environment.port}: {error}. Set MASTER_ADDR to an address "
             "of rank 0's machine by which the others reach it, and MASTER_PORT to a free port"
         ) from error
+
+
+def _takes_for_own_name(address: str) -> bool:
+    try:
+        return socket.gethostbyname(address) == _OWN_NAME
+    except OSError:
+        return False
 
 
 def _let_go(environment: Environment, store: dist.TCPStore, patience_s: float) -> None:

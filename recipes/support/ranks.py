@@ -56,6 +56,12 @@ def rank_of_environment() -> int:
     return number_of("RANK", default=0)
 
 
+def num_existing() -> int | None:
+    """Return how many ranks exist; None: none do, so the run starts them. Slurm's become ranks, as in `take_slurm_ranks`."""
+    take_slurm_ranks()
+    return number_of("WORLD_SIZE") if ranks_exist() else None
+
+
 @dataclass(frozen=True)
 class Environment:
     """The variables that the launcher of the existing ranks sets.

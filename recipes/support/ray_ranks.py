@@ -32,6 +32,7 @@ from ckpt.format.places import place_of
 from ckpt.memory.device import OWN_DEVICE
 from ckpt.ranks.sigterm import TOLD_TO_END
 from recipes.support.cli import torch_variables
+from recipes.support.config import fits
 from recipes.support.ranks import RANK_VARIABLES, Job, end_after_this_step, grace_s
 from recipes.support.run_folder import RunFolder, opened
 from recipes.support.slurm import PORTS
@@ -138,7 +139,8 @@ def _life(in_rank: InRank, job: Job, cfg: dict[str, Any], is_told: Callable[[], 
     of_rank = {name: float(number) for name, number in of_rank.items() if number}
     if not of_rank or min(of_rank.values()) < 0:
         raise ConfigurationError(f"launch=ray: a rank would need {of_rank or 'nothing'}; give launch.cpus_per_rank, or another resource")
-    group = _room(of_rank, keys["least_ranks"], keys["nproc_per_node"], is_told)
+    numbers = [num for num in range(keys["least_ranks"], keys["nproc_per_node"] + 1) if fits(cfg, num)]
+    group = _room(of_rank, numbers, is_told)
     options = {"max_concurrency": 2, "max_restarts": 0, "num_cpus": of_rank.get("CPU", 0), "num_gpus": of_rank.get("GPU", 0)}
     options["resources"] = {name: number for name, number in of_rank.items() if name not in ("CPU", "GPU")}
     actor = ray.remote(_Rank)
@@ -159,25 +161,29 @@ def _life(in_rank: InRank, job: Job, cfg: dict[str, Any], is_told: Callable[[], 
         remove_placement_group(group)
 
 
-def _room(of_rank: Mapping[str, float], least: int, most: int, is_told: Callable[[], bool]) -> PlacementGroup:
-    """Reserve room for as many ranks as there is, of at most `most`.
+def _room(of_rank: Mapping[str, float], numbers: Sequence[int], is_told: Callable[[], bool]) -> PlacementGroup:
+    """Reserve room for as many ranks as there is.
 
-    Ray tells what is free in the whole cluster. A rank has to fit on one node, so fewer may fit: then one rank fewer is tried.
+    Ray tells what is free in the whole cluster. A rank has to fit on one node, so fewer may fit: then the next number is tried.
+
+    Args:
+        numbers: of ranks, on which the run can train; ascending.
 
     Raises:
-        RankAbsentError: there is none for `least` ranks.
+        RankAbsentError: there is room for none of them.
         SystemExit: the launcher is told to end.
     """
     deadline = time.monotonic() + _ROOM_S
-    num, since_s, too_many = -1, 0.0, most + 1
+    most, since_s, num, too_many = -1, 0.0, 0, numbers[-1] + 1
     while time.monotonic() < deadline:
         if is_told():
             raise SystemExit(TOLD_TO_END)
         free = ray.available_resources()
-        there = min([most, too_many - 1, *(int(free.get(name, 0.0) / number) for name, number in of_rank.items())])
-        if there != num:
-            num, since_s = there, time.monotonic()
-        if num >= least and (num == most or time.monotonic() - since_s >= _SETTLES_S):
+        there = min([numbers[-1], too_many - 1, *(int(free.get(name, 0.0) / number) for name, number in of_rank.items())])
+        if there != most:
+            most, since_s = there, time.monotonic()
+            num = max((one for one in numbers if one <= most), default=0)
+        if num and (num == numbers[-1] or time.monotonic() - since_s >= _SETTLES_S):
             group = placement_group([dict(of_rank)] * num, strategy="PACK")
             if ray.wait([group.ready()], timeout=5.0)[0]:
                 return group
@@ -186,7 +192,8 @@ def _room(of_rank: Mapping[str, float], least: int, most: int, is_told: Callable
         time.sleep(0.5)
     wanted = ", ".join(f"{number:g} {name}" for name, number in of_rank.items())
     raise RankAbsentError(
-        f"launch=ray: the cluster has room for {num} ranks with {wanted} each, and launch.least_ranks is {least}; add nodes, or lower it"
+        f"launch=ray: the cluster has room for {max(most, 0)} ranks with {wanted} each, and the run needs {numbers[0]} "
+        "(launch.least_ranks, and what its layout and its batch divide by); add nodes, or lower it"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import zlib
 from collections.abc import Mapping
@@ -17,13 +18,14 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a rank, as torchrun would set them, in a task of `srun` with several tasks; else none.
 
     Variables of an address and a port that the user has set stay. In a batch script itself, outside of `srun`, there is one process, and no
-    other will come; nor does one beside an interactive shell (`srun --pty`), which is the first task alone.
+    other will come; nor does one beside an interactive shell (`srun --pty`), which is the first task alone. A job that was submitted from
+    such a shell has inherited its variables, but has no terminal.
 
     Raises:
         ConfigurationError: Slurm's variables are not as Slurm writes them.
     """
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
-    if "RANK" in environment or tasks == "1" or "SLURM_PTY_PORT" in environment:
+    if "RANK" in environment or tasks == "1" or ("SLURM_PTY_PORT" in environment and _has_terminal()):
         return {}
     try:
         node = int(environment["SLURM_NODEID"])
@@ -51,10 +53,24 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in found.items() if name not in environment}
 
 
+def is_only_task(environment: Mapping[str, str]) -> bool:
+    """Whether `srun` has started this process, and no other."""
+    return environment.get("SLURM_STEP_NUM_TASKS") == "1" and "SLURM_PROCID" in environment
+
+
 def cores_of_task(environment: Mapping[str, str]) -> int | None:
     """Return the cores that Slurm was asked for for each task; None: it was not asked."""
     said = environment.get("SLURM_CPUS_PER_TASK", "")
     return int(said) if said.isdecimal() else None
+
+
+def _has_terminal() -> bool:
+    """Whether this process belongs to a terminal, even if its input and output are redirected."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def _tasks_of_nodes(text: str) -> list[int]:

@@ -128,6 +128,11 @@ class SlurmCluster:
                 os.kill(pid, signal.SIGKILL)
         self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
 
+    def give_back(self, node: str) -> None:
+        """Start the daemon of a node that was lost, and have jobs run on it again."""
+        self._slurmd[node] = self._start("slurmd", "-D", "-N", node)
+        self.run("scontrol", "update", f"nodename={node}", "state=resume")
+
     def _on(self, node: str) -> list[int]:
         """Return the processes of steps on a node: slurmd has set its name for them."""
         found = []

@@ -134,7 +134,7 @@ def test_too_little_room_is_one_sentence(ray_cluster: RayCluster, tmp_path: Path
     with started(ray_cluster, tmp_path, "launch.nproc_per_node=6", "launch.least_ranks=5", "launch.max_restarts=0") as run:
         said, _ = run.communicate(timeout=200)
     assert run.returncode == 1
-    assert "launch=ray: the cluster has room for 4 ranks with 1 CPU each, and launch.least_ranks is 5" in said
+    assert "launch=ray: the cluster has room for 4 ranks with 1 CPU each, and the run needs 6 (launch.least_ranks" in said
 
 
 @pytest.mark.full

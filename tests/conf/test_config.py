@@ -9,7 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ckpt.errors import CheckpointError, ConfigurationError
 from recipes.support import CONF
-from recipes.support.config import given_keys
+from recipes.support.config import fits, given_keys
 from recipes.support.sentences import sentence_of
 from tests.conf.configs import config
 
@@ -322,3 +322,12 @@ def test_keys_given_on_a_command_line_are_told_from_choices_and_defaults() -> No
     words = ["optimizer.lr=0.1", "+optimizer.amsgrad=true", "~components.rng", "ckpt=zarr", "train={seed: 3, steps: 4}"]
     given = given_keys(words)
     assert given == ["optimizer.lr", "optimizer.amsgrad", "components.rng", "ckpt", "train.seed", "train.steps"]
+
+
+def test_a_run_fits_on_numbers_of_ranks_that_its_layout_and_its_batch_divide_by(tmp_path: Path) -> None:
+    """Of these, a launcher that has lost nodes starts the most that it has room for."""
+    run = config(tmp_path, "train.batch_size=12")
+    assert [num for num in range(1, 9) if fits(run, num)] == [1, 2, 3, 4, 6]
+    run = config(tmp_path, "train.batch_size=12", "parallel=ddp_tp", "launch.nproc_per_node=4")
+    assert [num for num in range(1, 9) if fits(run, num)] == [2, 4, 6, 8]
+    assert fits({"src": "a"}, 5), "what does not train"

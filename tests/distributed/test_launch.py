@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+import recipes.train
 from ckpt.errors import ConfigurationError, RankAbsentError
 from ckpt.ranks.absence import PhaseIndex
 from ckpt.ranks.addresses import LOOPBACK
@@ -183,6 +184,38 @@ def test_a_run_for_a_launcher_that_is_not_there_does_not_run_alone(monkeypatch: 
     with pytest.raises(ConfigurationError) as caught:
         launch(adds_up, cfg)
     assert says in str(caught.value)
+
+
+def test_the_only_task_of_slurm_is_a_run_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in RANK_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    cfg = config(4)
+    cfg["launch"]["name"] = "slurm"
+    result = launch(adds_up, cfg)
+    assert result is not None and len(result["ranks"]) == 1
+
+
+def test_a_store_at_an_address_that_others_cannot_reach_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian notes a machine's own name at 127.0.1.1, and Slurm knows machines by their names."""
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "gpu007", "MASTER_PORT": "4000"}
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(socket, "gethostbyname", {"gpu007": "127.0.1.1"}.__getitem__)
+    with pytest.raises(ConfigurationError, match="takes its own name, gpu007, for 127.0.1.1 .* set MASTER_ADDR to its address"):
+        launch(adds_up, config(1))
+
+
+def test_a_layout_is_checked_by_the_ranks_that_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And not by `launch.nproc_per_node`, which is ignored then."""
+    found = []
+    monkeypatch.setattr("recipes.support.launch.launch", lambda job, cfg, folder: found.append(cfg))
+    monkeypatch.setattr(sys, "argv", ["train", f"output_dir={tmp_path}/run", "parallel=ddp_tp", "model.size=nano"])
+    for variable, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "4000"}.items():
+        monkeypatch.setenv(variable, value)
+    recipes.train.main()
+    assert found and found[0]["launch"]["nproc_per_node"] == 1
 
 
 def test_a_task_of_several_of_slurm_is_a_rank_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

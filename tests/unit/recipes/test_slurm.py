@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from ckpt.errors import ConfigurationError
 from ckpt.memory.device import OWN_DEVICE
 from recipes.support.slurm import slurm_variables
 
+REPO = Path(__file__).parents[3]
 TASK = {
     "SLURM_JOB_ID": "71",
     "SLURM_STEP_ID": "0",
@@ -43,12 +49,30 @@ def test_a_task_of_several_is_a_rank() -> None:
         {"SLURM_JOB_ID": "71", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},
         TASK | {"SLURM_STEP_NUM_TASKS": "1"},
         TASK | {"RANK": "3"},
-        TASK | {"SLURM_PTY_PORT": "40000"},
     ],
-    ids=["no Slurm", "a batch script, outside of srun", "one task", "ranks that another launcher has made", "an interactive shell"],
+    ids=["no Slurm", "a batch script, outside of srun", "one task", "ranks that another launcher has made"],
 )
 def test_elsewhere_nothing_is_set(environment: dict[str, str]) -> None:
     assert slurm_variables(environment) == {}
+
+
+@pytest.mark.parametrize("has_terminal", [True, False], ids=["in the shell", "in a job that was submitted from there"])
+def test_an_interactive_shell_has_one_task_and_a_terminal(has_terminal: bool) -> None:
+    code = f"""
+import os, sys
+for terminal in sys.argv[1:]:
+    os.open(terminal, os.O_RDWR)  # the first of a session is its terminal
+from recipes.support.slurm import slurm_variables
+print(len(slurm_variables({TASK | {"SLURM_PTY_PORT": "40000"}!r})))
+"""
+    ours, theirs = os.openpty()
+    try:
+        command = [sys.executable, "-c", code, *([os.ttyname(theirs)] if has_terminal else [])]
+        done = subprocess.run(command, cwd=REPO, start_new_session=True, capture_output=True, text=True, check=True)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert (int(done.stdout) == 0) is has_terminal
 
 
 def test_what_the_user_has_set_stays() -> None:
