@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import random
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -123,7 +122,7 @@ class Engine(ABC):
     def undisturbed(self, step: int) -> Path:
         """Return a checkpoint of this step, of a run on this machine that nothing disturbs."""
         command = [*self._command[:3], f"output_dir={self.folder}/alone", *RUN, f"train.steps={step}", f"save.every={step}"]
-        subprocess.run([*command, "launch.nproc_per_node=2"], cwd=REPO, env=self.environment, check=True, capture_output=True)
+        self._ran([*command, "launch.nproc_per_node=2"])
         return self.folder / "alone" / "checkpoints" / f"checkpoint-{step:08d}"
 
     def happen(self, event: str, draw: random.Random) -> None:
@@ -131,6 +130,11 @@ class Engine(ABC):
             draw.choice(sorted(self.ranks(), key=lambda one: one.pid)).kill()
         else:
             {LOST: self.lose_node, PREEMPTED: self.preempt, JOINED: self.join_node}[event]()
+
+    def _ran(self, command: Sequence[str], **more: str) -> None:
+        environment = self.environment | more
+        done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=_AT_MOST_S, check=False)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
     def _started(self, command: Sequence[str], **more: str) -> subprocess.Popen[bytes]:
         log = self._stack.enter_context(self.said.open("ab"))
@@ -141,8 +145,12 @@ class Engine(ABC):
 
     @staticmethod
     def _end(run: subprocess.Popen[bytes]) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(run.pid, signal.SIGKILL)
+        with suppress(psutil.NoSuchProcess):
+            ranks = psutil.Process(run.pid).children(recursive=True)  # torchrun's have sessions of their own
+            for one in (psutil.Process(run.pid), *ranks):
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+            psutil.wait_procs(ranks, timeout=10)
         run.wait()
 
 
@@ -150,6 +158,7 @@ class Torchrun(Engine):
     """Two agents of torchrun with a rank each; the first one holds the rendezvous, and is not lost. Variables are torchrun's defaults."""
 
     events = (KILLED, KILLED, PREEMPTED)
+    nodes = "2"
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         super().__init__(folder, stack)
@@ -164,7 +173,7 @@ class Torchrun(Engine):
 
     def _begin(self, number: int) -> None:
         hosts = f"--rdzv-conf=is_host={number == 0},join_timeout=60,last_call_timeout=2,keep_alive_interval=1"
-        torchrun = [PYTHON, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=1000"]
+        torchrun = [PYTHON, "-m", "torch.distributed.run", f"--nnodes={self.nodes}", "--nproc-per-node=1", "--max-restarts=1000"]
         torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}", "--local-addr=127.0.0.1", "--rdzv-id=run", hosts]
         self._agents[number] = self._started([*torchrun, *self._program], **{AGENT: str(number)})
 
@@ -183,6 +192,7 @@ class OwnLoop(Torchrun):
     """A loop with `Checkpointer`, whose ranks train alike, however many there are."""
 
     events = (LOST, KILLED, JOINED)
+    nodes = "1:2"
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         super().__init__(folder, stack)
@@ -208,7 +218,7 @@ class OwnLoop(Torchrun):
     def undisturbed(self, step: int) -> Path:
         alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         command = [PYTHON, "-m", "tests.e2e.restarting", str(self.folder / "alone"), str(step), "ddp"]
-        subprocess.run(command, cwd=REPO, env=self.environment | alone, check=True, capture_output=True)
+        self._ran(command, **alone, LOCAL_RANK="0", **{AGENT: "0"})
         return self.folder / "alone" / f"checkpoint-{step:08d}"
 
 

@@ -138,6 +138,19 @@ def test_too_little_room_is_one_sentence(ray_cluster: RayCluster, tmp_path: Path
 
 
 @pytest.mark.full
+def test_jobs_of_a_sweep_run_on_the_nodes_of_a_cluster(ray_cluster: RayCluster, tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_ray_launcher", reason="needs Hydra's launcher for Ray: pip install hydra-ray-launcher")
+    overrides = ["ckpt=zarr,tensorstore", f"output_dir={tmp_path}/sweep", "model.size=nano", "train.steps=4", "save.every=2"]
+    command = [sys.executable, "-m", "recipes.train", "-m", "hydra/launcher=ray", f"hydra.launcher.ray.init.address={ray_cluster.address}"]
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run([*command, *overrides], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
+    summaries = sorted(tmp_path.glob("sweep/*/summary.json"))
+    assert len(summaries) == 2, done.stdout + done.stderr
+    assert {json.loads(one.read_text())["final_step"] for one in summaries} == {4}
+    assert (tmp_path / "sweep" / "sweep.json").exists()
+
+
+@pytest.mark.full
 def test_ray_train_calls_the_loop_again_after_a_node_is_lost_in_a_save(ray_cluster: RayCluster, tmp_path: Path) -> None:
     pytest.importorskip("ray.train", reason="needs Ray Train: pip install 'ray[train]'")
     saves = tmp_path / "saves"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,7 +75,7 @@ def test_tasks_of_srun_are_ranks(alone: dict[str, Any]) -> None:
 
 @pytest.mark.full
 def test_a_job_that_is_told_to_end_is_requeued_and_goes_on_to_the_bit(slurm: SlurmCluster, tmp_path: Path, alone: dict[str, Any]) -> None:
-    """As before a time limit, with --signal: the ranks save the step at hand, and the script has the job queued again."""
+    """The ranks save the step at hand, and the script has the job queued again."""
     job = submit(slurm, tmp_path, "train.steps=60 save.every=5")
     wait_for_step(slurm, tmp_path, job, 5)
     slurm.run("scancel", "--signal=TERM", job)
@@ -83,6 +84,20 @@ def test_a_job_that_is_told_to_end_is_requeued_and_goes_on_to_the_bit(slurm: Slu
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), said
     assert "SIGTERM: the run ends at step" in said
     assert summary_of(tmp_path)["state_digest"] == alone["state_digest"]
+
+
+@pytest.mark.full
+def test_a_job_near_its_time_limit_saves_and_goes_on_in_the_next(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """As docs/guides/clusters.md has it, with `#SBATCH --signal=TERM@<seconds>`."""
+    job = submit(slurm, tmp_path, "train.steps=1000000 save.every=1000000", options="\n#SBATCH --signal=TERM@80", minutes=2)
+    said, deadline = "", time.monotonic() + 400
+    while (resumed := re.search(r"resumed \S+ at step (\d+)", said)) is None:
+        assert time.monotonic() < deadline, said
+        time.sleep(0.5)
+        said = (tmp_path / "job.out").read_text() if (tmp_path / "job.out").exists() else ""
+    slurm.run("scancel", job)
+    ended = re.search(r"SIGTERM: the run ends at step (\d+)", said)
+    assert ended is not None and ended[1] == resumed[1] != "0", said
 
 
 @pytest.mark.full

@@ -28,6 +28,8 @@ FOLDER = "CKPT_TEST_EVENTS"
 Events are files `<number>-<event>-<agent>.<local rank>-<step>`. Each happens once, in this order, in the save of that step.
 """
 AGENT = "CKPT_TEST_AGENT"
+PAUSE_S = "CKPT_TEST_PAUSE_S"
+"""How long each save takes at least, so that there is time for something to happen."""
 
 
 class Events:
@@ -42,6 +44,7 @@ class Events:
         self._folder = Path(os.environ[FOLDER])
 
     def state_dict(self) -> dict[str, Any]:
+        time.sleep(float(os.environ.get(PAUSE_S, "0")))
         committed = [int(path.name.removeprefix("checkpoint-")) for path in self._folder.rglob("checkpoint-????????")]
         self._happen_at(max(committed, default=0) + 2)  # a save every two steps
         return {"nothing": 0}

@@ -17,8 +17,9 @@ import torch
 
 import ckpt
 from ckpt.catalog.verify import verify_checkpoint
+from ckpt.storage.stored import read_manifest
 from recipes.support.ranks import RANK_VARIABLES
-from tests.e2e.restarting import AGENT, FOLDER
+from tests.e2e.restarting import AGENT, FOLDER, PAUSE_S
 from tests.e2e.runs import REPO, TEXT, checkpoint, run, summary_of
 from tests.pace import patience
 from tests.states import same_bits
@@ -28,9 +29,22 @@ STEPS = 8
 
 
 class Agents:
-    """Elastic agents of torchrun on this machine, each of two ranks and in a session of its own."""
+    """Elastic agents of torchrun on this machine, each of two ranks and in a session of its own.
 
-    def __init__(self, folder: Path, events: Sequence[str], program: Sequence[str], num: int = 1, **more: str) -> None:
+    Args:
+        num: agents at most.
+        begin: agents that are there from the beginning; None: all.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        events: Sequence[str],
+        program: Sequence[str],
+        num: int = 1,
+        begin: int | None = None,
+        **more: str,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._events = folder / "events"
         self._events.mkdir()
@@ -50,23 +64,31 @@ class Agents:
             "GLOO_SOCKET_IFNAME": "lo",
             FOLDER: str(folder),
         }
-        self._said = [folder / f"agent-{number}" for number in range(num)]
-        self._agents = []
-        for number, said in enumerate(self._said):
-            hosts = f"--rdzv-conf=is_host={number == 0},join_timeout=60,last_call_timeout=3,keep_alive_interval=1"
-            with said.open("w") as file:
-                self._agents.append(
-                    subprocess.Popen(
-                        [*torchrun, hosts, *program],
-                        cwd=folder,
-                        env=HERE | environment | more | {AGENT: str(number)},
-                        stdin=subprocess.DEVNULL,
-                        stdout=file,
-                        stderr=file,
-                        start_new_session=True,
-                    )
+        self._folder = folder
+        self._torchrun, self._program, self._environment = torchrun, program, HERE | environment | more
+        self._said: list[Path] = []
+        self._agents: list[subprocess.Popen[bytes]] = []
+        for _ in range(num if begin is None else begin):
+            self.join()
+
+    def join(self) -> None:
+        """Start one more agent."""
+        number = len(self._agents)
+        hosts = f"--rdzv-conf=is_host={number == 0},join_timeout=60,last_call_timeout=3,keep_alive_interval=1"
+        self._said.append(self._folder / f"agent-{number}")
+        with self._said[-1].open("w") as file:
+            self._agents.append(
+                subprocess.Popen(
+                    [*self._torchrun, hosts, *self._program],
+                    cwd=self._folder,
+                    env=self._environment | {AGENT: str(number)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                    start_new_session=True,
                 )
-            time.sleep(0.5)  # the first one holds the store
+            )
+        time.sleep(0.5)  # the first one holds the store
 
     def ended(self, timeout_s: float = 150.0) -> str:
         """Wait for all agents; all that were not killed must have ended well, and every event must have happened. Return their words."""
@@ -143,12 +165,31 @@ def test_a_loop_that_loses_one_of_two_machines_in_a_save_goes_on_with_the_other(
     _check_same(straight / "root", tmp_path / "root")
 
 
-def _recipe(folder: Path) -> list[str]:
+def _recipe(folder: Path, steps: int = STEPS) -> list[str]:
     events = "{_target_: tests.e2e.restarting.Events, sharing_pattern: per_rank, elastic: replica}"
     return [
         "-m", "recipes.train", f"output_dir={folder / 'run'}", f"data.path={TEXT}", "model.size=nano", "save.every=2",
-        f"train.steps={STEPS}", "resume=latest", f"+components.events={events}",
+        f"train.steps={steps}", "resume=latest", f"+components.events={events}",
     ]  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("what", ["own loop", "recipe"])
+def test_a_machine_that_joins_later_is_taken_in(tmp_path: Path, what: str) -> None:
+    """All ranks begin again, twice as many, from the newest checkpoint; what has been committed stays."""
+    steps, root = 40, tmp_path / ("root" if what == "own loop" else "run/checkpoints")
+    loop = ["-m", "tests.e2e.restarting", str(root), str(steps), "ddp"]
+    words, variables = (loop, STORES["a store a life"][1]) if what == "own loop" else (_recipe(tmp_path, steps), {})
+    agents = Agents(tmp_path, [], words, num=2, begin=1, **(variables | {PAUSE_S: "1"}))
+    deadline = time.monotonic() + patience(60.0)
+    while not [*root.glob("checkpoint-00000004")] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    agents.join()
+    said = agents.ended()
+    sizes = [read_manifest(one).world_size for one in sorted(root.glob("checkpoint-*"))]
+    assert sizes == sorted(sizes) and {*sizes} == {2, 4}, said
+    assert all(verify_checkpoint(one) == [] for one in root.glob("checkpoint-*"))
+    assert max(root.glob("checkpoint-*")).name == f"checkpoint-{steps:08d}"
 
 
 @pytest.mark.full
