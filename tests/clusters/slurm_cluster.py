@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
+
+import psutil
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol", "unshare")
 _BEGINS_S = 60.0
@@ -121,11 +122,17 @@ class SlurmCluster:
         return self.state_of(job)
 
     def lose(self, node: str) -> None:
-        """Kill all that runs on a node, slurmd first, as if its machine was gone, and tell the controller."""
+        """Kill all that runs on a node, as if its machine was gone, and tell the controller. Those that could tell it first."""
         self._slurmd[node].kill()
-        for pid in self._on(node):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        tasks = [psutil.Process(pid) for pid in self._on(node)]
+        for kill_steps in (True, False):
+            for task in tasks:
+                with suppress(psutil.NoSuchProcess):
+                    step = task.parent()
+                    if not kill_steps:
+                        task.kill()
+                    elif step is not None and step.name().startswith("slurmstepd"):
+                        step.kill()
         self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
 
     def give_back(self, node: str) -> None:
