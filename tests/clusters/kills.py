@@ -55,8 +55,11 @@ class Recovery:
     trains_s: float
 
     def ours_s(self, first_start_s: float) -> float:
-        """Return what ranks took to end, and to begin beyond a first start, which imports as much and restores nothing."""
-        return self.ended_s + max(0.0, self.trains_s - self.begun_s - first_start_s)
+        """Return what ranks took to end, and to begin beyond a first start, which imports as much and restores nothing.
+
+        When a node joins, they are told to end when it has come, which is not seen from here.
+        """
+        return (0.0 if self.event == JOINED else self.ended_s) + max(0.0, self.trains_s - self.begun_s - first_start_s)
 
 
 class Engine(ABC):
@@ -287,9 +290,7 @@ class Ray(Engine):
         self.start()
 
     def lose_node(self) -> None:
-        here = _variable(min(self.ranks(), key=lambda one: one.pid), "RAY_NODE_ID")
-        (node,) = [one for one in self._cluster.nodes if one.node_id == here] or self._cluster.nodes[-1:]
-        self._cluster.lose(node)
+        self._cluster.lose(with_actor=min(self.ranks(), key=lambda one: one.pid))
 
     def needs_node(self) -> bool:
         return len(self._cluster.nodes) < 2

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ckpt.catalog.verify import verify_checkpoint
@@ -46,9 +47,12 @@ class RayCluster:
     def add(self) -> None:
         self.nodes.append(self._cluster.add_node(num_cpus=_NODE_CPUS, object_store_memory=self._options["object_store_memory"]))
 
-    def lose(self) -> None:
-        """Kill a raylet, and with it the processes of its actors."""
-        self._cluster.remove_node(self.nodes.pop(), allow_graceful=False)
+    def lose(self, with_actor: psutil.Process | None = None) -> None:
+        """Kill a raylet, and with it the processes of its actors: the last one that was added, or that of an actor."""
+        raylets = {one.all_processes["raylet"][0].process.pid: one for one in self.nodes}
+        node = self.nodes[-1] if with_actor is None else raylets[with_actor.ppid()]
+        self.nodes.remove(node)
+        self._cluster.remove_node(node, allow_graceful=False)
 
     def close(self) -> None:
         self._cluster.shutdown()
