@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
+from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild, sentence
 from ckpt.memory.device import INTERFACE_VARIABLES, OWN_DEVICE, Device
 from ckpt.ranks.addresses import LOOPBACK, address_towards, interface_of, machine
 from ckpt.ranks.merging import alike
-from ckpt.ranks.stores import connection
+from ckpt.ranks.stores import connection, where_is
 from ckpt.ranks.topology import Topology
 from recipes.support.config import made
 from recipes.support.run_folder import RunFolder, opened
@@ -267,7 +267,10 @@ def _process_group(backends: str, store: dist.Store, topology: Topology, num_mem
     if topology.rank >= num_members:
         yield
         return
-    dist.init_process_group(backends, store=store, rank=topology.rank, world_size=num_members)
+    try:
+        dist.init_process_group(backends, store=store, rank=topology.rank, world_size=num_members)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise RankAbsentError(f"the store at {where_is(store)} did not answer as the process group was made: {sentence(error)}") from error
     try:
         yield
     finally:

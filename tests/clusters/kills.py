@@ -17,15 +17,14 @@ import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import psutil
 import torch
-from torch.utils import _pytree
 
 import ckpt
 from ckpt.catalog.verify import verify_checkpoint
@@ -377,9 +376,16 @@ def _observed(engine: Engine, event: str, draw: random.Random) -> Recovery:
 
 def _check_equal(here: Path, there: Path) -> None:
     states = [{name: ckpt.load(one)[name] for name in ("model", "optimizer")} for one in (there, here)]
-    wanted, got = (_pytree.tree_flatten_with_path(state)[0] for state in states)
-    for (path, one), (other_path, other) in zip(wanted, got, strict=True):
+    for (path, one), (other_path, other) in zip(*map(_leaves, states), strict=True):
         assert path == other_path and (torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other), (path, one, other)
+
+
+def _leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    inside = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else None
+    if inside is None:
+        yield path, state
+    for key, value in inside or ():
+        yield from _leaves(value, f"{path}/{key}")
 
 
 def _row(name: str, event: str, found: Iterable[Recovery], first_start_s: float) -> str:

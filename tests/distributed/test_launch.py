@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -29,7 +30,7 @@ from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import serve
 from recipes.support.launch import launch
 from recipes.support.local_ranks import _death
-from recipes.support.ranks import RANK_VARIABLES, listening_on, rank_of_environment, ranks_exist
+from recipes.support.ranks import RANK_VARIABLES, _process_group, listening_on, rank_of_environment, ranks_exist
 from tests import jobs
 from tests.jobs import (
     SAVE,
@@ -486,6 +487,20 @@ def _by_hand(*arguments: str, **more: str) -> list[subprocess.Popen[str]]:
         port = probe.getsockname()[1]
     environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **more}
     return [_jobs(*arguments, **environment, RANK=str(rank)) for rank in (0, 1)]
+
+
+def test_a_store_that_stands_still_is_named_also_while_the_process_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a rank that is late: rank 0, which holds the store, has its group, and stands still in a save."""
+
+    def silent(*_: object, **__: object) -> None:
+        raise dist.DistNetworkError("Socket Timeout")
+
+    monkeypatch.setattr(dist, "init_process_group", silent)
+    store = serve(LOOPBACK, timeout_s=5.0)
+    late: Any = SimpleNamespace(rank=1, world_size=2)
+    says = f"the store at {LOOPBACK}:{store.port} did not answer as the process group was made: DistNetworkError: Socket Timeout"
+    with pytest.raises(RankAbsentError, match=says), _process_group("cpu:gloo", store, late, 2):
+        raise AssertionError
 
 
 @pytest.mark.full
