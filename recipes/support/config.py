@@ -241,19 +241,21 @@ def check_training(run: Mapping[str, Any], num_ranks: int) -> Layout:
         device.require()
     _require_loader(run["data"])
     layout = made_as(Layout, "parallel", run["parallel"])
+    _check_ranks(run, layout, num_ranks)
+    return layout
+
+
+def _check_ranks(run: Mapping[str, Any], layout: Layout, num_ranks: int) -> None:
     layout.check(num_ranks)
     check_batch(run, layout, num_ranks)
-    return layout
 
 
 def fits(run: Mapping[str, Any], num_ranks: int) -> bool:
     """Whether the run's layout and batch divide over this number of ranks. What does not train fits on any."""
     if "parallel" not in run or "train" not in run:
         return True
-    layout: Layout = made(run["parallel"])
     try:
-        layout.check(num_ranks)
-        check_batch(run, layout, num_ranks)
+        _check_ranks(run, made(run["parallel"]), num_ranks)
     except ConfigurationError:
         return False
     return True

@@ -29,7 +29,7 @@ import torch
 import ckpt
 from ckpt.catalog.verify import verify_checkpoint
 from recipes.support.ranks import RANK_VARIABLES
-from tests.clusters.slurm_cluster import PYTHON, SlurmCluster
+from tests.clusters.slurm_cluster import PYTHON, SlurmCluster, free_ports
 from tests.e2e.restarting import AGENT, FOLDER
 
 REPO = Path(__file__).parents[2]
@@ -168,7 +168,7 @@ class Torchrun(Engine):
         self._program = ["-m", "recipes.train", *self._command[3:]]
 
     def start(self) -> None:
-        self._port = _free_port()
+        self._port = free_ports(1)[0]
         for number in range(2):
             self._begin(number)
             time.sleep(0.5)
@@ -218,7 +218,7 @@ class OwnLoop(Torchrun):
         return len(self._agents) < 2
 
     def undisturbed(self, step: int) -> Path:
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
         command = [PYTHON, "-m", "tests.e2e.restarting", str(self.folder / "alone"), str(step), "ddp"]
         self._ran(command, **alone, LOCAL_RANK="0", **{AGENT: "0"})
         return self.folder / "alone" / f"checkpoint-{step:08d}"
@@ -232,6 +232,7 @@ class Slurm(Engine):
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         super().__init__(folder, stack)
         self._cluster = stack.enter_context(SlurmCluster(folder / "cluster"))
+        self._lost: str | None = None
 
     def start(self) -> None:
         from tests.clusters.test_slurm import JOB  # which needs pytest
@@ -257,9 +258,10 @@ class Slurm(Engine):
         self._cluster.lose(self._lost)
 
     def needs_node(self) -> bool:
-        return getattr(self, "_lost", None) is not None
+        return self._lost is not None
 
     def join_node(self) -> None:
+        assert self._lost is not None
         self._cluster.give_back(self._lost)
         self._lost = None
 
@@ -322,11 +324,9 @@ def _campaign(engine: Engine, name: str, num_events: int, draw: random.Random) -
     first_start_s = time.monotonic() - began
     print(f"{name}: a first start takes {first_start_s:.1f} s from its first rank to its first save", flush=True)
     found: list[Recovery] = []
-    events = [event for event in engine.events for _ in range(-(-num_events // len(engine.events)))][:num_events]
-    if JOINED in events:
-        events = [event for _ in range(-(-num_events // len(engine.events))) for event in engine.events][:num_events]
-    else:
-        draw.shuffle(events)
+    in_turn = [event for _ in range(-(-num_events // len(engine.events))) for event in engine.events]
+    # A node can only join after one was lost; other events come in any order.
+    events = (in_turn if JOINED in in_turn else draw.sample(in_turn, len(in_turn)))[:num_events]
     for number, event in enumerate(events):
         time.sleep(draw.uniform(0.0, 3.0))
         if event == LOST:
@@ -437,14 +437,6 @@ def _variable(process: psutil.Process, name: str) -> str | None:
         return process.environ().get(name)
     except psutil.Error:
         return None
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ class SlurmCluster:
         self.folder.mkdir(parents=True)
         for name in ("state", *(f"spool-{node}" for node in self.nodes)):
             (self.folder / name).mkdir()
-        ports = _free_ports(1 + len(self.nodes))
+        ports = free_ports(1 + len(self.nodes))
         host = socket.gethostname().partition(".")[0]
         lines = [_CONFIG.format(host=host, ports=ports, folder=self.folder)]
         for node, port in zip(self.nodes, ports[1:], strict=True):
@@ -206,7 +206,7 @@ class SlurmCluster:
             time.sleep(0.2)
 
 
-def _free_ports(num: int) -> list[int]:
+def free_ports(num: int) -> list[int]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(num)]
         for one in sockets:
