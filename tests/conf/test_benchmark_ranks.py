@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import recipes.benchmark.ranks
+from recipes.benchmark import reckoned_agreements
 from recipes.benchmark.agreements import show
 from recipes.benchmark.reckoned_agreements import PER_HOST, bytes_for_the_lead, reckon, reckon_saves, request_costs
 from tests.ranks import forkserver
@@ -62,7 +65,9 @@ def test_bytes_grow_with_the_ranks_and_not_with_their_square() -> None:
     assert max(few["requests"], many["requests"]) <= 8
 
 
-def test_saves_are_reckoned_with_what_their_ranks_say_and_a_first_one_with_its_tables() -> None:
+def test_saves_are_reckoned_with_what_their_ranks_say_and_a_first_one_with_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    each_look_at_the_clock = itertools.count(step=1e-5).__next__
+    monkeypatch.setattr(reckoned_agreements, "time", SimpleNamespace(perf_counter=each_look_at_the_clock))
     costs = dict.fromkeys(("push", "pop", "pop_waiting", "set", "first", "store", "socket"), 0.0)
     free, dear = (reckon_saves(40, {**costs, "byte": second}) for second in (0.0, 1.0))
     assert 0.0 < free["steady_save_s"] < free["first_save_s"] < 1.0, "only the lead's own work is counted"
