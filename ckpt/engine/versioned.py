@@ -278,13 +278,16 @@ class VersionedEngine(CheckpointEngineWithCache):
 
     # Sending
 
-    async def send_weights(self, weights: Weights, global_steps: int | None = None) -> dict[str, Any]:
+    async def send_weights(
+        self, weights: Weights, global_steps: int | None = None, *, committed: Callable[[], object] | None = None
+    ) -> dict[str, Any]:
         """See `CheckpointEngine.send_weights`. The copy of a tensor to the host is done, or queued, before the next one is requested.
 
         Args:
             weights: names and tensors of any strides, on any device, DTensors too (gathering them is collective: each trainer
                 iterates over all). An attribute `tied_names`, {alias: name}, gives rollouts these aliases, which do not travel.
             global_steps: training step of the weights; higher than that of the last update.
+            committed: called when all rollouts have the weights in host memory, and before they load them.
 
         Raises:
             CheckpointError: the update failed, on all ranks; each keeps its version.
@@ -301,6 +304,8 @@ class VersionedEngine(CheckpointEngineWithCache):
             self.members.submit(self._decline)
             raise
         update = await self._run(self._commit, global_steps, offloaded, None)
+        if committed is not None:
+            committed()
         if self.colocated:
             return {}
         return await self.members.run_to_the_end(self._finish, update)

@@ -3,6 +3,7 @@
 Files, in the order in which data travels:
 
     inference_requests      the HTTP requests that make servers load weights
-    worker_line             the protocol with one worker process
-    inference               the sink (it loads received weights) for all workers
+    vllm_servers, vllm      updates of vLLM's servers by their trainers, and vLLM's plug-in, whose workers are rollouts
+    worker_line             the protocol of checkpoint-engine with one worker process
+    inference               the sink (it loads received weights) for all workers of that protocol
 """

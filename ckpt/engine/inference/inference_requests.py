@@ -1,6 +1,6 @@
 """Requests that make the servers of inference engines load weights, in each one's HTTP interface.
 
-Source: the examples of checkpoint-engine for vLLM, and SGLang's `UpdateWeightsFromIPCReqInput`.
+Source: SGLang's `UpdateWeightsFromIPCReqInput`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,33 @@ from ckpt.errors import CheckpointError, sentence
 
 
 @dataclass(frozen=True)
-class _ServerRequest:
+class ServerRequest:
+    """Requests to one server.
+
+    Args:
+        url: such as "http://localhost:8000".
+        uds: a Unix socket in place of the address in `url`.
+    """
+
     url: str
     uds: str | None = None
     timeout_s: float = 300.0
 
-    def _post(self, path: str, body: Mapping[str, Any]) -> None:
-        import httpx  # which checkpoint-engine brings, and takes a while
+    def post(self, path: str, body: Mapping[str, Any], **query: str) -> None:
+        """Ask the server to do something.
+
+        Raises:
+            CheckpointError: it refuses, or does not answer.
+        """
+        self.ask("POST", path, body, **query)
+
+    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None, **query: str) -> Any:
+        """Return the answer, as httpx has it; errors as of `post`."""
+        import httpx  # which checkpoint-engine and vLLM bring, and takes a while
 
         try:
             with httpx.Client(transport=httpx.HTTPTransport(uds=self.uds), timeout=self.timeout_s) as client:
-                said = client.post(f"{self.url}/{path}", json=body)
+                said = client.request(method, f"{self.url}/{path}", json=body, params=query)
         except httpx.HTTPError as error:
             raise CheckpointError(
                 f"the inference engine at {self.url}/{path} did not answer: {sentence(error)}"
@@ -33,24 +49,11 @@ class _ServerRequest:
             raise CheckpointError(
                 f"the inference engine at {self.url}/{path} refused ({said.status_code}): {' '.join(said.text.split())[:300]}"
             )
+        return said
 
 
 @dataclass(frozen=True)
-class VllmRequest(_ServerRequest):
-    """Request to a vLLM server, whose `worker_extension_cls` is `checkpoint_engine.worker.VllmColocateWorkerExtension`.
-
-    Args:
-        url: such as "http://localhost:8000".
-        uds: a Unix socket in place of the address in `url`.
-    """
-
-    def __call__(self, handles: Mapping[str, str], version: WeightVersion) -> None:
-        body = {"method": "update_weights_from_ipc", "args": [dict(handles)], "timeout": self.timeout_s}
-        self._post("collective_rpc", body)
-
-
-@dataclass(frozen=True)
-class SglangRequest(_ServerRequest):
+class SglangRequest(ServerRequest):
     """Request to an SGLang server, which gets the step as its `weight_version`.
 
     Args:
@@ -63,4 +66,4 @@ class SglangRequest(_ServerRequest):
 
     def __call__(self, handles: Mapping[str, str], version: WeightVersion) -> None:
         body = {"zmq_handles": dict(handles), "flush_cache": self.flush_cache, "weight_version": str(version.step)}
-        self._post("update_weights_from_ipc", body)
+        self.post("update_weights_from_ipc", body)

@@ -73,12 +73,6 @@ def server() -> Iterator[_Server]:
     made.close()
 
 
-def test_vllm_is_asked_for_a_collective_call_of_the_extensions_method(server: _Server) -> None:
-    inference_requests.VllmRequest(server.url, timeout_s=12.0)(HANDLES, VERSION)
-    body = {"method": "update_weights_from_ipc", "args": [HANDLES], "timeout": 12.0}
-    assert server.asked == [("/collective_rpc", body)]
-
-
 def test_sglang_is_asked_to_update_and_told_the_step(server: _Server) -> None:
     inference_requests.SglangRequest(server.url)(HANDLES, VERSION)
     body = {"zmq_handles": HANDLES, "flush_cache": True, "weight_version": "7"}
@@ -99,8 +93,8 @@ def test_a_server_that_refuses_or_is_not_there_is_told_in_a_sentence(server: _Se
     server.answer = 400, '{"success": false, "message": "Device UUID GPU-3 not found"}'
     with pytest.raises(CheckpointError, match=r"/update_weights_from_ipc refused \(400\): .*GPU-3 not found"):
         inference_requests.SglangRequest(server.url)(HANDLES, VERSION)
-    with pytest.raises(CheckpointError, match="/collective_rpc did not answer: ConnectError"):
-        inference_requests.VllmRequest("http://127.0.0.1:9")(HANDLES, VERSION)
+    with pytest.raises(CheckpointError, match="/update_weights_from_ipc did not answer: ConnectError"):
+        inference_requests.SglangRequest("http://127.0.0.1:9")(HANDLES, VERSION)
 
 
 def _never(*_: Any) -> None:

@@ -1,0 +1,273 @@
+"""Plug-in for vLLM: the workers of its servers are rollouts, and all serve a version of the weights, or none does.
+
+    VLLM_SERVER_DEV_MODE=1 vllm serve <model> --weight-transfer-config '{"backend": "ckpt"}'
+
+    trainers   send_weights ---> host memory ----- buckets -----.
+    servers    start_weight_update; serve on                    |---> commit
+    workers    a thread receives into host memory <-------------'        |
+    servers    pause --- update_weights: load, all agree --- finish_weight_update: the version in each answer --- resume
+
+vLLM finds it by the entry point `vllm.general_plugins`. It takes both ends of vLLM's interface, so vLLM's clients and sources work, too;
+trainers without vLLM have `vllm_servers.VllmTrainer`. A server serves on while a version arrives; only to load it, requests wait. What can
+fail until the commit leaves all servers on the version before. From the commit on each server of `VllmServers` goes on by itself, also if
+the trainers are gone. If a worker cannot load the version, its server stays paused, and all others do if the trainers live: these get the
+error, and send again.
+
+Source: vLLM's `vllm.distributed.weight_transfer`, version 0.32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, Self
+
+import torch
+from vllm.distributed.weight_transfer import factory
+from vllm.distributed.weight_transfer.base import (
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from ckpt.engine.base import MasterMetadata, NamedTensor, WeightVersion
+from ckpt.engine.inference.vllm_servers import VllmServers, VllmTrainer, engine_of_processes, serve
+from ckpt.engine.versioned import VersionedEngine
+from ckpt.engine.wire.layout import WeightLayout
+from ckpt.errors import CheckpointError, ConfigurationError, MissingStateError, RankAbsentError
+from ckpt.ranks.default_topology import current_topology
+from ckpt.ranks.waiting import in_thread
+
+BACKEND = "ckpt"
+_log = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Register the backend with vLLM. vLLM calls it in each of its processes; a trainer without vLLM's plug-ins calls it itself."""
+    for registry, name in (
+        (factory.WeightTransferEngineFactory, "CkptWeightTransferEngine"),
+        (factory.WeightTransferTrainerFactory, "CkptTrainerWeightTransferEngine"),
+    ):
+        with suppress(ValueError):  # it is registered
+            registry.register_engine(BACKEND, __name__, name)
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """What a worker needs to join the trainers, which send it; without an address it leaves those it has joined.
+
+    Attributes:
+        address, port: of the first trainer's store.
+        num_trainers, num_workers: of the job; workers of all servers.
+        first: number of this server's first worker.
+        engine, settings: name in `CheckpointEngineRegistry`, and keywords of its class.
+        server: keywords of `VllmServers` for this server, by which its first worker has it load what has arrived; None: the trainers do.
+    """
+
+    address: str | None = None
+    port: int = 0
+    num_trainers: int = 1
+    num_workers: int = 1
+    first: int = 0
+    engine: str = "broadcast"
+    settings: dict[str, Any] = field(default_factory=dict)
+    server: dict[str, Any] | None = None
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """The version to load."""
+
+    step: int
+
+
+class CkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """A worker of vLLM as a rollout. vLLM makes it, and calls it in the thread that runs the model."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._engine: VersionedEngine | None = None
+        self._server: VllmServers | None = None
+        self._handover: _Handover | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Join the trainers and the other workers; leave those of an earlier call."""
+        self.shutdown()
+        if init_info.address is None:
+            return
+        parallel = self.parallel_config
+        number = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._server = VllmServers(**init_info.server) if init_info.server and number == 0 else None
+        self._engine = engine_of_processes(init_info.engine, init_info.settings)
+        self._engine.init_process_group(
+            init_info.num_trainers + init_info.first + number,
+            init_info.num_trainers,
+            init_info.num_workers,
+            MasterMetadata(init_info.address, init_info.port),
+        )
+
+    def start_weight_update(self) -> None:
+        """Begin to receive the next version; the worker serves meanwhile."""
+        engine = self._engine
+        if engine is None:
+            raise ConfigurationError("this worker has not joined any trainers: init_weight_transfer_engine comes first")
+        handover = self._handover = _Handover(engine.timeout_s, self._server)
+        handover.receive(engine)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As the base class has it, but for its wait for an accelerator: there may be none."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Load the version that has arrived, all of it; returns when all workers have, or the others are gone.
+
+        Raises:
+            CheckpointError: nothing has arrived, or another version, or a worker could not load it.
+        """
+        handover, self._handover = self._handover, None
+        if handover is None:
+            raise CheckpointError("no weights have arrived: start_weight_update comes first")
+        with handover.weights(update_info.step) as weights:
+            self._load(weights)
+
+    def _load(self, weights: Iterable[NamedTensor]) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+        loaded = self.model.load_weights(weights)
+        wanted = {name for name, _ in self.model.named_parameters()}
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        if loaded is not None and self.model_config.quantization is None and (missing := sorted(wanted - loaded)):
+            raise MissingStateError(
+                f"the update has no weights for {len(missing)} parameters of the served model, such as {missing[0]}"
+            )
+
+    def finish_weight_update(self) -> None:
+        """Nothing is left to do: what `update_weights` has loaded is complete."""
+
+    def shutdown(self) -> None:
+        """Leave the trainers."""
+        engine, self._engine, self._server = self._engine, None, None
+        if self._handover is not None:
+            self._handover.fail(CheckpointError("the worker has left these trainers"))
+        if engine is not None:
+            engine.close()
+
+
+class _Handover:
+    """The sink of an update: the engine's thread gives it the weights, and the thread that runs the model loads them.
+
+    Args:
+        timeout_s: how long the server may take from the commit until its workers load.
+        server: of this worker, if it is the one that has the server load the version.
+    """
+
+    def __init__(self, timeout_s: float, server: VllmServers | None) -> None:
+        self._timeout_s = timeout_s
+        self._server = server
+        self._update: Future[Any] = Future()
+        self._weights: Future[tuple[Iterable[NamedTensor], WeightVersion]] = Future()
+        self._loaded: Future[None] = Future()
+
+    def receive(self, engine: VersionedEngine) -> None:
+        """Receive in a thread."""
+        self._update = in_thread(lambda: asyncio.run(engine.receive_into(self)), "ckpt-vllm")
+        self._update.add_done_callback(self._pass_failure)
+
+    def check(self, layout: WeightLayout) -> None:
+        """See `Sink.check`. vLLM's models say only while they load what they lack."""
+
+    def load(self, weights: Iterable[NamedTensor], version: WeightVersion) -> None:
+        """See `Sink.load`. Called by the engine's thread."""
+        self._weights.set_result((weights, version))
+        if self._server is not None:
+            in_thread(partial(serve, self._server, version.step), "ckpt-vllm-serve").add_done_callback(self._pass_failure)
+        try:
+            self._loaded.result(self._timeout_s)
+        except TimeoutError:
+            raise CheckpointError(
+                f"step {version.step} has arrived, and the server did not have its workers load it for {self._timeout_s:g} s"
+            ) from None
+
+    @contextmanager
+    def weights(self, step: int) -> Iterator[Iterable[NamedTensor]]:
+        """Yield the weights when they have arrived; afterwards wait until the other workers have loaded theirs."""
+        weights, version = self._weights.result()
+        try:
+            if version.step != step:
+                raise CheckpointError(f"the weights that have arrived are of step {version.step}, not of {step}")
+            yield weights
+        except BaseException as error:
+            self.fail(error)
+            raise
+        _set(self._loaded, None)
+        try:
+            self._update.result()
+        except RankAbsentError as error:
+            # It was committed: whoever is left serves it, for nobody can say any more that all have loaded it.
+            _log.warning("step %d is served, and others that have it are gone: %s", step, error)
+
+    def fail(self, error: BaseException) -> None:
+        """End the waiting on both sides."""
+        for waiting in (self._weights, self._loaded):
+            if not waiting.done():
+                waiting.set_exception(error)
+
+    def _pass_failure(self, ended: Future[Any]) -> None:
+        if (error := ended.exception()) is not None:
+            self.fail(error)
+
+
+@dataclass
+class CkptTrainerInitInfo(TrainerInitInfo):
+    """How a trainer joins; see `VllmTrainer`. `rank` is its rank in torch's default process group, or 0 without one."""
+
+    backend: ClassVar[str] = BACKEND
+    num_workers: int | None = None
+    engine: str = "broadcast"
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+class CkptTrainerWeightTransferEngine(VllmTrainer, TrainerWeightTransferEngine[CkptTrainerInitInfo]):
+    """The trainers' end in vLLM's interface: `VllmTrainer`, made by `trainer_init`."""
+
+    init_info_cls = CkptTrainerInitInfo
+
+    @classmethod
+    def trainer_init(cls, init_info: CkptTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
+        """Join the other trainers and the workers of all servers. Collective.
+
+        Args:
+            client: `VllmServers`, or one of vLLM's.
+            source: of all weights on each rank, as vLLM's `ModuleSource`.
+
+        Raises: see `VllmTrainer`.
+            ConfigurationError: the source holds parts only.
+        """
+        if source is None or source.held_names() is not None:
+            raise ConfigurationError("expected a source of all weights on each rank, such as vLLM's ModuleSource(model)")
+        topology = current_topology()
+        with topology.operation("the join of vLLM's workers"), topology.phase("ranks"):
+            if init_info.rank != topology.rank:
+                raise ConfigurationError(f"rank={init_info.rank}: this is rank {topology.rank} of torch's default process group")
+        made = cls(client, source, num_workers=init_info.num_workers, engine=init_info.engine, settings=init_info.settings)
+        made.is_sender = init_info.is_sender
+        return made
+
+
+def _set(future: Future[None], result: None) -> None:
+    if not future.done():
+        future.set_result(result)

@@ -1,0 +1,284 @@
+"""Trainers that update the weights of vLLM's servers, whose workers have the plug-in `ckpt.engine.inference.vllm`. Trainers need no vLLM.
+
+    trainer = VllmTrainer(VllmServers(["http://localhost:8000"]), WholeWeights(model))
+    trainer.send_weights(step)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Self, TypeVar
+
+from ckpt.engine.base import CheckpointEngineRegistry, MasterMetadata, NamedTensor
+from ckpt.engine.inference.inference_requests import ServerRequest
+from ckpt.engine.versioned import VersionedEngine
+from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.memory.device import current_device
+from ckpt.ranks.default_topology import current_topology
+from ckpt.ranks.waiting import in_thread, poll_until
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class _VllmServer(ServerRequest):
+    pause_mode: str = "wait"
+
+    def is_up(self) -> bool | None:
+        try:
+            self.ask("GET", "health")
+        except CheckpointError:
+            return None
+        return True
+
+    def num_workers(self) -> int:
+        return int(self.ask("GET", "get_world_size").json()["world_size"])
+
+    def start(self) -> None:
+        try:
+            self.post("start_weight_update", {})
+        except CheckpointError:  # trainers that are gone have left an update open
+            self.finish(None)
+            self.post("start_weight_update", {})
+
+    def finish(self, version: str | None) -> None:
+        self.post("finish_weight_update", {} if version is None else {"weight_version": version})
+
+    def pause(self) -> None:
+        self.post("pause", {}, mode=self.pause_mode)
+
+    def serves(self, version: str) -> bool | None:
+        served = self.ask("GET", "weight_info").json()["weight_version"] == version
+        return True if served and not self.ask("GET", "is_paused").json()["is_paused"] else None
+
+
+@dataclass(frozen=True)
+class VllmServers:
+    """vLLM servers with `weight_transfer_config={"backend": "ckpt"}`: a client of vLLM's interface for trainers, for all of them at once.
+
+    A request goes to all servers; if one refuses, the others have got it as well.
+
+    Args:
+        urls: such as ["http://localhost:8000"]; reached from trainers, and each from its own server's first worker.
+        timeout_s: of a request, and how long a server may take to be up.
+        pause_mode: what becomes of requests in flight when a version is loaded: "wait": they end on the version before; "keep": they go
+            on with the new one; "abort".
+
+    Raises:
+        CheckpointError: of each method: a server refuses, or does not answer.
+    """
+
+    urls: Sequence[str]
+    timeout_s: float = 300.0
+    pause_mode: str = "wait"
+    _servers: list[_VllmServer] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.urls or self.pause_mode not in ("wait", "keep", "abort"):
+            raise ConfigurationError(
+                f"urls={list(self.urls)}, pause_mode={self.pause_mode}: expected at least one URL, and wait, keep or abort"
+            )
+        made = [_VllmServer(url.rstrip("/"), None, self.timeout_s, self.pause_mode) for url in self.urls]
+        object.__setattr__(self, "_servers", made)
+
+    def num_workers(self) -> int:
+        """Return the number of workers of all servers, when they are up."""
+        return sum(self._sizes())
+
+    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        """Have all workers join, each server's after those of the servers before it."""
+        first, infos = 0, list[dict[str, Any]]()
+        for url, size in zip(self.urls, self._sizes(), strict=True):
+            own = {"urls": [url], "timeout_s": self.timeout_s, "pause_mode": self.pause_mode}
+            infos.append({**init_info, "first": first, "server": own})
+            first += size
+        self._each(lambda server: server.post("init_weight_transfer_engine", {"init_info": infos[self._servers.index(server)]}))
+
+    def start_weight_update(self) -> None:
+        """Have all workers receive. An update that trainers have left open, which are gone, is closed."""
+        self._each(_VllmServer.start)
+
+    def update_weights(self, update_info: Mapping[str, Any] | list[Any]) -> None:
+        """Have all workers load what has arrived."""
+        self._each(lambda server: server.post("update_weights", {"update_info": update_info}))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Close the update, and name its version in answers."""
+        self._each(lambda server: server.finish(weight_version))
+
+    def pause(self) -> None:
+        """Hold new requests back, and deal with those in flight as `pause_mode` says."""
+        self._each(_VllmServer.pause)
+
+    def resume(self) -> None:
+        """Serve on."""
+        self._each(lambda server: server.post("resume", {}))
+
+    def await_version(self, version: str) -> None:
+        """Return when all servers serve this version."""
+        self._await(lambda server: server.serves(version), f"does not serve version {version} within")
+
+    def _sizes(self) -> list[int]:
+        self._await(_VllmServer.is_up, "is not up after")
+        return self._each(_VllmServer.num_workers)
+
+    def _await(self, ask: Callable[[_VllmServer], bool | None], does_not: str) -> None:
+        def await_one(server: _VllmServer) -> None:
+            failure = CheckpointError(f"the inference engine at {server.url} {does_not} {self.timeout_s:g} s")
+            poll_until(lambda: ask(server), timeout_s=self.timeout_s, failure=lambda: failure)
+
+        self._each(await_one)
+
+    def _each(self, call: Callable[[_VllmServer], _T]) -> list[_T]:
+        asked = [in_thread(partial(call, server), "ckpt-vllm-request") for server in self._servers]
+        errors = [one.exception() for one in asked]  # waits for all
+        for error in errors:
+            if error is not None:
+                raise error
+        return [one.result() for one in asked]
+
+
+def serve(client: Any, step: int) -> None:
+    """Have servers load what their workers have received, between two requests, and serve it.
+
+    Args:
+        client: `VllmServers`, or one of vLLM's; one that cannot pause leaves that to its user.
+    """
+    getattr(client, "pause", lambda: None)()
+    client.update_weights({"step": step})
+    client.finish_weight_update(str(step))
+    getattr(client, "resume", lambda: None)()
+
+
+class VllmTrainer:
+    """A trainer whose rollouts are the workers of vLLM's servers. Each rank of torch's default process group makes one. Collective.
+
+    Args:
+        client: `VllmServers`, or one of vLLM's.
+        source: all weights, under the names of the served checkpoint, on each rank: iterated anew in each update.
+        num_workers: of all servers; None: the client knows.
+        engine, settings: name in `CheckpointEngineRegistry`, and keywords of its class; equal on all ranks.
+
+    Attributes:
+        report: figures of the last update; see `SyncReport`.
+
+    Raises:
+        ConfigurationError: such an engine sends to no other process; a server does not take weights from this package.
+        RankAbsentError: a rank did not come.
+        CheckpointError: a server did not answer in time.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        source: Iterable[NamedTensor],
+        *,
+        num_workers: int | None = None,
+        engine: str = "broadcast",
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.client = client
+        self.source = source
+        self.report: Mapping[str, Any] = {}
+        self._num_workers = num_workers
+        self._made_as = engine, dict(settings or {})
+        self._engine: VersionedEngine | None = None
+        self.rejoin()
+
+    def rejoin(self) -> None:
+        """Join the workers anew, such as those of a server that was started again; the next version is sent whole. Collective.
+
+        Raises: see the class.
+        """
+        self.shutdown()
+        topology, (name, settings) = current_topology(), self._made_as
+        engine = engine_of_processes(name, settings | {"is_master": topology.is_lead})
+        with topology.operation("the join of vLLM's workers"), topology.phase("servers") as phase:
+            if topology.is_lead:
+                num_workers = self._num_workers or self.client.num_workers()
+                self.client.init_weight_transfer_engine({})
+                phase.from_lead = [engine.prepare(), num_workers]
+        (address, port), num_workers = phase.from_lead
+        joining = None
+        if topology.is_lead:
+            theirs = {"address": address, "port": port, "num_trainers": topology.world_size, "num_workers": num_workers}
+            theirs |= {"engine": name, "settings": settings}
+            joining = in_thread(partial(self.client.init_weight_transfer_engine, theirs), "ckpt-vllm-join")
+        engine.init_process_group(topology.rank, topology.world_size, num_workers, MasterMetadata(address, port))
+        if joining is not None:
+            joining.result()
+        self._engine = engine
+
+    def send_weights(self, step: int | None = None) -> None:
+        """Send the weights of the source; returns when all servers serve them. Collective; not from within an event loop.
+
+        Args:
+            step: their training step, which is the version in the servers' answers; None: one more than the last.
+
+        Raises:
+            CheckpointError: on all ranks; the servers serve the version before, or are paused.
+        """
+        engine = self._engine
+        if engine is None:
+            raise ConfigurationError("this trainer has left the servers: call rejoin() first")
+        step = step if step is not None else 1 + (engine.version.step if engine.version else 0)
+        is_lead, serves_itself, serving = engine.rank == 0, hasattr(self.client, "await_version"), list[Future[None]]()
+
+        def committed() -> None:
+            if is_lead and not serves_itself:
+                serving.append(in_thread(partial(serve, self.client, step), "ckpt-vllm-serve"))
+
+        asked = in_thread(self.client.start_weight_update, "ckpt-vllm-start") if is_lead else None
+        try:
+            self.report = asyncio.run(engine.send_weights(_Started(self.source, asked), step, committed=committed))
+        except BaseException:
+            if is_lead:
+                with suppress(Exception):
+                    self.client.finish_weight_update()  # vLLM begins no update before
+            raise
+        for one in serving:
+            one.result()
+        if is_lead and serves_itself:
+            self.client.await_version(str(step))
+
+    def shutdown(self) -> None:
+        """Leave the servers, which serve on."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+
+class _Started:
+    """Weights to send, if the servers have begun to receive."""
+
+    def __init__(self, source: Iterable[NamedTensor], asked: Future[None] | None) -> None:
+        self._source = source
+        self._asked = asked
+
+    def __iter__(self) -> Iterator[NamedTensor]:
+        yield from self._source
+        if self._asked is not None:
+            self._asked.result()
+
+
+def engine_of_processes(name: str, settings: Mapping[str, Any]) -> VersionedEngine:
+    """Return an engine whose trainers and rollouts are different processes, on this process's device.
+
+    Raises:
+        ConfigurationError: there is none of this name, or it is another one.
+    """
+    made = CheckpointEngineRegistry.new(name, device=current_device(), **settings)
+    if not isinstance(made, VersionedEngine) or made.colocated:
+        raise ConfigurationError(f"engine={name}: expected one that sends to other processes, such as broadcast or kimi_ckpt_engine")
+    return made
