@@ -42,7 +42,7 @@ def pytest_report_header() -> str:
 
 
 _HERE = Path(__file__).parent
-_HEAVIEST_FIRST = ("adversarial", "e2e", "clusters", "device", "conf", "fidelity", "simulation", "unit")
+_HEAVIEST_FIRST = ("adversarial", "e2e", "clusters", "servers", "device", "conf", "fidelity", "simulation", "unit")
 """So that what is left at the end is small, and no worker is left alone with a long file."""
 _LONGEST_IN_FULL = ("test_layouts.py", "test_async_layouts.py", "test_async_training.py", "test_kill.py")
 

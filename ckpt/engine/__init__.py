@@ -26,7 +26,7 @@ from ckpt.engine.base import (
 )
 from ckpt.engine.broadcast import BroadcastCheckpointEngine
 from ckpt.engine.elastic.elastic import ElasticEngine
-from ckpt.engine.export import WholeWeights
+from ckpt.engine.export import HuggingFaceWeights, WholeWeights
 from ckpt.engine.live_model import LiveModel
 from ckpt.engine.naive import NaiveCheckpointEngine
 
@@ -36,6 +36,7 @@ __all__ = [
     "CheckpointEngineRegistry",
     "CheckpointEngineWithCache",
     "ElasticEngine",
+    "HuggingFaceWeights",
     "LiveModel",
     "MasterMetadata",
     "NaiveCheckpointEngine",

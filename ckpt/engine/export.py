@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +14,13 @@ import torch.distributed as dist
 from ckpt.engine.base import NamedTensor
 from ckpt.errors import MissingStateError, ShardingError
 from ckpt.format.dtypes import contiguous, is_dtensor, raw_bytes, torch_dtype, zarr_name
+from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import tied_names
 from ckpt.state.flatten import TensorLeaf, flatten
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import Stateful, find_aliases
+from ckpt.state.statefuls import ModelState
 
 _OPERATION = "the weights to publish"
 
@@ -104,6 +108,27 @@ class WholeWeights:
         return whole
 
 
+class HuggingFaceWeights:
+    """Iterable over the weights of a transformers model as its `save_pretrained` names and cuts them, such as one expert after the other.
+
+    Inference engines expect them so. Collective as `WholeWeights`, which gathers one layer at a time. A tied weight is yielded once.
+
+    Args:
+        model: a `PreTrainedModel`, sharded in place or not.
+        topology: of the trainers only; None: the ranks of torch's default process group, or this process alone.
+    """
+
+    def __init__(self, model: Any, topology: Topology | None = None) -> None:
+        self._model = model
+        self._whole = WholeWeights(ModelState(model), topology or current_topology())
+
+    def __iter__(self) -> Iterator[NamedTensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        for _, layer in groupby(self._whole, _layer_of):
+            yield from revert_weight_conversion(self._model, dict(layer)).items()
+
+
 class _Row(NamedTuple):
     """Description of a tensor by the first rank that holds it, or a part of it.
 
@@ -120,8 +145,15 @@ class _Row(NamedTuple):
     is_sharded: bool
 
 
+_LAYER = re.compile(r".*?\.\d+\.")
+"""Prefix of the names of a layer."""
 EVERYBODY = -1
 """In place of a rank: all ranks hold the tensor."""
+
+
+def _layer_of(named: NamedTensor) -> str | None:
+    found = _LAYER.match(named[0])
+    return found and found[0]
 
 
 def _row_of(name: str, leaf: TensorLeaf) -> _Row:

@@ -15,20 +15,34 @@ from recipes.support import config
 from recipes.support.metrics import check_report
 from recipes.training.facts import ENGINE_AT_RUN_TIME
 from recipes.training.roles import AgreeWithGraceKeys, RoleKeys, check_roles
+from recipes.training.serving import check_inference
 
 PUBLISH = ("live", "saved")
 
 
 @dataclass
-class ColocatedRoleKeys(RoleKeys):
+class SyncRoleKeys(RoleKeys):
     colocated: bool = MISSING
+    inference: str | None = MISSING
+
+
+@dataclass
+class InferenceKeys:
+    urls: list[str] | None = MISSING
+    python: str | None = MISSING
+    workers: int = MISSING
+    args: list[str] = MISSING
+    prompt: str = MISSING
+    tokens: int = MISSING
+    timeout_s: float = MISSING
 
 
 @dataclass
 class SyncKeys(config.RunKeys):
     """The keys of a training run, and those of its weight updates."""
 
-    roles: ColocatedRoleKeys = field(default_factory=ColocatedRoleKeys)
+    roles: SyncRoleKeys = field(default_factory=SyncRoleKeys)
+    inference: InferenceKeys = field(default_factory=InferenceKeys)
     agree: AgreeWithGraceKeys = field(default_factory=AgreeWithGraceKeys)  # one key more than training's
     engine: dict[str, Any] = MISSING
     publish: str = MISSING
@@ -62,6 +76,9 @@ def checked_sync(cfg: DictConfig) -> dict[str, Any]:
     config.make_absolute(run, "run_dir")
     config.bind(run["engine"], "engine", ENGINE_AT_RUN_TIME)
     _check_numbers(run)
+    check_inference(run)
+    if run["roles"]["inference"] is not None:
+        run["roles"]["rollout"] = 0
     _check_saves(run)
     check_report(run["report"])
     roles = run["roles"]
@@ -134,7 +151,8 @@ def _check_published(run: Mapping[str, Any]) -> None:
 def _check_numbers(run: Mapping[str, Any]) -> None:
     roles = run["roles"]
     check_roles(run, least_rollouts=0)
-    config.require_numbers(run, {"train.steps": 1, "train.seed": 0, "train.batch_size": 1})
+    numbers = {"train.steps": 1, "train.seed": 0, "train.batch_size": 1, "inference.workers": 1, "inference.tokens": 1}
+    config.require_numbers(run, numbers, seconds=("inference.timeout_s",))
     if roles["colocated"] and roles["trainer"] != roles["rollout"]:
         raise ConfigurationError(
             f"roles.colocated=true: each of the {roles['trainer']} trainers is a rollout; give roles.rollout={roles['trainer']}"

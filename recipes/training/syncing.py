@@ -28,6 +28,7 @@ from recipes.support.config import made
 from recipes.support.report import SUMMARY_NAME, Report, Summary, write_summary
 from recipes.training.facts import facts_of
 from recipes.training.roles import found_job, held_by, join_engine, live_model, require_ranks
+from recipes.training.serving import Served
 from recipes.training.sync_config import num_ranks
 from recipes.training.training import Training, resume, settle_start
 
@@ -55,6 +56,9 @@ def sync_weights(cfg: dict[str, Any], topology: Topology) -> dict[str, Any] | No
     if roles["colocated"]:
         with join_engine(partial(make, is_master=topology.is_lead), topology, roles) as engine:
             return _Trainer(cfg, topology, device, _Colocated(cfg, topology, device, engine)).run(run_dir)
+    if roles["inference"] is not None:
+        with closing(Served(cfg, topology)) as served:
+            return _Trainer(cfg, topology, device, served).run(run_dir)
     member, rendezvous = found_job(make, topology, roles, facts_of(cfg))
     with member:
         if topology.rank < roles["trainer"]:
@@ -135,7 +139,7 @@ class _Trainer:
     """
 
     def __init__(
-        self, cfg: dict[str, Any], topology: Topology, device: Device, updates: _Colocated | _Separate
+        self, cfg: dict[str, Any], topology: Topology, device: Device, updates: _Colocated | _Separate | Served
     ) -> None:
         self.cfg = cfg
         self.topology = topology

@@ -61,7 +61,7 @@ def register() -> None:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """What a worker needs to join the trainers, which send it; without an address it leaves those it has joined.
+    """What a worker needs to join the trainers, which send it; without an address it leaves others, and says whether it can join.
 
     Attributes:
         address, port: of the first trainer's store.
@@ -104,13 +104,14 @@ class CkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the trainers and the other workers; leave those of an earlier call."""
         self.shutdown()
+        engine = engine_of_processes(init_info.engine, init_info.settings)
         if init_info.address is None:
             return
         parallel = self.parallel_config
         number = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._server = VllmServers(**init_info.server) if init_info.server and number == 0 else None
-        self._engine = engine_of_processes(init_info.engine, init_info.settings)
-        self._engine.init_process_group(
+        self._engine = engine
+        engine.init_process_group(
             init_info.num_trainers + init_info.first + number,
             init_info.num_trainers,
             init_info.num_workers,
@@ -257,7 +258,7 @@ class CkptTrainerWeightTransferEngine(VllmTrainer, TrainerWeightTransferEngine[C
         Raises: see `VllmTrainer`.
             ConfigurationError: the source holds parts only.
         """
-        if source is None or source.held_names() is not None:
+        if source is None or getattr(source, "held_names", lambda: None)() is not None:
             raise ConfigurationError("expected a source of all weights on each rank, such as vLLM's ModuleSource(model)")
         topology = current_topology()
         with topology.operation("the join of vLLM's workers"), topology.phase("ranks"):

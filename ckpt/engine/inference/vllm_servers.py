@@ -119,12 +119,25 @@ class VllmServers:
         """Serve on."""
         self._each(lambda server: server.post("resume", {}))
 
+    def await_up(self, look: Callable[[], None] = lambda: None) -> None:
+        """Return when all servers are up.
+
+        Args:
+            look: called again and again; its errors end the wait.
+        """
+
+        def is_up(server: _VllmServer) -> bool | None:
+            look()
+            return server.is_up()
+
+        self._await(is_up, "is not up after")
+
     def await_version(self, version: str) -> None:
         """Return when all servers serve this version."""
         self._await(lambda server: server.serves(version), f"does not serve version {version} within")
 
     def _sizes(self) -> list[int]:
-        self._await(_VllmServer.is_up, "is not up after")
+        self.await_up()
         return self._each(_VllmServer.num_workers)
 
     def _await(self, ask: Callable[[_VllmServer], bool | None], does_not: str) -> None:
@@ -141,6 +154,37 @@ class VllmServers:
             if error is not None:
                 raise error
         return [one.result() for one in asked]
+
+
+class OfflineVllm:
+    """A client for a `vllm.LLM` of this process, whose workers run in others: it generates nothing while it is updated.
+
+    Args:
+        llm: made with `weight_transfer_config={"backend": "ckpt"}`.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def num_workers(self) -> int:
+        """Return the number of its workers."""
+        return int(self._llm.llm_engine.vllm_config.parallel_config.world_size_across_dp)
+
+    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        """See vLLM's client."""
+        self._llm.init_weight_transfer_engine({"init_info": dict(init_info)})
+
+    def start_weight_update(self) -> None:
+        """See vLLM's client."""
+        self._llm.start_weight_update()
+
+    def update_weights(self, update_info: Mapping[str, Any] | list[Any]) -> None:
+        """See vLLM's client."""
+        self._llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """See vLLM's client."""
+        self._llm.finish_weight_update(weight_version)
 
 
 def serve(client: Any, step: int) -> None:
@@ -201,7 +245,7 @@ class VllmTrainer:
         with topology.operation("the join of vLLM's workers"), topology.phase("servers") as phase:
             if topology.is_lead:
                 num_workers = self._num_workers or self.client.num_workers()
-                self.client.init_weight_transfer_engine({})
+                self.client.init_weight_transfer_engine({"engine": name, "settings": settings})
                 phase.from_lead = [engine.prepare(), num_workers]
         (address, port), num_workers = phase.from_lead
         joining = None
@@ -215,7 +259,7 @@ class VllmTrainer:
         self._engine = engine
 
     def send_weights(self, step: int | None = None) -> None:
-        """Send the weights of the source; returns when all servers serve them. Collective; not from within an event loop.
+        """Send the weights of the source; returns when all servers serve them. Collective; within an event loop await `update`.
 
         Args:
             step: their training step, which is the version in the servers' answers; None: one more than the last.
@@ -223,6 +267,10 @@ class VllmTrainer:
         Raises:
             CheckpointError: on all ranks; the servers serve the version before, or are paused.
         """
+        asyncio.run(self.update(step))
+
+    async def update(self, step: int | None = None) -> None:
+        """See `send_weights`."""
         engine = self._engine
         if engine is None:
             raise ConfigurationError("this trainer has left the servers: call rejoin() first")
@@ -235,16 +283,16 @@ class VllmTrainer:
 
         asked = in_thread(self.client.start_weight_update, "ckpt-vllm-start") if is_lead else None
         try:
-            self.report = asyncio.run(engine.send_weights(_Started(self.source, asked), step, committed=committed))
+            self.report = await engine.send_weights(_Started(self.source, asked), step, committed=committed)
         except BaseException:
             if is_lead:
                 with suppress(Exception):
                     self.client.finish_weight_update()  # vLLM begins no update before
             raise
-        for one in serving:
-            one.result()
         if is_lead and serves_itself:
-            self.client.await_version(str(step))
+            serving.append(in_thread(partial(self.client.await_version, str(step)), "ckpt-vllm-serve"))
+        for one in serving:
+            await asyncio.wrap_future(one)
 
     def shutdown(self) -> None:
         """Leave the servers, which serve on."""

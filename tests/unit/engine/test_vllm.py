@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ckpt.engine.inference.vllm_servers import VllmServers
+from ckpt.engine.inference.vllm_servers import VllmServers, VllmTrainer
 from ckpt.errors import CheckpointError, ConfigurationError, MissingStateError
 from ckpt.ranks.waiting import in_thread
 from tests.stand_in_vllm import Server, Source, installed
@@ -24,17 +24,25 @@ def plugin() -> Iterator[Any]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def two_servers() -> Iterator[list[Server]]:
+    with ExitStack() as stack:
+        made = [Server() for _ in range(2)]
+        for server in made:
+            stack.callback(server.close)
+        yield made
+
+
 class Job:
     """Servers of two workers each, and one trainer that has joined them."""
 
-    def __init__(self, plugin: Any, servers: list[Server]) -> None:
-        self.plugin, self.servers, self.source = plugin, servers, Source()
+    def __init__(self, servers: list[Server]) -> None:
+        self.servers, self.source = servers, Source()
         self.client = VllmServers([server.url for server in servers], timeout_s=TIMEOUT_S)
         self.trainer = self.joined()
 
-    def joined(self, client: Any = None) -> Any:
-        info = self.plugin.CkptTrainerInitInfo(rank=0, settings={"timeout_s": TIMEOUT_S})
-        return self.plugin.CkptTrainerWeightTransferEngine.trainer_init(info, client=client or self.client, source=self.source)
+    def joined(self) -> VllmTrainer:
+        return VllmTrainer(self.client, self.source, settings={"timeout_s": TIMEOUT_S})
 
     def send(self, step: int) -> None:
         self.source.step = step
@@ -42,18 +50,20 @@ class Job:
 
 
 @pytest.fixture
-def make(plugin: Any) -> Iterator[Callable[..., Job]]:
-    with ExitStack() as stack:
+def make(two_servers: list[Server]) -> Iterator[Callable[..., Job]]:
+    """Make a job on one or two of the servers. `gates`: see `Server`."""
+    jobs = []
 
-        def made(num_servers: int = 2, **settings: Any) -> Job:
-            servers = [Server(**settings) for _ in range(num_servers)]
-            for server in servers:
-                stack.callback(server.close)
-            job = Job(plugin, servers)
-            stack.callback(lambda: job.trainer.shutdown())
-            return job
+    def made(num_servers: int = 2, gates: dict[str, threading.Event] | None = None) -> Job:
+        for server in two_servers:
+            server.asked.clear()
+            server.gates = gates or {}
+        jobs.append(Job(two_servers[:num_servers]))
+        return jobs[-1]
 
-        yield made
+    yield made
+    for job in jobs:
+        job.trainer.shutdown()
 
 
 def generated(server: Server) -> tuple[str, list[int]]:
@@ -69,7 +79,7 @@ def test_a_version_reaches_the_answers_of_all_servers_to_the_bit(make: Callable[
     assert job.trainer.report["step"] == 9 and job.trainer.report["num_bytes"] == (300 * 70 + 1000) * 4
 
 
-def test_vllms_own_client_of_four_methods_does_it_too(make: Callable[..., Job]) -> None:
+def test_vllms_own_client_of_four_methods_does_it_too(plugin: Any, make: Callable[..., Job]) -> None:
     job = make(1)
     job.trainer.shutdown()
     (server,) = job.servers
@@ -92,8 +102,9 @@ def test_vllms_own_client_of_four_methods_does_it_too(make: Callable[..., Job]) 
         def finish_weight_update(self, weight_version: str | None = None) -> None:
             self._post("finish_weight_update", **({"weight_version": weight_version} if weight_version else {}))
 
-    info = job.plugin.CkptTrainerInitInfo(rank=0, num_workers=2, settings={"timeout_s": TIMEOUT_S})
-    job.trainer = job.plugin.CkptTrainerWeightTransferEngine.trainer_init(info, client=Client(), source=job.source)
+    info = plugin.CkptTrainerInitInfo(rank=0, num_workers=2, settings={"timeout_s": TIMEOUT_S})
+    job.trainer = plugin.CkptTrainerWeightTransferEngine.trainer_init(info, client=Client(), source=job.source)
+    assert job.trainer.is_sender
     job.send(5)
     assert generated(server) == ("5", [5, 5])
     assert "pause" not in server.asked, "this client cannot"
@@ -128,7 +139,7 @@ def test_servers_serve_while_a_version_arrives(make: Callable[..., Job]) -> None
     job.trainer.source = job.source = Slow()
     sending = in_thread(lambda: job.send(2), "sends")
     assert asked.wait(TIMEOUT_S)
-    assert wait_until(lambda: "start_weight_update" in job.servers[0].asked[3:])
+    assert wait_until(lambda: job.servers[0].asked.count("start_weight_update") == 2)
     assert generated(job.servers[0]) == ("1", [1, 1])
     may_yield.set()
     sending.result(TIMEOUT_S)
@@ -215,20 +226,21 @@ def test_an_error_of_the_source_leaves_the_version_before(make: Callable[..., Jo
     assert [generated(server) for server in job.servers] == [("3", [3, 3])] * 2
 
 
-def test_a_server_that_was_started_again_catches_up(make: Callable[..., Job]) -> None:
-    job = make()
-    job.send(1)
-    job.servers[1].kill()
-    with pytest.raises(CheckpointError, match="did not answer|is gone|absent|left"):
-        job.send(2)
-    assert generated(job.servers[0]) == ("1", [1, 1])
-    new = Server()
+def test_a_server_that_was_started_again_catches_up(two_servers: list[Server], make: Callable[..., Job]) -> None:
+    there, gone, new = two_servers[0], Server(num_workers=1), Server(num_workers=1)
+    job = Job([there, gone])
     try:
-        job.client = job.trainer.client = VllmServers([job.servers[0].url, new.url], timeout_s=TIMEOUT_S)
+        job.send(1)
+        gone.kill()
+        with pytest.raises(CheckpointError, match=f"the inference engine at {gone.url}/start_weight_update did not answer|rank 3"):
+            job.send(2)
+        assert generated(there) == ("1", [1, 1])
+        job.client = job.trainer.client = VllmServers([there.url, new.url], timeout_s=TIMEOUT_S)
         job.trainer.rejoin()
         job.send(2)
-        assert [generated(server) for server in (job.servers[0], new)] == [("2", [2, 2])] * 2
+        assert generated(there) == ("2", [2, 2]) and generated(new) == ("2", [2])
     finally:
+        job.trainer.shutdown()
         new.close()
 
 

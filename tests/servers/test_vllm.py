@@ -1,0 +1,126 @@
+"""vLLM itself, on this machine's processor: `.ci/engines` makes its environment, and runs this."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: see .ci/engines")
+
+from vllm.distributed.weight_transfer import base, clients, factory
+
+from ckpt.engine.inference import vllm as plugin
+from ckpt.engine.inference.vllm_servers import OfflineVllm, VllmServers
+from tests import stand_in_vllm
+from tests.pace import patience
+from tests.servers import kills
+from tests.servers.models import write
+from tests.servers.vllm_server import ON_CPU, VllmServer
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
+_START_S = 400.0
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, tied": ("llama_tied", {}),
+    "llama, two workers": ("llama", {"tensor_parallel_size": 2}),
+    "llama, tied, two workers": ("llama_tied", {"tensor_parallel_size": 2}),
+    "qwen3": ("qwen3", {}),
+    "qwen3, experts": ("qwen3_moe", {}),
+    "gemma3": ("gemma3", {}),
+}
+"""{case: family, settings of LLM}."""
+
+
+def answered(*arguments: str) -> list[Any]:
+    """Return what `offline.py` prints."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.servers.offline", *arguments],
+        env=os.environ | ON_CPU,
+        capture_output=True,
+        text=True,
+        timeout=patience(_START_S),
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("[{")]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_and_logits_after_updates_are_those_of_a_vllm_of_the_same_weights(case: str, tmp_path: Path) -> None:
+    family, settings = CASES[case]
+    old, new = (str(write(family, seed, tmp_path / str(seed))) for seed in (1, 2))
+    before, after, again = answered(old, json.dumps(settings), new, old)
+    (reference,) = answered(new, json.dumps(settings))
+    for at, one in enumerate(reference):
+        assert (after[at]["tokens"], after[at]["logprobs"]) == (one["tokens"], one["logprobs"])
+        assert (again[at]["tokens"], again[at]["logprobs"]) == (before[at]["tokens"], before[at]["logprobs"])
+    assert before[0]["tokens"] != after[0]["tokens"]
+    assert [one["versions"] for one in after] == [["1"]] * len(after)
+    assert [one["versions"] for one in again] == [["2"]] * len(after)
+
+
+def test_no_answer_of_half_a_version_when_something_is_killed(capsys: pytest.CaptureFixture[str]) -> None:
+    kills.main(3, seed=1)
+    assert "none of half a version" in capsys.readouterr().out
+
+
+def test_a_server_without_the_plug_ins_backend_is_told_before_anything_is_sent(tmp_path: Path) -> None:
+    server = VllmServer(write("llama", 0, tmp_path / "model"), tmp_path / "log", backend="ipc")
+    try:
+        server.await_up()
+        with pytest.raises(Exception, match=f"the inference engine at {server.url}/init_weight_transfer_engine refused"):
+            VllmServers([server.url], timeout_s=30.0).init_weight_transfer_engine({"address": "127.0.0.1"})
+    finally:
+        server.kill()
+
+
+def test_vllm_finds_the_plug_in_by_its_entry_point() -> None:
+    (ours,) = [one for one in entry_points(group="vllm.general_plugins") if one.name == "ckpt"]
+    ours.load()()
+    plugin.register()
+    assert factory.WeightTransferEngineFactory._registry["ckpt"]() is plugin.CkptWeightTransferEngine
+    assert factory.WeightTransferTrainerFactory._registry["ckpt"]() is plugin.CkptTrainerWeightTransferEngine
+
+
+def methods(of: type) -> Iterator[tuple[str, list[str]]]:
+    for name, one in vars(of).items():
+        if inspect.isfunction(one) and not name.startswith("_"):
+            yield name, [*inspect.signature(one).parameters]
+
+
+@pytest.mark.parametrize("ours", [plugin.CkptWeightTransferEngine, plugin.CkptTrainerWeightTransferEngine])
+def test_the_plug_in_has_all_that_vllms_classes_leave_open(ours: type) -> None:
+    assert not getattr(ours, "__abstractmethods__", None)
+    (theirs,) = [one for one in ours.__mro__ if one.__module__ == base.__name__ and one.__name__ in ours.__name__.replace("Ckpt", "")]
+    for name, arguments in methods(theirs):
+        own = [*inspect.signature(getattr(ours, name)).parameters]
+        given = own if "self" in own or "self" not in arguments else ["self", *own]
+        assert given[: len(arguments)] == arguments, name
+
+
+@pytest.mark.parametrize("ours", [VllmServers, OfflineVllm])
+def test_the_clients_have_vllms_protocol(ours: type) -> None:
+    for name, arguments in methods(base.VLLMWeightSyncClient):
+        assert [*inspect.signature(getattr(ours, name)).parameters] == arguments, name
+        assert [*inspect.signature(getattr(clients.HTTPVLLMWeightSyncClient, name)).parameters] == arguments, name
+
+
+@pytest.mark.parametrize("name", ["WeightTransferEngine", "TrainerWeightTransferEngine", "TrainerInitInfo"])
+def test_the_stand_in_of_the_default_tests_has_only_what_vllm_has(name: str) -> None:
+    stand_in, real = getattr(stand_in_vllm, name), getattr(base, name)
+    assert [*inspect.signature(stand_in.__init__).parameters] == [*inspect.signature(real.__init__).parameters]
+    for method, arguments in methods(stand_in):
+        assert [*inspect.signature(getattr(real, method)).parameters] == arguments
+    if name == "TrainerInitInfo":
+        assert [one.name for one in fields(stand_in)] == [one.name for one in fields(real)]
