@@ -27,7 +27,7 @@ from tests.servers import kills
 from tests.servers.models import write
 from tests.servers.vllm_server import ON_CPU, VllmServer
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
+pytestmark = pytest.mark.full
 _START_S = 400.0
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
