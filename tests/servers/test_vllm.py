@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: see .ci/engines")
 
 from vllm.distributed.weight_transfer import base, clients, factory
 
+import ckpt
 from ckpt.engine.inference import vllm as plugin
 from ckpt.engine.inference.vllm_servers import OfflineVllm, VllmServers
 from tests import stand_in_vllm
@@ -26,6 +28,7 @@ from tests.pace import patience
 from tests.servers import kills
 from tests.servers.models import write
 from tests.servers.vllm_server import ON_CPU, VllmServer
+from tests.states import same_bits
 
 pytestmark = pytest.mark.full
 _START_S = 400.0
@@ -65,7 +68,7 @@ def test_tokens_and_logits_after_updates_are_those_of_a_vllm_of_the_same_weights
     for at, one in enumerate(reference):
         assert (after[at]["tokens"], after[at]["logprobs"]) == (one["tokens"], one["logprobs"])
         assert (again[at]["tokens"], again[at]["logprobs"]) == (before[at]["tokens"], before[at]["logprobs"])
-    assert before[0]["tokens"] != after[0]["tokens"]
+    assert before[0]["logprobs"] != after[0]["logprobs"]
     assert [one["versions"] for one in after] == [["1"]] * len(after)
     assert [one["versions"] for one in again] == [["2"]] * len(after)
 
@@ -73,6 +76,57 @@ def test_tokens_and_logits_after_updates_are_those_of_a_vllm_of_the_same_weights
 def test_no_answer_of_half_a_version_when_something_is_killed(capsys: pytest.CaptureFixture[str]) -> None:
     kills.main(3, seed=1)
     assert "none of half a version" in capsys.readouterr().out
+
+
+def test_the_recipe_trains_and_serves_its_model(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "recipes.sync_weights", "roles.inference=vllm", "engine=broadcast", "model.size=nano", "train.steps=3"]
+    command += [f"output_dir={tmp_path}", "inference.args=[--dtype=float32,--enforce-eager]", "inference.tokens=6"]
+    ran = subprocess.run(command, env=os.environ | ON_CPU, capture_output=True, text=True, timeout=patience(_START_S), check=False)
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    (server,) = summary["rollouts"]
+    assert server["version"] == 3 and [update["step"] for update in summary["updates"]] == [1, 2, 3]
+    assert len(server["before"]) == len(server["after"]) == 6
+    assert all(update["num_bytes"] > 0 and update["blocked_s"] > 0 for update in summary["updates"])
+
+
+def tensors(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield all tensors of nested dictionaries."""
+    if isinstance(state, torch.Tensor):
+        yield name, state
+    elif isinstance(state, dict):
+        for key, value in state.items():
+            yield from tensors(value, f"{name}/{key}")
+
+
+def test_the_example_learns_and_resumes_to_the_bit_when_it_is_killed(tmp_path: Path) -> None:
+    def started(folder: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "examples/rl_vllm.py", "--steps=12", f"--folder={tmp_path / folder}"]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+    def said(run: subprocess.Popen[str], until: str) -> list[str]:
+        lines = []
+        for line in run.stdout or ():
+            lines.append(line)
+            if line.startswith(until):
+                break
+        return lines
+
+    whole = started("whole")
+    told = said(whole, "step 12:")
+    assert whole.wait(patience(60)) == 0
+    cut = started("cut")
+    said(cut, "step 8:")
+    cut.kill()
+    again = started("cut")
+    assert told[-1] == said(again, "step 12:")[-1]
+    assert again.wait(patience(60)) == 0
+    try:
+        one, other = (dict(tensors(ckpt.load(tmp_path / folder / "checkpoints" / "checkpoint-12"))) for folder in ("whole", "cut"))
+        assert len(one) > 40 and one.keys() == other.keys() and all(same_bits(one[name], other[name]) for name in one)
+        assert float(told[-1].split()[-1]) > 2 * float(told[0].split()[-1])
+    finally:
+        subprocess.run(["pkill", "-f", str(tmp_path)], check=False)  # the server that the killed run has left
 
 
 def test_a_server_without_the_plug_ins_backend_is_told_before_anything_is_sent(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -145,11 +146,21 @@ class CkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _load(self, weights: Iterable[NamedTensor]) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+        wanted = {name for name, _ in self.model.named_parameters()}  # a tied one once; from here to the end each module has its own
+        on_cpu, modules = self.device.type == "cpu", [*self.model.modules()]
+        for method in (getattr(module, "quant_method", None) for module in modules if on_cpu):
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None  # type: ignore[union-attr]  # else vLLM does not pack the experts again
         initialize_layerwise_reload(self.model)
         loaded = self.model.load_weights(weights)
-        wanted = {name for name, _ in self.model.named_parameters()}
         finalize_layerwise_reload(self.model, self.model_config)
-        if self.device.type != "cpu":
+        if on_cpu:
+            holders = Counter(id(one) for module in modules for one in module.parameters(recurse=False))
+            for module in modules:
+                is_tied = any(holders[id(one)] > 1 for one in module.parameters(recurse=False))
+                if is_tied and (method := getattr(module, "quant_method", None)) is not None:
+                    method.process_weights_after_loading(module)  # vLLM packs only the one whose name was loaded
+        else:
             torch.accelerator.synchronize()
         if loaded is not None and self.model_config.quantization is None and (missing := sorted(wanted - loaded)):
             raise MissingStateError(
