@@ -36,7 +36,7 @@ def start_server(model: LlamaForCausalLM, folder: Path) -> subprocess.Popen:
     model.save_pretrained(folder)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={folder}", "--host=127.0.0.1", f"--port={PORT}"]
     command += ["--dtype=float32", "--enforce-eager", "--skip-tokenizer-init", "--max-model-len=64", "--no-enable-prefix-caching"]
-    command += ['--weight-transfer-config={"backend": "ckpt"}']
+    command += ["--enable-scale-out", '--weight-transfer-config={"backend": "ckpt"}']
     with open(folder / "vllm.log", "wb") as log:
         return subprocess.Popen(command, env=os.environ | ON_CPU | {"VLLM_SERVER_DEV_MODE": "1"}, stdout=log, stderr=log)
 

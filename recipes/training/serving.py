@@ -126,8 +126,8 @@ class Served:
         with socket.create_server((LOOPBACK, 0)) as free:
             port = free.getsockname()[1]
         command = [self._keys["python"] or sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={folder.resolve()}"]
-        command += [f"--host={LOOPBACK}", f"--port={port}", "--skip-tokenizer-init", '--weight-transfer-config={"backend": "ckpt"}']
-        command += [f"--tensor-parallel-size={self._keys['workers']}", *self._keys["args"]]
+        command += [f"--host={LOOPBACK}", f"--port={port}", "--skip-tokenizer-init", "--enable-scale-out"]
+        command += ['--weight-transfer-config={"backend": "ckpt"}', f"--tensor-parallel-size={self._keys['workers']}", *self._keys["args"]]
         environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES} | {"VLLM_SERVER_DEV_MODE": "1"}
         with log.open("wb") as out:
             server = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)

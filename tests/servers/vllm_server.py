@@ -55,9 +55,9 @@ class VllmServer:
     def start(self) -> None:
         """Start it, at the same address as before."""
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={self.folder}", "--skip-tokenizer-init"]
-        command += [f"--host={LOOPBACK}", f"--port={self.port}", "--dtype=float32", "--enforce-eager", "--max-model-len=128"]
-        command += [f"--tensor-parallel-size={self._workers}", "--seed=0", "--no-enable-prefix-caching", *self._more]
-        command += [f"--weight-transfer-config={json.dumps({'backend': self._backend})}"]
+        command += [f"--host={LOOPBACK}", f"--port={self.port}", "--enable-scale-out", "--no-enable-prefix-caching", "--seed=0"]
+        command += ["--dtype=float32", "--enforce-eager", "--max-model-len=128", f"--tensor-parallel-size={self._workers}"]
+        command += [f"--weight-transfer-config={json.dumps({'backend': self._backend})}", *self._more]
         with self.log.open("ab") as out:
             environment = os.environ | ON_CPU
             self.process = psutil.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
