@@ -79,8 +79,8 @@ def test_no_answer_of_half_a_version_when_something_is_killed(capsys: pytest.Cap
 
 
 def test_the_recipe_trains_and_serves_its_model(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "recipes.sync_weights", "roles.inference=vllm", "engine=broadcast", "model.size=nano", "train.steps=3"]
-    command += [f"output_dir={tmp_path}", "inference.args=[--dtype=float32,--enforce-eager]", "inference.tokens=6"]
+    command = [sys.executable, "-m", "recipes.sync_weights", "roles.inference=vllm", "engine=broadcast", "model.size=tiny", "train.steps=3"]
+    command += [f"output_dir={tmp_path}", "inference.args=['--dtype=float32','--enforce-eager']", "inference.tokens=6"]
     ran = subprocess.run(command, env=os.environ | ON_CPU, capture_output=True, text=True, timeout=patience(_START_S), check=False)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     summary = json.loads((tmp_path / "summary.json").read_text())
