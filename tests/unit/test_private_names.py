@@ -86,6 +86,7 @@ IN_TESTS = {
     "torch.testing._internal.two_tensor.TwoTensor": "the wrapper of tensors that torch tests its own programs with",
     "torch.utils._python_dispatch.TorchDispatchMode": "counts operations; documented, and has no other name",
     "torch_npu._C.": "of the stand-in",
+    "vllm.distributed.weight_transfer.factory.": "its registries can be asked for a class in no other way",
 }
 """Beginning of private names in tests/ and examples/ -> why the tests need them."""
 
