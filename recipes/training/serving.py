@@ -84,7 +84,8 @@ class Served:
                 phase.from_lead = self._keys["urls"] or [self._start(run_dir)]
                 self._before = [self._tokens(url) for url in phase.from_lead]
         self._servers = VllmServers(phase.from_lead, timeout_s=self._keys["timeout_s"])
-        name, settings = _named(self._cfg["engine"])
+        (name,) = (name for name, one in CheckpointEngineRegistry.engines.items() if one is type(self.engine))
+        settings = {key: value for key, value in self._cfg["engine"].items() if key != "_target_"}
         self._trainer = self._stack.enter_context(VllmTrainer(self._servers, (), engine=name, settings=settings))
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, Any]:
@@ -160,13 +161,6 @@ def check_inference(run: Mapping[str, Any]) -> None:
         raise ConfigurationError("roles.inference=vllm serves model=gpt alone: for other models use ckpt.engine.inference.vllm_servers")
     if not keys["prompt"]:
         raise ConfigurationError("inference.prompt is empty: expected at least one character")
-
-
-def _named(node: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the name and the settings of an engine, given its part of the config."""
-    engine = type(made(node))
-    (name,) = (name for name, one in CheckpointEngineRegistry.engines.items() if one is engine)
-    return name, {key: value for key, value in node.items() if key != "_target_"}
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:

@@ -29,8 +29,9 @@ import torch
 import ckpt
 from ckpt.catalog.verify import verify_checkpoint
 from recipes.support.ranks import RANK_VARIABLES
-from tests.clusters.slurm_cluster import PYTHON, SlurmCluster, free_ports
+from tests.clusters.slurm_cluster import PYTHON, SlurmCluster
 from tests.e2e.restarting import AGENT, FOLDER
+from tests.real_stores import free_ports
 
 REPO = Path(__file__).parents[2]
 RUN = ("model.size=nano", "train.steps=1000000", "save.every=2", "save.keep_last=null", "resume=latest")

@@ -19,6 +19,8 @@ from typing import Any, Self
 
 import psutil
 
+from tests.real_stores import free_ports
+
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol", "unshare")
 _BEGINS_S = 60.0
 _CONFIG = """
@@ -204,14 +206,6 @@ class SlurmCluster:
                 logs = "".join(f"\n{log}: {log.read_text(errors='replace')[-1500:]}" for log in sorted(self.folder.glob("*.out")))
                 raise AssertionError(f"not in {seconds:g} s: {what}{logs}")
             time.sleep(0.2)
-
-
-def free_ports(num: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(num)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 PYTHON = sys.executable

@@ -225,7 +225,8 @@ class _Handover:
         except BaseException as error:
             self.fail(error)
             raise
-        _set(self._loaded, None)
+        if not self._loaded.done():
+            self._loaded.set_result(None)
         try:
             self._update.result()
         except RankAbsentError as error:
@@ -278,8 +279,3 @@ class CkptTrainerWeightTransferEngine(VllmTrainer, TrainerWeightTransferEngine[C
         made = cls(client, source, num_workers=init_info.num_workers, engine=init_info.engine, settings=init_info.settings)
         made.is_sender = init_info.is_sender
         return made
-
-
-def _set(future: Future[None], result: None) -> None:
-    if not future.done():
-        future.set_result(result)

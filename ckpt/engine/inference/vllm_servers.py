@@ -92,12 +92,13 @@ class VllmServers:
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
         """Have all workers join, each server's after those of the servers before it."""
-        first, infos = 0, list[dict[str, Any]]()
-        for url, size in zip(self.urls, self._sizes(), strict=True):
-            own = {"urls": [url], "timeout_s": self.timeout_s, "pause_mode": self.pause_mode}
-            infos.append({**init_info, "first": first, "server": own})
-            first += size
-        self._each(lambda server: server.post("init_weight_transfer_engine", {"init_info": infos[self._servers.index(server)]}))
+        sizes = self._sizes()
+
+        def init(server: _VllmServer, first: int) -> None:
+            own = {"urls": [server.url], "timeout_s": self.timeout_s, "pause_mode": self.pause_mode}
+            server.post("init_weight_transfer_engine", {"init_info": {**init_info, "first": first, "server": own}})
+
+        self._each(init, [sum(sizes[:number]) for number in range(len(sizes))])
 
     def start_weight_update(self) -> None:
         """Have all workers receive. An update that trainers have left open, which are gone, is closed."""
@@ -147,8 +148,9 @@ class VllmServers:
 
         self._each(await_one)
 
-    def _each(self, call: Callable[[_VllmServer], _T]) -> list[_T]:
-        asked = [in_thread(partial(call, server), "ckpt-vllm-request") for server in self._servers]
+    def _each(self, call: Callable[..., _T], *more: Sequence[Any]) -> list[_T]:
+        """Call with each server, and its item of each of `more`, at once."""
+        asked = [in_thread(partial(call, *given), "ckpt-vllm-request") for given in zip(self._servers, *more, strict=True)]
         errors = [one.exception() for one in asked]  # waits for all
         for error in errors:
             if error is not None:
