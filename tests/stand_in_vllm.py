@@ -11,14 +11,16 @@ import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, Generic, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 import torch
+from safetensors.torch import load_file
 
 from tests.pace import patience
 from tests.ranks import forkserver
@@ -86,10 +88,83 @@ def finalize_layerwise_reload(model: torch.nn.Module, model_config: Any) -> None
     model.is_reloading = False  # type: ignore[assignment]
 
 
+@dataclass
+class PEFTHelper:
+    """See vLLM's."""
+
+    r: int
+    lora_alpha: int
+    target_modules: list[str] | str
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any]) -> PEFTHelper:
+        return cls(**{one.name: config_dict[one.name] for one in fields(cls)})
+
+    def validate_legal(self, lora_config: Any) -> None:
+        if self.r > lora_config.max_lora_rank:
+            raise ValueError(f"LoRA rank {self.r} is greater than max_lora_rank {lora_config.max_lora_rank}.")
+
+    def get_rank_and_scaling(self, module_name: str) -> tuple[int, float]:
+        return self.r, self.lora_alpha / self.r
+
+
+class LoRAModel:
+    """See vLLM's."""
+
+    def __init__(self, lora_model_id: int, rank: int, loras: dict[str, torch.Tensor]) -> None:
+        self.id, self.rank, self.loras = lora_model_id, rank, loras
+
+    @classmethod
+    def from_lora_tensors(
+        cls,
+        lora_model_id: int,
+        tensors: dict[str, torch.Tensor],
+        peft_helper: PEFTHelper,
+        device: str = "cuda",
+        dtype: torch.dtype | None = None,
+        model_vocab_size: int | None = None,
+        weights_mapper: Any = None,
+        skip_prefixes: list[str] | None = None,
+    ) -> LoRAModel:
+        return cls(lora_model_id, peft_helper.r, tensors)
+
+
+def parse_fine_tuned_lora_name(name: str, weights_mapper: Any = None) -> tuple[str, bool]:
+    """Return the module, and whether it is its lora_A."""
+    parts = name.removeprefix("base_model.model.").split(".")
+    assert parts[-2] in ("lora_A", "lora_B"), name
+    return ".".join(parts[:-2]), parts[-2] == "lora_A"
+
+
+class LoraManager:
+    """What vLLM's LoRAModelManager has that the plug-in uses. `holds`: the adapters of this worker."""
+
+    def __init__(self, model: Model) -> None:
+        self.modules = {"packed": SimpleNamespace(base_layer=SimpleNamespace(input_size=70))}
+        self.packed_modules = {"packed": ["one", "other"]}
+        self.lora_config, self.vocab_size = SimpleNamespace(lora_dtype=torch.float32), 1000
+        self.holds: dict[int, LoRAModel] = {}
+        self._model = model
+
+    def add_adapter(self, adapter: LoRAModel) -> None:
+        self.holds[adapter.id] = adapter
+
+    def activate_adapter(self, lora_id: int) -> None:
+        if self._model.fails:
+            raise ValueError("the model does not take this adapter")
+
+    def remove_all_adapters(self) -> None:
+        self.holds.clear()
+
+
 def modules() -> dict[str, ModuleType]:
     """Return vLLM's modules that the plug-in imports, by name."""
     names = ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer", "vllm.model_executor", "vllm.model_executor.model_loader")
-    made = {name: ModuleType(name) for name in names}
+    made = {name: ModuleType(name) for name in (*names, "vllm.lora")}
+    for name, one in {"lora_model": LoRAModel, "peft_helper": PEFTHelper, "utils": parse_fine_tuned_lora_name}.items():
+        made[f"vllm.lora.{name}"] = module = ModuleType(f"vllm.lora.{name}")
+        setattr(module, one.__name__, one)
+    made["vllm"].envs = SimpleNamespace(VLLM_ALLOW_RUNTIME_LORA_UPDATING=True)  # type: ignore[attr-defined]
     base = ModuleType("vllm.distributed.weight_transfer.base")
     for one in (TrainerInitInfo, TrainerWeightTransferEngine, WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo):
         setattr(base, one.__name__, one)
@@ -105,23 +180,24 @@ def modules() -> dict[str, ModuleType]:
 @contextmanager
 def installed() -> Iterator[Any]:
     """Import the plug-in with the stand-in for vLLM; yield it."""
-    name = "ckpt.engine.inference.vllm"
+    name, adapter = "ckpt.engine.inference.vllm", "ckpt.engine.inference.vllm_adapter"
     made = modules()
-    kept = {one: sys.modules.pop(one) for one in [*sys.modules] if one == name or one.partition(".")[0] == "vllm"}
+    kept = {one: sys.modules.pop(one) for one in [*sys.modules] if one in (name, adapter) or one.partition(".")[0] == "vllm"}
     sys.modules.update(made)
     try:
         yield __import__(name, fromlist=["register"])
     finally:
-        for one in (*made, name):
+        for one in (*made, name, adapter):
             sys.modules.pop(one, None)
         sys.modules.update(kept)
 
 
 class Model(torch.nn.Module):
-    """Two matrices. With `fails` it fails in the middle of a load."""
+    """A matrix and a vector. With `fails` it fails in the middle of a load. Adapters: of `one`, and of `other`, which it lacks."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.lora_manager: LoraManager | None = LoraManager(self)
         self.one = torch.nn.Parameter(torch.zeros(300, 70))
         self.two = torch.nn.Parameter(torch.zeros(1000))
         self.fails = False
@@ -163,8 +239,10 @@ class _Worker:
 
     def __init__(self, plugin: Any, rank: int, world_size: int) -> None:
         self.model = Model()
-        parallel = SimpleNamespace(rank=rank, world_size=world_size, data_parallel_index=0)
-        configs = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(quantization=None))
+        parallel = SimpleNamespace(rank=rank, world_size=world_size, data_parallel_index=0, nnodes=1, pipeline_parallel_size=1)
+        configs = SimpleNamespace(
+            parallel_config=parallel, model_config=SimpleNamespace(quantization=None), lora_config=SimpleNamespace(max_lora_rank=8)
+        )
         self.engine = plugin.CkptWeightTransferEngine(None, configs, torch.device("cpu"), self.model)
         self._is_open = False
 
@@ -191,6 +269,21 @@ class _Worker:
             raise RuntimeError("finish_weight_update called without a matching start_weight_update")
         self.engine.finish_weight_update()
         self._is_open = False
+        if self.model.lora_manager is not None:
+            self.model.lora_manager.remove_all_adapters()
+
+    def load_adapter(self, number: int, path: str) -> list[Any]:
+        """Read an adapter from its folder if it is not here; return its tensors, and its config."""
+        manager = self.model.lora_manager
+        if number not in manager.holds:
+            tensors = load_file(f"{path}/adapter_model.safetensors")
+            manager.holds[number] = LoRAModel(number, 0, tensors)
+        tensors = {name: tensor.tolist() for name, tensor in manager.holds[number].loras.items()}
+        return [tensors, (Path(path) / "adapter_config.json").read_text()]
+
+    def set_takes_adapters(self, takes: bool) -> None:
+        """Be a worker of a server with --enable-lora, or of one without."""
+        self.model.lora_manager = LoraManager(self.model) if takes else None
 
     def holds(self) -> int:
         """Return the step whose weights the model holds, bit for bit; -1: of none."""
@@ -267,6 +360,7 @@ class Server:
         self.running.set()
         self._idle = threading.Condition()
         self._in_flight = 0
+        self.adapters: dict[str, str] = {}
         made = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -311,7 +405,7 @@ class Server:
         if route in self.gates:
             self.gates[route].wait(30)
         try:
-            return 200, getattr(self, f"_{route}")(**{name: value for name, (value,) in query.items()}, **body)
+            return 200, getattr(self, f"_{route.replace('/', '_')}")(**{name: value for name, (value,) in query.items()}, **body)
         except Exception as error:
             return 500, {"error": str(error)}
 
@@ -346,18 +440,28 @@ class Server:
     def _resume(self) -> None:
         self.running.set()
 
+    def _v1_models(self) -> Any:
+        return {"data": [{"id": "model", "root": "/model"}, *({"id": name, "root": path} for name, path in self.adapters.items())]}
+
+    def _v1_load_lora_adapter(self, lora_name: str, lora_path: str) -> None:
+        assert lora_name not in self.adapters
+        self._call("load_adapter", len(self.adapters) + 1, lora_path)
+        self.adapters[lora_name] = lora_path
+
     def _weight_info(self) -> Any:
         return {"weight_version": self.version}
 
     def _is_paused(self) -> Any:
         return {"is_paused": not self.running.is_set()}
 
-    def _generate(self) -> Any:
+    def _generate(self, model: str = "model") -> Any:
+        number = 0 if model == "model" else [*self.adapters].index(model) + 1
         self.running.wait()
         with self._idle:
             self._in_flight += 1
         try:
-            return {"weight_version": self.version, "holds": self._call("holds")}
+            holds = self._call("load_adapter", number, self.adapters[model]) if number else self._call("holds")
+            return {"weight_version": self.version, "holds": holds}
         finally:
             with self._idle:
                 self._in_flight -= 1

@@ -26,11 +26,12 @@ from ckpt.engine.base import (
 )
 from ckpt.engine.broadcast import BroadcastCheckpointEngine
 from ckpt.engine.elastic.elastic import ElasticEngine
-from ckpt.engine.export import HuggingFaceWeights, WholeWeights
+from ckpt.engine.export import AdapterWeights, HuggingFaceWeights, WholeWeights
 from ckpt.engine.live_model import LiveModel
 from ckpt.engine.naive import NaiveCheckpointEngine
 
 __all__ = [
+    "AdapterWeights",
     "BroadcastCheckpointEngine",
     "CheckpointEngine",
     "CheckpointEngineRegistry",

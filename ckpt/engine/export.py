@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt.engine.base import NamedTensor
-from ckpt.errors import MissingStateError, ShardingError
+from ckpt.errors import ConfigurationError, MissingStateError, ShardingError
 from ckpt.format.dtypes import contiguous, is_dtensor, raw_bytes, torch_dtype, zarr_name
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
@@ -127,6 +128,48 @@ class HuggingFaceWeights:
 
         for _, layer in groupby(self._whole, _layer_of):
             yield from revert_weight_conversion(self._model, dict(layer)).items()
+
+
+class AdapterWeights:
+    """Iterable over the weights of one adapter of a PEFT model, under the names that its file has. Collective as `WholeWeights`.
+
+    Args:
+        model: a `PeftModel`, sharded in place or not.
+        adapter: its name in the model.
+        topology: of the trainers only; None: the ranks of torch's default process group, or this process alone.
+
+    Attributes:
+        config: content of its `adapter_config.json`.
+
+    Raises:
+        ConfigurationError: the model has no such adapter, or it is no LoRA.
+    """
+
+    def __init__(self, model: Any, adapter: str = "default", topology: Topology | None = None) -> None:
+        config = getattr(model, "peft_config", {}).get(adapter)
+        if config is None or config.peft_type != "LORA":
+            raise ConfigurationError(
+                f"adapter={adapter}: expected a LoRA adapter of a PeftModel, found {[*getattr(model, 'peft_config', {})]}"
+            )
+        self.config: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=sorted))  # its sets as lists
+        self._whole = WholeWeights(_AdapterState(model, adapter), topology or current_topology())
+
+    def __iter__(self) -> Iterator[NamedTensor]:
+        return iter(self._whole)
+
+
+class _AdapterState:
+    def __init__(self, model: Any, adapter: str) -> None:
+        self._model = model
+        self._adapter = adapter
+
+    def state_dict(self) -> dict[str, Any]:
+        from peft import get_peft_model_state_dict
+
+        return dict(get_peft_model_state_dict(self._model, adapter_name=self._adapter, save_embedding_layers=False))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise NotImplementedError("this is for reading")
 
 
 class _Row(NamedTuple):

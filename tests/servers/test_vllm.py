@@ -13,16 +13,23 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: see .ci/engines")
 
+import peft
+import transformers
 from vllm.distributed.weight_transfer import base, clients, factory
+from vllm.lora import lora_model, peft_helper
+from vllm.lora import utils as lora_utils
 
 import ckpt
+from ckpt.engine import AdapterWeights
 from ckpt.engine.inference import vllm as plugin
-from ckpt.engine.inference.vllm_servers import OfflineVllm, VllmServers
+from ckpt.engine.inference.vllm_servers import OfflineVllm, VllmServers, VllmTrainer
+from ckpt.errors import MissingStateError
 from tests import stand_in_vllm
 from tests.pace import patience
 from tests.servers import kills
@@ -31,6 +38,7 @@ from tests.servers.vllm_server import ON_CPU, VllmServer
 from tests.states import same_bits
 
 pytestmark = pytest.mark.full
+PROMPT = [5, 6, 7]
 _START_S = 400.0
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -139,6 +147,49 @@ def test_a_server_without_the_plug_ins_backend_is_told_before_anything_is_sent(t
         server.kill()
 
 
+def adapted(folder: Path, seed: int) -> peft.PeftModel:
+    """A model with an adapter of random weights, of modules that vLLM packs with others and of one that it splits by its inputs."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"], rank_pattern={"v_proj": 2})
+    made = peft.get_peft_model(model, config)
+    torch.manual_seed(seed)
+    for parameter in (one for one in made.parameters() if one.requires_grad):
+        torch.nn.init.normal_(parameter, std=0.2)
+    return made
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_adapter_alone_answers_as_one_that_vllm_reads_from_its_folder(workers: int, tmp_path: Path) -> None:
+    folder = write("llama", 0, tmp_path / "model")
+    server = VllmServer(folder, tmp_path / "log", workers, more=["--enable-lora", "--max-lora-rank=8", "--max-loras=4"])
+    try:
+        server.await_up()
+        base = server.generate(PROMPT)
+        servers = VllmServers([server.url], timeout_s=patience(60.0))
+        with VllmTrainer(servers, AdapterWeights(adapted(folder, 0)), adapter="policy") as trainer:
+            for step in (1, 2, 3):
+                model = adapted(folder, step)
+                trainer.source = AdapterWeights(model)
+                trainer.send_weights(step)
+                model.save_pretrained(tmp_path / str(step))
+                body = {"lora_name": f"read-{step}", "lora_path": str(tmp_path / str(step))}
+                httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=60.0).raise_for_status()
+                answer, read = (server.generate(PROMPT, model=name) for name in ("policy", f"read-{step}"))
+                assert (answer.tokens, answer.logprobs, answer.versions) == (read.tokens, read.logprobs, [str(step)])
+                assert answer.logprobs != base.logprobs
+                assert trainer.report["num_bytes"] < 100_000 < server.folder.joinpath("model.safetensors").stat().st_size
+            after = server.generate(PROMPT)
+            assert (after.tokens, after.logprobs) == (base.tokens, base.logprobs), "the model below it is as it was"
+            wide = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(hidden_size=192, num_hidden_layers=2))
+            trainer.source = AdapterWeights(peft.get_peft_model(wide, peft.LoraConfig(r=4, target_modules=["q_proj"])))
+            with pytest.raises(MissingStateError, match=r"has shape \[4, 192\]: the served model .* ask for \[4, 128\]"):
+                trainer.send_weights(4)
+            still = server.generate(PROMPT, model="policy")
+            assert (still.tokens, still.logprobs) == (answer.tokens, answer.logprobs)
+    finally:
+        server.kill()
+
+
 def test_vllm_finds_the_plug_in_by_its_entry_point() -> None:
     (ours,) = [one for one in entry_points(group="vllm.general_plugins") if one.name == "ckpt"]
     ours.load()()
@@ -168,6 +219,17 @@ def test_the_clients_have_vllms_protocol(ours: type) -> None:
     for name, arguments in methods(base.VLLMWeightSyncClient):
         assert [*inspect.signature(getattr(ours, name)).parameters] == arguments, name
         assert [*inspect.signature(getattr(clients.HTTPVLLMWeightSyncClient, name)).parameters] == arguments, name
+
+
+def test_the_stand_ins_adapters_take_what_vllms_take() -> None:
+    for stand_in, real in (
+        (stand_in_vllm.LoRAModel.from_lora_tensors, lora_model.LoRAModel.from_lora_tensors),
+        (stand_in_vllm.PEFTHelper.validate_legal, peft_helper.PEFTHelper.validate_legal),
+        (stand_in_vllm.PEFTHelper.from_dict, peft_helper.PEFTHelper.from_dict),
+        (stand_in_vllm.PEFTHelper.get_rank_and_scaling, peft_helper.PEFTHelper.get_rank_and_scaling),
+        (stand_in_vllm.parse_fine_tuned_lora_name, lora_utils.parse_fine_tuned_lora_name),
+    ):
+        assert [*inspect.signature(stand_in).parameters] == [*inspect.signature(real).parameters]
 
 
 @pytest.mark.parametrize("name", ["WeightTransferEngine", "TrainerWeightTransferEngine", "TrainerInitInfo"])

@@ -22,6 +22,7 @@ from tests.real_stores import free_ports
 
 ON_CPU = {
     "VLLM_SERVER_DEV_MODE": "1",  # routes for RLHF
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
@@ -75,17 +76,16 @@ class VllmServer:
             assert time.monotonic() < deadline, self.log.read_text()[-3000:]
             time.sleep(0.5)
 
-    def generate(self, prompt: Sequence[int], num: int = 8, timeout_s: float = 60.0) -> Answer:
-        """Return the most probable tokens after a prompt.
+    def generate(self, prompt: Sequence[int], num: int = 8, timeout_s: float = 60.0, model: str | None = None) -> Answer:
+        """Return the most probable tokens after a prompt. `model`: an adapter; None: the model itself.
 
         Raises:
             CheckpointError: it does not answer: it is gone, or paused.
         """
         sampling = {"temperature": 0, "max_tokens": num, "ignore_eos": True, "logprobs": 1, "detokenize": False}
+        body = {"token_ids": list(prompt), "sampling_params": sampling, "model": model}
         try:
-            said = httpx.post(
-                f"{self.url}/inference/v1/generate", json={"token_ids": list(prompt), "sampling_params": sampling}, timeout=timeout_s
-            )
+            said = httpx.post(f"{self.url}/inference/v1/generate", json=body, timeout=timeout_s)
         except httpx.HTTPError as error:
             raise CheckpointError(f"no answer: {error!r}") from error
         if said.is_error:

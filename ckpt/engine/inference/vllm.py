@@ -21,12 +21,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from vllm.distributed.weight_transfer import factory
@@ -45,6 +45,9 @@ from ckpt.engine.wire.layout import WeightLayout
 from ckpt.errors import CheckpointError, ConfigurationError, MissingStateError, RankAbsentError
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.waiting import in_thread
+
+if TYPE_CHECKING:
+    from ckpt.engine.inference.vllm_adapter import ServedAdapter
 
 BACKEND = "ckpt"
 _log = logging.getLogger(__name__)
@@ -70,6 +73,7 @@ class InitInfo(WeightTransferInitInfo):
         first: number of this server's first worker.
         engine, settings: name in `CheckpointEngineRegistry`, and keywords of its class.
         server: keywords of `VllmServers` for this server, by which its first worker has it load what has arrived; None: the trainers do.
+        adapter: {"name", "config"} of the adapter that is sent without the model, its config as PEFT writes it; None: the model is sent.
     """
 
     address: str | None = None
@@ -80,6 +84,7 @@ class InitInfo(WeightTransferInitInfo):
     engine: str = "broadcast"
     settings: dict[str, Any] = field(default_factory=dict)
     server: dict[str, Any] | None = None
+    adapter: dict[str, Any] | None = None
 
 
 @dataclass
@@ -101,16 +106,20 @@ class CkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._engine: VersionedEngine | None = None
         self._server: VllmServers | None = None
         self._handover: _Handover | None = None
+        self._adapter: ServedAdapter | None = None
+        self._adapters: dict[str, ServedAdapter] = {}
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the trainers and the other workers; leave those of an earlier call."""
         self.shutdown()
         engine = engine_of_processes(init_info.engine, init_info.settings)
-        if init_info.address is None:
-            return
         parallel = self.parallel_config
         number = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._server = VllmServers(**init_info.server) if init_info.server and number == 0 else None
+        server = VllmServers(**init_info.server) if init_info.server and number == 0 else None
+        adapter = self._served_adapter(init_info.adapter, server) if init_info.adapter else None
+        if init_info.address is None:
+            return
+        self._server, self._adapter = server, adapter
         self._engine = engine
         engine.init_process_group(
             init_info.num_trainers + init_info.first + number,
@@ -124,7 +133,7 @@ class CkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         engine = self._engine
         if engine is None:
             raise ConfigurationError("this worker has not joined any trainers: init_weight_transfer_engine comes first")
-        handover = self._handover = _Handover(engine.timeout_s, self._server)
+        handover = self._handover = _Handover(engine.timeout_s, self._server, self._adapter)
         handover.receive(engine)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -140,8 +149,24 @@ class CkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         handover, self._handover = self._handover, None
         if handover is None:
             raise CheckpointError("no weights have arrived: start_weight_update comes first")
-        with handover.weights(update_info.step) as weights:
-            self._load(weights)
+        try:
+            with handover.weights(update_info.step) as weights:
+                (self._load if self._adapter is None else self._adapter.load)(weights)
+        except BaseException:
+            if self._adapter is not None:
+                self._adapter.forget()
+            raise
+
+    def _served_adapter(self, said: Mapping[str, Any], server: VllmServers | None) -> ServedAdapter:
+        from ckpt.engine.inference.vllm_adapter import ServedAdapter
+
+        name = said["name"]
+        adapter = self._adapters.get(name) or ServedAdapter(name, self.model, self.vllm_config)
+        adapter.set_config(said["config"])
+        if server is not None:
+            server.require_adapter(name, adapter.folder)
+        self._adapters[name] = adapter
+        return adapter
 
     def _load(self, weights: Iterable[NamedTensor]) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -168,11 +193,13 @@ class CkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
 
     def finish_weight_update(self) -> None:
-        """Nothing is left to do: what `update_weights` has loaded is complete."""
+        """What `update_weights` has loaded is complete; an adapter is put where vLLM reads it."""
+        if self._adapter is not None:
+            self._adapter.keep()
 
     def shutdown(self) -> None:
         """Leave the trainers."""
-        engine, self._engine, self._server = self._engine, None, None
+        engine, self._engine, self._server, self._adapter = self._engine, None, None, None
         if self._handover is not None:
             self._handover.fail(CheckpointError("the worker has left these trainers"))
         if engine is not None:
@@ -185,11 +212,13 @@ class _Handover:
     Args:
         timeout_s: how long the server may take from the commit until its workers load.
         server: of this worker, if it is the one that has the server load the version.
+        adapter: that arrives; None: the model does.
     """
 
-    def __init__(self, timeout_s: float, server: VllmServers | None) -> None:
+    def __init__(self, timeout_s: float, server: VllmServers | None, adapter: ServedAdapter | None) -> None:
         self._timeout_s = timeout_s
         self._server = server
+        self._adapter = adapter
         self._update: Future[Any] = Future()
         self._weights: Future[tuple[Iterable[NamedTensor], WeightVersion]] = Future()
         self._loaded: Future[None] = Future()
@@ -201,12 +230,16 @@ class _Handover:
 
     def check(self, layout: WeightLayout) -> None:
         """See `Sink.check`. vLLM's models say only while they load what they lack."""
+        if self._adapter is not None:
+            self._adapter.check(layout)
 
     def load(self, weights: Iterable[NamedTensor], version: WeightVersion) -> None:
         """See `Sink.load`. Called by the engine's thread."""
         self._weights.set_result((weights, version))
         if self._server is not None:
-            in_thread(partial(serve, self._server, version.step), "ckpt-vllm-serve").add_done_callback(self._pass_failure)
+            adapter = (self._adapter.name, self._adapter.folder) if self._adapter is not None else None
+            serving = in_thread(partial(serve, self._server, version.step, adapter), "ckpt-vllm-serve")
+            serving.add_done_callback(self._pass_failure)
         try:
             self._loaded.result(self._timeout_s)
         except TimeoutError:

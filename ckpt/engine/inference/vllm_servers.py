@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Self, TypeVar
 
 from ckpt.engine.base import CheckpointEngineRegistry, MasterMetadata, NamedTensor
+from ckpt.engine.export import AdapterWeights
 from ckpt.engine.inference.inference_requests import ServerRequest
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import CheckpointError, ConfigurationError
@@ -51,6 +52,16 @@ class _VllmServer(ServerRequest):
 
     def pause(self) -> None:
         self.post("pause", {}, mode=self.pause_mode)
+
+    def require_adapter(self, name: str, folder: str) -> bool:
+        there = {one["id"]: one["root"] for one in self.ask("GET", "v1/models").json()["data"]}.get(name)
+        if there not in (None, folder):
+            raise ConfigurationError(f"the inference engine at {self.url} serves {name} from {there} already: choose another name")
+        return there is not None
+
+    def serve_adapter(self, name: str, folder: str) -> None:
+        if not self.require_adapter(name, folder):
+            self.post("v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
 
     def serves(self, version: str) -> bool | None:
         served = self.ask("GET", "weight_info").json()["weight_version"] == version
@@ -119,6 +130,18 @@ class VllmServers:
     def resume(self) -> None:
         """Serve on."""
         self._each(lambda server: server.post("resume", {}))
+
+    def require_adapter(self, name: str, folder: str) -> None:
+        """Raise if anything but the adapter in this folder of the servers' host has its name.
+
+        Raises:
+            ConfigurationError: says where the other one is from.
+        """
+        self._each(lambda server: server.require_adapter(name, folder))
+
+    def serve_adapter(self, name: str, folder: str) -> None:
+        """Serve the adapter in a folder of the servers' host, if it is not served yet."""
+        self._each(lambda server: server.serve_adapter(name, folder))
 
     def await_up(self, look: Callable[[], None] = lambda: None) -> None:
         """Return when all servers are up.
@@ -189,15 +212,18 @@ class OfflineVllm:
         self._llm.finish_weight_update(weight_version)
 
 
-def serve(client: Any, step: int) -> None:
+def serve(client: Any, step: int, adapter: tuple[str, str] | None = None) -> None:
     """Have servers load what their workers have received, between two requests, and serve it.
 
     Args:
         client: `VllmServers`, or one of vLLM's; one that cannot pause leaves that to its user.
+        adapter: name and folder of the adapter that was received; None: the model was.
     """
     getattr(client, "pause", lambda: None)()
     client.update_weights({"step": step})
     client.finish_weight_update(str(step))
+    if adapter is not None:
+        client.serve_adapter(*adapter)
     getattr(client, "resume", lambda: None)()
 
 
@@ -209,12 +235,14 @@ class VllmTrainer:
         source: all weights, under the names of the served checkpoint, on each rank: iterated anew in each update.
         num_workers: of all servers; None: the client knows.
         engine, settings: name in `CheckpointEngineRegistry`, and keywords of its class; equal on all ranks.
+        adapter: name under which servers serve the adapter that `source`, an `AdapterWeights`, has; the model below it is not sent. Needs
+            `VllmServers`, started with `--enable-lora` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1. None: the source has the model's weights.
 
     Attributes:
         report: figures of the last update; see `SyncReport`.
 
     Raises:
-        ConfigurationError: such an engine sends to no other process; a server does not take weights from this package.
+        ConfigurationError: such an engine sends to no other process; a server does not take weights from this package, or the adapter.
         RankAbsentError: a rank did not come.
         CheckpointError: a server did not answer in time.
     """
@@ -227,7 +255,11 @@ class VllmTrainer:
         num_workers: int | None = None,
         engine: str = "broadcast",
         settings: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
     ) -> None:
+        if adapter is not None and not (isinstance(client, VllmServers) and isinstance(source, AdapterWeights)):
+            raise ConfigurationError(f"adapter={adapter}: expected a client VllmServers, and a source AdapterWeights")
+        self._adapter = adapter
         self.client = client
         self.source = source
         self.report: Mapping[str, Any] = {}
@@ -244,17 +276,19 @@ class VllmTrainer:
         self.shutdown()
         topology, (name, settings) = current_topology(), self._made_as
         engine = engine_of_processes(name, settings | {"is_master": topology.is_lead})
+        asked: dict[str, Any] = {"engine": name, "settings": settings}
+        if isinstance(self.source, AdapterWeights) and self._adapter is not None:
+            asked["adapter"] = {"name": self._adapter, "config": self.source.config}
         with topology.operation("the join of vLLM's workers"), topology.phase("servers") as phase:
             if topology.is_lead:
                 num_workers = self._num_workers or self.client.num_workers()
-                self.client.init_weight_transfer_engine({"engine": name, "settings": settings})
+                self.client.init_weight_transfer_engine(asked)
                 phase.from_lead = [engine.prepare(), num_workers]
         (address, port), num_workers = phase.from_lead
         joining = None
         if topology.is_lead:
             theirs = {"address": address, "port": port, "num_trainers": topology.world_size, "num_workers": num_workers}
-            theirs |= {"engine": name, "settings": settings}
-            joining = in_thread(partial(self.client.init_weight_transfer_engine, theirs), "ckpt-vllm-join")
+            joining = in_thread(partial(self.client.init_weight_transfer_engine, theirs | asked), "ckpt-vllm-join")
         engine.init_process_group(topology.rank, topology.world_size, num_workers, MasterMetadata(address, port))
         if joining is not None:
             joining.result()
@@ -278,8 +312,11 @@ class VllmTrainer:
             raise ConfigurationError("this trainer has left the servers: call rejoin() first")
         step = step if step is not None else 1 + (engine.version.step if engine.version else 0)
         is_lead, serves_itself, serving = engine.rank == 0, hasattr(self.client, "await_version"), list[Future[None]]()
+        is_committed = False
 
         def committed() -> None:
+            nonlocal is_committed
+            is_committed = True
             if is_lead and not serves_itself:
                 serving.append(in_thread(partial(serve, self.client, step), "ckpt-vllm-serve"))
 
@@ -287,7 +324,7 @@ class VllmTrainer:
         try:
             self.report = await engine.send_weights(_Started(self.source, asked), step, committed=committed)
         except BaseException:
-            if is_lead:
+            if is_lead and not is_committed:  # else the servers load it, whatever has become of the trainers
                 with suppress(Exception):
                     self.client.finish_weight_update()  # vLLM begins no update before
             raise

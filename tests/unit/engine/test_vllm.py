@@ -153,9 +153,9 @@ def test_trainers_that_are_gone_after_the_commit_are_not_needed(make: Callable[.
     sending = in_thread(lambda: job.send(6), "sends")
     assert wait_until(lambda: all("pause" in server.asked for server in job.servers))
     job.trainer.shutdown()  # as a process that ends: it leaves the others
-    may_load.set()
     with pytest.raises(CheckpointError):
         sending.result(_PATIENCE_S)
+    may_load.set()
     for server in job.servers:
         assert wait_until(lambda server=server: server.version == "6" and server.running.is_set())
     assert [generated(server) for server in job.servers] == [("6", [6, 6])] * 2
