@@ -147,6 +147,8 @@ class LoraManager:
         self._model = model
 
     def add_adapter(self, adapter: LoRAModel) -> None:
+        for tensor in adapter.loras.values():
+            tensor.mul_(2)  # vLLM multiplies by alpha / r, in place
         self.holds[adapter.id] = adapter
 
     def activate_adapter(self, lora_id: int) -> None:

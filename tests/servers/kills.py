@@ -35,6 +35,7 @@ PROMPT = [5, 6, 7]
 VICTIMS, MOMENTS = ("trainer", "engine", "worker"), ("before", "in", "after")
 FOLDERS = 3
 _PATIENCE_S = 400.0
+_OFTEN_S, _SELDOM_S = 0.02, 0.7
 
 
 class Seen(NamedTuple):
@@ -45,16 +46,17 @@ class Seen(NamedTuple):
 
 
 class Watch:
-    """Asks a server all the time."""
+    """Asks a server all the time; seldom with `every_s` of a while, for a server that starts needs the processors."""
 
     def __init__(self, number: int, server: VllmServer, seen: SimpleQueue[Seen]) -> None:
         self._number, self._server, self._seen = number, server, seen
+        self.every_s = _OFTEN_S
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._ask, daemon=True)
         self._thread.start()
 
     def _ask(self) -> None:
-        while not self._over.wait(0.02):
+        while not self._over.wait(self.every_s):
             began = time.monotonic()
             try:
                 answer = self._server.generate(PROMPT, num=4, timeout_s=120.0)
@@ -181,7 +183,12 @@ def main(number: int = 9, seed: int = 0) -> None:
                     dice.choice(server.workers()).kill()
                 time.sleep(1.0)
                 server.kill()
+                for watch in watches:
+                    watch.every_s = _SELDOM_S
                 server.start()
+                server.await_up()
+                for watch in watches:
+                    watch.every_s = _OFTEN_S
             step = trainer.await_word("sent", said)
             if victim != "trainer" and said:
                 problems[f"{victim} {moment}: {' '.join(said[0].split())[:160]}"] += 1

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 515,  # vLLM pads it
@@ -49,6 +51,25 @@ def make(family: str, seed: int) -> Any:
 def write(family: str, seed: int, folder: Path) -> Path:
     """Write such a model; return its folder."""
     make(family, seed).save_pretrained(folder)
+    return folder
+
+
+def write_int8(family: str, seed: int, folder: Path) -> Path:
+    """Write such a model, its linear layers quantized to int8 with a scale for each output, as llm-compressor does; return its folder."""
+    write(family, seed, folder)
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
+        weight = weights[name]
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        weights |= {name: (weight / scale).round().to(torch.int8), f"{name}_scale": scale}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    by_8_bits = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {"targets": ["Linear"], "weights": {**by_8_bits, "strategy": "channel"}}
+    group["input_activations"] = {**by_8_bits, "strategy": "token", "dynamic": True}
+    quantized = {"quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"]}
+    quantized["config_groups"] = {"group_0": group}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantized}))
     return folder
 
 

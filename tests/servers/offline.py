@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import transformers
+from safetensors.torch import load_file
 from vllm import LLM, SamplingParams
 
 from ckpt.engine.export import HuggingFaceWeights
@@ -39,7 +41,9 @@ def main(folder: str, settings: str, *newer: str) -> None:
     llm = LLM(folder, weight_transfer_config={"backend": "ckpt"}, **SETTINGS, **json.loads(settings))
     print(json.dumps(answers(llm)), flush=True)
     for step, other in enumerate(newer, 1):
-        weights = HuggingFaceWeights(transformers.AutoModelForCausalLM.from_pretrained(other, dtype="auto"))
+        weights = load_file(f"{other}/model.safetensors").items()
+        if "quantization_config" not in json.loads(Path(other, "config.json").read_text()):
+            weights = HuggingFaceWeights(transformers.AutoModelForCausalLM.from_pretrained(other, dtype="auto"))
         with VllmTrainer(OfflineVllm(llm), weights) as trainer:
             trainer.send_weights(step)
         print(json.dumps(answers(llm)), flush=True)

@@ -33,7 +33,7 @@ from ckpt.errors import MissingStateError
 from tests import stand_in_vllm
 from tests.pace import patience
 from tests.servers import kills
-from tests.servers.models import write
+from tests.servers.models import write, write_int8
 from tests.servers.vllm_server import ON_CPU, VllmServer
 from tests.states import same_bits
 
@@ -43,6 +43,7 @@ _START_S = 400.0
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
+    "llama, quantized by the trainer": ("llama", {}),
     "llama, tied": ("llama_tied", {}),
     "llama, two workers": ("llama", {"tensor_parallel_size": 2}),
     "llama, tied, two workers": ("llama_tied", {"tensor_parallel_size": 2}),
@@ -70,7 +71,8 @@ def answered(*arguments: str) -> list[Any]:
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_and_logits_after_updates_are_those_of_a_vllm_of_the_same_weights(case: str, tmp_path: Path) -> None:
     family, settings = CASES[case]
-    old, new = (str(write(family, seed, tmp_path / str(seed))) for seed in (1, 2))
+    writes = write_int8 if "quantized" in case else write
+    old, new = (str(writes(family, seed, tmp_path / str(seed))) for seed in (1, 2))
     before, after, again = answered(old, json.dumps(settings), new, old)
     (reference,) = answered(new, json.dumps(settings))
     for at, one in enumerate(reference):

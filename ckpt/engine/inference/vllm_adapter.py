@@ -101,7 +101,7 @@ class ServedAdapter:
         manager, tensors = self._model.lora_manager, {name: tensor.clone() for name, tensor in weights}
         made = LoRAModel.from_lora_tensors(
             _TRIED,
-            tensors,
+            {name: tensor.clone() for name, tensor in tensors.items()},  # vLLM scales them in place
             self._peft(self._config),
             device="cpu",
             dtype=manager.lora_config.lora_dtype,
