@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +120,19 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def global_index(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """An array whose value is its own row-major index: an element in the wrong place names the place it came from."""
     return torch.arange(torch.Size(shape).numel()).to(dtype).view(shape)
+
+
+def require_equal_states(one: Any, other: Any) -> None:
+    """Two nested states have the same keys, in their order, and equal values; tensors to the bit."""
+    leaves, others = [*_leaves(one)], [*_leaves(other)]
+    assert [path for path, _ in leaves] == [path for path, _ in others]
+    for (path, value), (_, there) in zip(leaves, others, strict=True):
+        assert same_bits(value, there) if isinstance(value, torch.Tensor) else value == there, (path, value, there)
+
+
+def _leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    inside = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else None
+    if inside is None:
+        yield path, state
+    for key, value in inside or ():
+        yield from _leaves(value, f"{path}/{key}")

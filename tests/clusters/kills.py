@@ -17,14 +17,13 @@ import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import psutil
-import torch
 
 import ckpt
 from ckpt.catalog.verify import verify_checkpoint
@@ -32,6 +31,7 @@ from recipes.support.ranks import RANK_VARIABLES
 from tests.clusters.slurm_cluster import PYTHON, SlurmCluster
 from tests.e2e.restarting import AGENT, FOLDER
 from tests.real_stores import free_ports
+from tests.states import require_equal_states
 
 REPO = Path(__file__).parents[2]
 RUN = ("model.size=nano", "train.steps=1000000", "save.every=2", "save.keep_last=null", "resume=latest")
@@ -376,17 +376,7 @@ def _observed(engine: Engine, event: str, draw: random.Random) -> Recovery:
 
 
 def _check_equal(here: Path, there: Path) -> None:
-    states = [{name: ckpt.load(one)[name] for name in ("model", "optimizer")} for one in (there, here)]
-    for (path, one), (other_path, other) in zip(*map(_leaves, states), strict=True):
-        assert path == other_path and (torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other), (path, one, other)
-
-
-def _leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    inside = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else None
-    if inside is None:
-        yield path, state
-    for key, value in inside or ():
-        yield from _leaves(value, f"{path}/{key}")
+    require_equal_states(*({name: ckpt.load(one)[name] for name in ("model", "optimizer")} for one in (there, here)))
 
 
 def _row(name: str, event: str, found: Iterable[Recovery], first_start_s: float) -> str:
