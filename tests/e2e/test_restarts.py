@@ -179,8 +179,8 @@ def test_a_machine_that_joins_later_is_taken_in(tmp_path: Path, what: str) -> No
     """All ranks begin again, twice as many, from the newest checkpoint; what has been committed stays."""
     steps, root = 40, tmp_path / ("root" if what == "own loop" else "run/checkpoints")
     loop = ["-m", "tests.e2e.restarting", str(root), str(steps), "ddp"]
-    words, variables = (loop, STORES["a store a life"][1]) if what == "own loop" else (_recipe(tmp_path, steps), {})
-    agents = Agents(tmp_path, [], words, num=2, begin=1, **(variables | {PAUSE_S: "1"}))
+    words, (_, variables) = loop if what == "own loop" else _recipe(tmp_path, steps), STORES["a store a life"]
+    agents = Agents(tmp_path, [], words, num=2, begin=1, **(variables | {PAUSE_S: "1"}))  # by a shared store, torch waits for itself
     deadline = time.monotonic() + patience(60.0)
     while not [*root.glob("checkpoint-00000004")] and time.monotonic() < deadline:
         time.sleep(0.05)
