@@ -117,10 +117,9 @@ class CkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         number = parallel.data_parallel_index * parallel.world_size + parallel.rank
         server = VllmServers(**init_info.server) if init_info.server and number == 0 else None
         adapter = self._served_adapter(init_info.adapter, server) if init_info.adapter else None
-        if adapter is None and self.device.type == "cpu" and self.model_config.quantization is not None:
-            raise ConfigurationError(
-                f"the served model is quantized ({self.model_config.quantization}), which vLLM does not load anew on CPUs: its answers were wrong"
-            )
+        quantization = self.model_config.quantization
+        if adapter is None and quantization is not None and self.device.type == "cpu":
+            raise ConfigurationError(f"the served model is quantized ({quantization}): on CPUs its answers are wrong after an update")
         if init_info.address is None:
             return
         self._server, self._adapter = server, adapter
