@@ -146,11 +146,10 @@ class AdapterWeights:
     """
 
     def __init__(self, model: Any, adapter: str = "default", topology: Topology | None = None) -> None:
-        config = getattr(model, "peft_config", {}).get(adapter)
+        configs = getattr(model, "peft_config", {})
+        config = configs.get(adapter)
         if config is None or config.peft_type != "LORA":
-            raise ConfigurationError(
-                f"adapter={adapter}: expected a LoRA adapter of a PeftModel, found {[*getattr(model, 'peft_config', {})]}"
-            )
+            raise ConfigurationError(f"adapter={adapter}: expected a LoRA adapter of a PeftModel, found {[*configs]}")
         self.config: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=sorted))  # its sets as lists
         self._whole = WholeWeights(_AdapterState(model, adapter), topology or current_topology())
 
