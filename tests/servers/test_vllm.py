@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,19 +22,20 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: see .ci/
 
 import peft
 import transformers
+from safetensors.torch import load_file, save_file
 from vllm.distributed.weight_transfer import base, clients, factory
 from vllm.lora import lora_model, peft_helper
 from vllm.lora import utils as lora_utils
 
 import ckpt
-from ckpt.engine import AdapterWeights
+from ckpt.engine import AdapterWeights, HuggingFaceWeights
 from ckpt.engine.inference import vllm as plugin
 from ckpt.engine.inference.vllm_servers import OfflineVllm, VllmServers, VllmTrainer
 from ckpt.errors import MissingStateError
 from tests import stand_in_vllm
 from tests.pace import patience
 from tests.servers import kills
-from tests.servers.models import write, write_int8
+from tests.servers.models import make, write, write_int8
 from tests.servers.vllm_server import ON_CPU, VllmServer
 from tests.states import require_equal_states
 
@@ -81,10 +83,25 @@ def test_tokens_and_logits_after_updates_are_those_of_a_vllm_of_the_same_weights
     assert [one["versions"] for one in again] == [["2"]] * len(after)
 
 
-def test_a_quantized_model_is_refused_on_cpus(tmp_path: Path) -> None:
-    folder = str(write_int8("llama", 1, tmp_path))
-    with pytest.raises(AssertionError, match="the served model is quantized .compressed-tensors."):
-        answered(folder, "{}", folder)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_update_of_a_model_that_the_trainer_has_quantized_answers_as_a_vllm_of_the_same_weights(workers: int, tmp_path: Path) -> None:
+    settings = json.dumps({"tensor_parallel_size": workers})
+    old, new = (str(write_int8("llama", seed, tmp_path / str(seed))) for seed in (1, 2))
+    before, after, again = answered(old, settings, new, old)
+    (reference,) = answered(new, settings)
+    assert [(one["tokens"], one["logprobs"]) for one in after] == [(one["tokens"], one["logprobs"]) for one in reference]
+    assert [(one["tokens"], one["logprobs"]) for one in again] == [(one["tokens"], one["logprobs"]) for one in before]
+    assert before[0]["logprobs"] != after[0]["logprobs"]
+
+
+def test_an_update_without_a_scale_is_refused(tmp_path: Path) -> None:
+    folder = write_int8("llama", 1, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.down_proj.weight_scale"]
+    shutil.copytree(folder, tmp_path / "less")
+    save_file(weights, tmp_path / "less" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(AssertionError, match="the update lacks weights or scales of 1 quantized layers"):
+        answered(str(folder), "{}", str(tmp_path / "less"))
 
 
 def test_no_answer_of_half_a_version_when_something_is_killed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,6 +200,15 @@ def test_an_adapter_alone_answers_as_one_that_vllm_reads_from_its_folder(workers
                 trainer.send_weights(4)
             still = server.generate(PROMPT, model="policy")
             assert (still.tokens, still.logprobs) == (answer.tokens, answer.logprobs)
+        models = [make("llama", seed) for seed in (1, 0)]
+        with VllmTrainer(servers, HuggingFaceWeights(models[0])) as trainer:
+            trainer.send_weights(5)
+            assert server.generate(PROMPT).logprobs != base.logprobs
+            trainer.source = HuggingFaceWeights(models[1])
+            trainer.send_weights(6)
+            back, adapter = server.generate(PROMPT), server.generate(PROMPT, model="policy")
+            assert (back.tokens, back.logprobs) == (base.tokens, base.logprobs), "the model below adapters is updated, too"
+            assert (adapter.tokens, adapter.logprobs) == (answer.tokens, answer.logprobs)
     finally:
         server.kill()
 

@@ -117,9 +117,12 @@ class CkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         number = parallel.data_parallel_index * parallel.world_size + parallel.rank
         server = VllmServers(**init_info.server) if init_info.server and number == 0 else None
         adapter = self._served_adapter(init_info.adapter, server) if init_info.adapter else None
-        quantization = self.model_config.quantization
-        if adapter is None and quantization is not None and self.device.type == "cpu":
-            raise ConfigurationError(f"the served model is quantized ({quantization}): on CPUs its answers are wrong after an update")
+        if adapter is None and self._is_quantized_on_cpu:
+            for module in self.model.modules():
+                method = type(getattr(module, "quant_method", None)).__name__
+                is_plain = method == "NoneType" or method.startswith("Unquantized") or "KVCache" in method
+                if not is_plain and not _is_packed_by_onednn(module):
+                    raise ConfigurationError(f"the served model is quantized by {method}: on CPUs, expected int8 with a scale per output")
         if init_info.address is None:
             return
         self._server, self._adapter = server, adapter
@@ -171,16 +174,29 @@ class CkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._adapters[name] = adapter
         return adapter
 
+    @property
+    def _is_quantized_on_cpu(self) -> bool:
+        return self.device.type == "cpu" and self.model_config.quantization is not None
+
     def _load(self, weights: Iterable[NamedTensor]) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        wanted = {name for name, _ in self.model.named_parameters()}  # a tied one once; from here to the end each module has its own
+        wanted = {name.replace(".base_layer.", ".") for name, _ in self.model.named_parameters()}  # tied ones once
         on_cpu, modules = self.device.type == "cpu", [*self.model.modules()]
         for method in (getattr(module, "quant_method", None) for module in modules if on_cpu):
             if getattr(method, "moe_kernel", None) is not None:
                 method.moe_kernel = None  # type: ignore[union-attr]  # else vLLM does not pack the experts again
         initialize_layerwise_reload(self.model)
+        packed = []
+        if self._is_quantized_on_cpu:
+            from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+            packed = [get_layerwise_info(module) for module in modules if _is_packed_by_onednn(module)]
+            for info in packed:  # oneDNN keeps the address of the scales that it packs weights with: they stay where vLLM loads them
+                info.kernel_tensors = None
         loaded = self.model.load_weights(weights)
+        if incomplete := sum(info.can_load() for info in packed):
+            raise MissingStateError(f"the update lacks weights or scales of {incomplete} quantized layers of the served model")
         finalize_layerwise_reload(self.model, self.model_config)
         if on_cpu:
             holders = Counter(id(one) for module in modules for one in module.parameters(recurse=False))
@@ -207,6 +223,11 @@ class CkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._handover.fail(CheckpointError("the worker has left these trainers"))
         if engine is not None:
             engine.close()
+
+
+def _is_packed_by_onednn(module: torch.nn.Module) -> bool:
+    """Return whether it is a linear layer of int8 with scales on a CPU."""
+    return hasattr(getattr(getattr(module, "scheme", None), "kernel", None), "dnnl_handler")
 
 
 class _Handover:

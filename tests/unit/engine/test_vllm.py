@@ -5,15 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from ckpt.engine.inference.vllm_servers import VllmServers, VllmTrainer
 from ckpt.errors import CheckpointError, ConfigurationError, MissingStateError
 from ckpt.ranks.waiting import in_thread
-from tests.stand_in_vllm import Server, Source, installed
+from tests.stand_in_vllm import Model, Server, Source, installed
 
 TIMEOUT_S = 20.0
 _PATIENCE_S = 3 * TIMEOUT_S  # workers may take TIMEOUT_S to notice that the trainers are gone
@@ -260,6 +263,22 @@ def test_bad_arguments_are_refused_in_one_sentence(plugin: Any, make: Callable[.
     job.trainer.shutdown()
     with pytest.raises(ConfigurationError, match="call rejoin"):
         job.send(1)
+
+
+@pytest.mark.parametrize("quantized_by", ["UnquantizedLinearMethod", "GPTQLinearMethod"])
+def test_a_quantization_that_an_update_on_a_cpu_would_break_is_refused(plugin: Any, quantized_by: str) -> None:
+    model = Model()
+    model.quant_method = type(quantized_by, (), {})()
+    configs = SimpleNamespace(
+        parallel_config=SimpleNamespace(rank=0, world_size=1, data_parallel_index=0), model_config=SimpleNamespace(quantization="gptq")
+    )
+    worker = plugin.CkptWeightTransferEngine(None, configs, torch.device("cpu"), model)
+    join = partial(worker.init_transfer_engine, worker.parse_init_info({}))
+    if quantized_by.startswith("Un"):
+        join()
+        return
+    with pytest.raises(ConfigurationError, match="quantized by GPTQLinearMethod: on CPUs, expected int8 with a scale per output"):
+        join()
 
 
 def test_registering_twice_is_registering_once(plugin: Any) -> None:
