@@ -146,6 +146,7 @@ def test_jobs_of_a_sweep_run_on_the_nodes_of_a_cluster(ray_cluster: RayCluster, 
     pytest.importorskip("hydra_plugins.hydra_ray_launcher", reason="needs Hydra's launcher for Ray: pip install hydra-ray-launcher")
     overrides = ["ckpt=zarr,tensorstore", f"output_dir={tmp_path}/sweep", "model.size=nano", "train.steps=4", "save.every=2"]
     command = [sys.executable, "-m", "recipes.train", "-m", "hydra/launcher=ray", f"hydra.launcher.ray.init.address={ray_cluster.address}"]
+    command += ["+hydra.launcher.ray.init.object_store_memory=null"]  # the launcher gives one, which Ray takes for a new cluster alone
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     done = subprocess.run([*command, *overrides], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
     summaries = sorted(tmp_path.glob("sweep/*/summary.json"))
