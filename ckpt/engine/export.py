@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,16 @@ from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import tied_names
 from ckpt.state.flatten import TensorLeaf, flatten
 from ckpt.state.sharded_tensor import ShardedTensor
-from ckpt.state.sharing import Stateful, find_aliases
+from ckpt.state.sharing import find_aliases
 from ckpt.state.statefuls import ModelState
 
 _OPERATION = "the weights to publish"
+
+
+class HasState(Protocol):
+    """What is asked of an object whose weights are published."""
+
+    def state_dict(self) -> dict[str, Any]: ...
 
 
 class WholeWeights:
@@ -43,7 +49,7 @@ class WholeWeights:
         MissingStateError: at an iteration: names, shapes or types have changed; on all ranks.
     """
 
-    def __init__(self, stateful: Stateful, topology: Topology) -> None:
+    def __init__(self, stateful: HasState, topology: Topology) -> None:
         self._stateful = stateful
         self._topology = topology
         self.tied_names: dict[str, str] = {}
@@ -166,9 +172,6 @@ class _AdapterState:
         from peft import get_peft_model_state_dict
 
         return dict(get_peft_model_state_dict(self._model, adapter_name=self._adapter, save_embedding_layers=False))
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise NotImplementedError("this is for reading")
 
 
 class _Row(NamedTuple):
