@@ -1,7 +1,7 @@
 """An adapter (LoRA) that the workers of a vLLM server receive without the model below it.
 
 vLLM drops adapters from its workers' memory at will, all of them at each `finish_weight_update`, and reads one again, when a request names
-it, from the folder that it was loaded from. So the version that is served lies in a folder in the memory of the server's host.
+it, from the folder that it was loaded from. That folder has a link to memory of the first worker, which the system frees when it ends.
 
 Source: PEFT's folders; vLLM's `vllm.lora`, version 0.32.
 """
@@ -9,6 +9,7 @@ Source: PEFT's folders; vLLM's `vllm.lora`, version 0.32.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,7 +24,6 @@ from ckpt.engine.base import NamedTensor
 from ckpt.engine.wire.layout import WeightLayout
 from ckpt.errors import ConfigurationError, MissingStateError
 
-_MEMORY = Path("/dev/shm")
 _TRIED = 2**31 - 1
 """Number of an adapter that no request has; vLLM counts from 1."""
 
@@ -53,12 +53,13 @@ class ServedAdapter:
         self._config: dict[str, Any] = {}
         self._tensors: dict[str, Any] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._memory: int | None = None
 
     @property
     def folder(self) -> str:
-        """Where the version that is served lies, for all workers of the server; the first one asks for it. Gone with the process."""
+        """Where vLLM finds the version that is served, for all workers of the server; the first one asks for it."""
         if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="ckpt-adapter-", dir=_MEMORY if _MEMORY.is_dir() else None)
+            self._folder = tempfile.TemporaryDirectory(prefix="ckpt-adapter-")
         return self._folder.name
 
     def set_config(self, config: Mapping[str, Any]) -> None:
@@ -119,16 +120,21 @@ class ServedAdapter:
 
     def keep(self) -> None:
         """Put the version that all have loaded where vLLM reads it. Called on the first worker; the server is paused."""
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         tensors, self._tensors = self._tensors, None
         if tensors is None or self._folder is None:
             return
         folder = Path(self._folder.name)
         (folder / "adapter_config.json").write_text(json.dumps(self._config))
+        before, self._memory = self._memory, os.memfd_create(self.name)
         beside = folder / "beside"
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, beside)
+        beside.unlink(missing_ok=True)
+        beside.symlink_to(f"/proc/{os.getpid()}/fd/{self._memory}")
+        beside.write_bytes(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
         beside.rename(folder / "adapter_model.safetensors")
+        if before is not None:
+            os.close(before)
 
     def forget(self) -> None:
         """Drop a version that has not been kept."""

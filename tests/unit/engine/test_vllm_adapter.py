@@ -88,6 +88,10 @@ def test_each_version_of_the_adapter_is_served_by_all_workers_and_only_the_adapt
         trainer.source = AdapterWeights(model := adapted(11))
         trainer.send_weights(11)
         require_served(server, model, tmp_path / "11")
+    descriptors = Path(f"/proc/{server.workers[0].process.pid}/fd")
+    held = [one for one in descriptors.iterdir() if "memfd:policy" in str(one.readlink())]
+    assert len(held) == 1, "versions before are freed, and this one is when the process ends, however it ends"
+    assert (Path(server.adapters["policy"]) / "adapter_model.safetensors").readlink().parent == descriptors
 
 
 def test_two_adapters_have_two_names(server: Server, client: VllmServers, tmp_path: Path) -> None:
