@@ -128,10 +128,10 @@ class ServedAdapter:
         folder = Path(self._folder.name)
         (folder / "adapter_config.json").write_text(json.dumps(self._config))
         before, self._memory = self._memory, os.memfd_create(self.name)
+        with open(self._memory, "wb", closefd=False) as file:
+            file.write(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
         beside = folder / "beside"
-        beside.unlink(missing_ok=True)
         beside.symlink_to(f"/proc/{os.getpid()}/fd/{self._memory}")
-        beside.write_bytes(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
         beside.rename(folder / "adapter_model.safetensors")
         if before is not None:
             os.close(before)
