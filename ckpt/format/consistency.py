@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Container, Iterable, Iterator, Sequence, Set
 from itertools import chain
 
 import numpy as np
@@ -49,6 +49,7 @@ def check_manifest(manifest: CheckpointManifest) -> None:
     indexes = _index_ranks(manifest)
     _check_files(manifest)
     _check_config(manifest)
+    _check_claimed(manifest.files, set().union(*manifest.plain_files.values()))
     for key, component in manifest.components.items():
         _check_component(key, component, manifest, indexes)
     for name, entry in {id(entry): (name, entry) for name, entry in manifest.arrays.items()}.values():
@@ -73,6 +74,13 @@ def _paths_in(manifest: CheckpointManifest) -> Iterator[str]:
     for key, component in manifest.components.items():
         yield from (key, component.key)
         yield from (f"{component.key}/{prefix}{PLAIN_NAME}" for prefix in component.plain_in)
+
+
+def _check_claimed(files: Iterable[str], written: Container[str]) -> None:
+    """Refuse plain values that no component has: a load would leave them out."""
+    for path in files:
+        if path.endswith(f"/{PLAIN_NAME}") and path not in written:
+            raise Refused(f"it lists {path!r:.80}, and no component is said to have these plain values")
 
 
 def _index_ranks(manifest: CheckpointManifest) -> Set[int]:
@@ -298,11 +306,10 @@ def check_index(index: Index, manifest: CheckpointManifest, rank: int) -> None:
         raise Refused(f"it is the index of rank {index.rank}, not of rank {rank}")
     _check_chunks(index, manifest)
     _check_packed(index, manifest)
-    for key, component in manifest.components.items():
-        for prefix, writer in component.plain_in.items():
-            path = f"{key}/{prefix}{PLAIN_NAME}"
-            if writer == rank and path not in index.files and path not in manifest.files:
-                raise Refused(f"it does not list {path!r:.80}, which rank {rank} wrote")
+    written = manifest.plain_files.get(rank, set())
+    for path in written - index.files.keys() - manifest.files.keys():
+        raise Refused(f"it does not list {path!r:.80}, which rank {rank} wrote")
+    _check_claimed(index.files, written)
 
 
 def _check_chunks(index: Index, manifest: CheckpointManifest) -> None:

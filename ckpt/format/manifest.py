@@ -26,6 +26,7 @@ import xxhash
 from ckpt.format.box import Box
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.gc_pause import gc_paused
+from ckpt.format.names import PLAIN_NAME
 from ckpt.format.records import ChunkExtent, FileRecord
 from ckpt.format.strict_json import MAX_RANKS, Count, Digest, Rank, Shape, Side
 
@@ -256,6 +257,15 @@ class CheckpointManifest:
     @cached_property
     def _writers(self) -> _Writers:
         return _Writers(self.arrays.values())
+
+    @cached_property
+    def plain_files(self) -> dict[int, set[str]]:
+        """{rank: files of plain values that it wrote}. `components` must not change afterwards."""
+        files: dict[int, set[str]] = {}
+        for key, component in self.components.items():
+            for prefix, rank in component.plain_in.items():
+                files.setdefault(rank, set()).add(f"{key}/{prefix}{PLAIN_NAME}")
+        return files
 
     def index_paths(self) -> dict[int, str]:
         """Return rank -> index file, for the ranks that have one, in order."""

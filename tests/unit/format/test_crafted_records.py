@@ -144,6 +144,7 @@ IN_MANIFEST: dict[str, Change] = {
     "component of rank 7": set_at("components", "model", "ranks", to=[7]),
     "plain values of rank -1": set_at("components", "model", "plain_in", to={"": -1}),
     "plain values where no rank wrote": set_at("components", "model", "plain_in", to={"x/": 0, "": 0}),
+    "plain values that are not said to be there": set_at("components", "rng", "plain_in", to={}),
     "topology of rank 9": set_at("topology", "nodes", to=[[0], [9]]),
     "topology of a rank twice": set_at("topology", "nodes", to=[[0, 0]]),
     "arrays is null": set_at("arrays", to=None),
