@@ -323,13 +323,15 @@ def torch_variables(log_level: str = "ERROR") -> dict[str, str]:
 
     An installed plugin without its driver makes every plain `import torch` fail; `ckpt.memory.device.Device` imports plugins
     by name and says what is missing. Where no name server answers, torch's C++ parts warn of every connection between ranks.
-    OpenMP's threads wait for each other without spinning: beside other programs, spinning threads keep the cores from those that they
-    wait for (20 steps on two busy cores: 79 s, without spinning 13 s).
+    OpenMP's threads spin for some microseconds and then sleep, unless the user has set how they wait: beside other programs, threads that
+    spin on keep the cores from those that they wait for (20 steps on two busy cores: 79 s, without spinning 13 s).
 
     Args:
         log_level: of the C++ parts, unless the user has set it.
     """
     given = {"TORCH_CPP_LOG_LEVEL": log_level, "OMP_WAIT_POLICY": "PASSIVE"}
+    if "OMP_WAIT_POLICY" not in os.environ:
+        given["GOMP_SPINCOUNT"] = "5000"
     return {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", **{name: os.environ.get(name, value) for name, value in given.items()}}
 
 

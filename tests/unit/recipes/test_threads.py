@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from recipes.support import ranks
+from recipes.support.cli import torch_variables
 
 BOUND = len(os.sched_getaffinity(0))
 
@@ -69,3 +70,13 @@ def test_torch_is_never_given_more_threads_than_it_has(groups: Path, monkeypatch
         monkeypatch.setattr(ranks, "usable_cores", lambda cores=cores: cores)
         ranks.take_threads(1)
     assert set_to == [2]
+
+
+def test_how_threads_wait_is_the_users_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    ours = torch_variables()
+    assert (ours["OMP_WAIT_POLICY"], ours["GOMP_SPINCOUNT"]) == ("PASSIVE", "5000")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    theirs = torch_variables()
+    assert theirs["OMP_WAIT_POLICY"] == "ACTIVE" and "GOMP_SPINCOUNT" not in theirs
