@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ckpt.engine.base import WeightVersion
@@ -34,13 +35,20 @@ class ServerRequest:
         """
         self.ask("POST", path, body, **query)
 
+    @cached_property
+    def _client(self) -> Any:
+        import httpx
+
+        # Made once, for it reads all certificates. Of connections that are kept, some server ends one as a request is sent.
+        transport = httpx.HTTPTransport(uds=self.uds, limits=httpx.Limits(max_keepalive_connections=0))
+        return httpx.Client(transport=transport, timeout=self.timeout_s)
+
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None, **query: str) -> Any:
         """Return the answer, as httpx has it; errors as of `post`."""
         import httpx  # which checkpoint-engine and vLLM bring, and takes a while
 
         try:
-            with httpx.Client(transport=httpx.HTTPTransport(uds=self.uds), timeout=self.timeout_s) as client:
-                said = client.request(method, f"{self.url}/{path}", json=body, params=query)
+            said = self._client.request(method, f"{self.url}/{path}", json=body, params=query)
         except httpx.HTTPError as error:
             raise CheckpointError(
                 f"the inference engine at {self.url}/{path} did not answer: {sentence(error)}"
