@@ -29,8 +29,8 @@ from tests.states import random_bits, same_bits
 
 BUCKET_BYTES = 1 << 16
 """Smaller than the largest tensor of `KINDS`, so that it lies in several, and some buckets hold many."""
-DISAGGREGATED = ("broadcast", "kimi_ckpt_engine", "kimi_ckpt_engine:update")
-"""Names for `joined`: of an engine, and its transport."""
+DISAGGREGATED = ("broadcast", "kimi_ckpt_engine")
+"""Names of engines, for `joined`."""
 NEVER = 1_000_000
 """A step that no test publishes: what a rollout holds at first."""
 
@@ -121,17 +121,14 @@ def joined(
     """This rank's engine, joined with those of the others, as a manager would do it; closed at the end. All ranks call it.
 
     Args:
-        name: of the engine, and its transport behind a colon. `naive` is colocated; others are with `colocated=True`, on as
-            many ranks as there are trainers.
+        name: of the engine. `naive` is colocated; others are with `colocated=True`, on as many ranks as there are trainers.
         settings: of the engine, beside those of the test: buckets of `BUCKET_BYTES`, `timeout_s` of 20.
     """
-    backend, _, transport = name.partition(":")
     made_on = devices.made(device)
     made_on.use(topology.local_rank)
     gc.freeze()  # checkpoint-engine collects garbage after each update, and would look through all modules every time
     given = {"device": made_on, "timeout_s": 20.0, "is_master": topology.rank == 0}
-    given |= {"transport": transport} if transport else {}
-    engine = CheckpointEngineRegistry.new(backend, settings.pop("bucket_size", BUCKET_BYTES), **(given | settings))
+    engine = CheckpointEngineRegistry.new(name, settings.pop("bucket_size", BUCKET_BYTES), **(given | settings))
     assert isinstance(engine, VersionedEngine)
     with engine:
         join(topology, engine, num_trainers, num_rollouts)

@@ -48,7 +48,8 @@ class BroadcastTransport(Transport):
         bucket_bytes = min(update.layout.bucket_bytes, update.layout.num_bytes)
         buffers = self._buckets.on_device(bucket_bytes) if members else None
         transfer = Transfer(update, self.groups, members, buffers or self._host_buffers)
-        transfer.finish(self.watched(transfer.start()))
+        self._network = transfer.start()
+        transfer.finish(self._network)
 
     def reset(self, landing: ReceivedStream) -> None:
         # A collective that other ranks did not join may still be under way here, with its memory and its group.
@@ -57,11 +58,6 @@ class BroadcastTransport(Transport):
             self._network.end()
         landing.let_go()
         self._begin()
-
-    def watched(self, network: Network) -> Network:
-        """Have `reset` wait for the end of it."""
-        self._network = network
-        return network
 
     def _new_group(self, name: str, ranks: Sequence[int]) -> OwnGroup:
         members = self._members

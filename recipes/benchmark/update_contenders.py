@@ -25,8 +25,7 @@ from recipes.benchmark.weights import NamedTensors, Row
 from recipes.training.roles import join_engine
 
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
-    "kimi": ("kimi_ckpt_engine", {"transport": "pipelined"}),
-    "kimi/update": ("kimi_ckpt_engine", {"transport": "update"}),
+    "kimi": ("kimi_ckpt_engine", {}),
     "broadcast": ("broadcast", {}),
     "kimi/delta": ("kimi_ckpt_engine", {"delta": True}),
 }

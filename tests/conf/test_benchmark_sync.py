@@ -89,7 +89,7 @@ def test_a_run_that_cannot_be_is_one_sentence(override: str, sentence: str, tmp_
         ({"dtypes": []}, r"benchmark.dtypes=\[\]: expected some of bfloat16, "),
         ({"dtypes": ["int8"]}, r"benchmark.dtypes=\['int8'\]: expected some of bfloat16, .*float8_e4m3fn"),
         ({"dtypes": ["bf16"]}, r"benchmark.dtypes=\['bf16'\]: expected some of bfloat16, "),
-        ({"contenders": []}, "benchmark.contenders=.*expected some of kimi, kimi/update, "),
+        ({"contenders": []}, "benchmark.contenders=.*expected some of kimi, broadcast, "),
         ({"contenders": ["nccl"]}, "benchmark.contenders=.*expected some of .*, per-tensor, each once"),
         ({"contenders": ["raw", "raw"]}, "benchmark.contenders=.*each once"),
     ],

@@ -60,7 +60,7 @@ def test_the_number_of_ranks_follows_from_the_roles(tmp_path: Path) -> None:
         (["ckpt=kimi-engine", "+ckpt.compressors=3"], "ckpt.compressors: ckpt.backends.kimi_engine.KimiEngineBackend takes no"),
         (["roles.trainer=2", "roles.colocated=true"], "roles.colocated=true: each of the 2 trainers is a rollout; give roles.rollout=2"),
         (["engine=naive"], "engine=naive has trainer and rollout in one process: give roles.colocated=true"),
-        (["engine.transport=carrier_pigeon"], "transport=carrier_pigeon: expected one of pipelined, update"),
+        (["+engine.transport=update"], "engine.transport: ckpt.engine.kimi.KimiCheckpointEngine takes no transport"),
         (["engine.rollout_dtype=int8"], "rollout_dtype=int8: expected one of bfloat16, float16, float32, float64, or null"),
         (["engine.memory_fraction=1.5"], "memory_fraction=1.5: expected more than 0 and at most 1"),
         (["engine.timeout_s=0"], "timeout_s=0.0: expected more than 0 seconds"),

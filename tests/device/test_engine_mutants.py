@@ -13,7 +13,7 @@ LATE = "tests/device/test_engine_late_copies.py"
 
 THREE_UPDATES = f"{LATE}::test_three_updates_hold_what_was_on_its_way_when_each_began_and_nothing_else"
 BROADCAST, ONE_BUCKET = f"{THREE_UPDATES}[broadcast-2-2-True-npu]", f"{THREE_UPDATES}[broadcast-1-1-False-npu]"
-NAIVE, BY_THE_PACKAGE = f"{THREE_UPDATES}[naive-1-1-True-npu]", f"{THREE_UPDATES}[kimi_ckpt_engine:update-2-1-True-npu]"
+NAIVE = f"{THREE_UPDATES}[naive-1-1-True-npu]"
 PARTS = f"{LATE}::test_updates_of_which_parts_of_buckets_travel_hold_what_was_on_its_way_and_what_was_there[broadcast-True-False-False-npu]"
 ON_TIME = f"{LATE}::test_parts_of_buckets_on_the_host_are_taken_when_they_have_come_and_replaced_when_they_have_left"
 ANY_STREAM = f"{LATE}::test_what_is_yielded_to_a_rollout_may_be_copied_on_any_stream"
@@ -117,13 +117,6 @@ ON_DEVICE = [
         "side.wait()",
         "",
         (PARTS,),
-    ),
-    Mutant(
-        "what the package brings is digested before it is on the host",
-        "ckpt/engine/kimi.py: ParameterServerTransport._carry_by_package.carry.take",
-        "wait_for(bucket.device)",
-        "",
-        (BY_THE_PACKAGE,),
     ),
 ]
 INFERENCE = (

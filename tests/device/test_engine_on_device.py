@@ -222,7 +222,7 @@ def _pinned(topology: Topology, name: str, device: str) -> list[int]:
 
 
 @on_devices
-@pytest.mark.parametrize("name", ["broadcast", pytest.param("kimi_ckpt_engine:update", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["broadcast", pytest.param("kimi_ckpt_engine", marks=pytest.mark.full)])
 def test_types_that_the_collectives_refuse_travel_bit_for_bit(device: str, name: str) -> None:
     run_ranks(2, _refused, name, device, device=device)
 
@@ -256,19 +256,18 @@ def _refused(topology: Topology, name: str, device: str) -> None:
 
 
 @on_stand_in
-@pytest.mark.parametrize("name", ["kimi_ckpt_engine", "kimi_ckpt_engine:update"])
-def test_kimi_works_on_the_ranks_own_device_wherever_its_rank_is(device: str, name: str) -> None:
+def test_kimi_works_on_the_ranks_own_device_wherever_its_rank_is(device: str) -> None:
     """The second rank lives on a host of its own, on the first device there."""
-    run_ranks(2, _on_the_own_device, name, device, nodes=[1, 1], device=device)
+    run_ranks(2, _on_the_own_device, device, nodes=[1, 1], device=device)
 
 
-def _on_the_own_device(topology: Topology, name: str, device: str) -> None:
+def _on_the_own_device(topology: Topology, device: str) -> None:
     assert topology.local_rank == 0
     where = torch_device(device, topology)
     module = torch.get_device_module(where)
     source, target = Memory(DENSE, 50, where), Memory(DENSE, 60, where)
     live = LiveModel(Held(target.tensors()))
-    with joined(topology, 1, 1, name, device) as engine:
+    with joined(topology, 1, 1, "kimi_ckpt_engine", device) as engine:
         update(engine, 1, live, source.tensors().items())
         assert engine.members.submit(module.current_device).result() == 0
         assert [module.max_memory_reserved(other) for other in range(1, module.device_count())] == [0] * 7
@@ -277,41 +276,43 @@ def _on_the_own_device(topology: Topology, name: str, device: str) -> None:
 
 
 @on_devices
-def test_kimi_leaves_the_package_as_it_is_but_for_three_names_while_an_update_runs(device: str) -> None:
-    """An in-process consumer needs two, the handle of the buffer and the collectives of the engine's ranks; and nobody needs `gc`."""
-    before, during, after = run_ranks(2, _rebound_names, device, device=device)[0]
-    assert before == after == []
-    assert during == [
-        "checkpoint_engine.distributed.base._BACKEND_INSTANCE",
-        "checkpoint_engine.ps.gc",
-        "checkpoint_engine.ps.reduce_tensor",
-        "checkpoint_engine.worker.gc",
-    ]
+def test_kimi_leaves_the_package_as_it_is_while_it_joins_and_updates(device: str) -> None:
+    assert run_ranks(2, _rebound_names, device, device=device)[0] == set()
 
 
-def _rebound_names(topology: Topology, device: str) -> tuple[list[str], list[str], list[str]]:
-    """Names of the package that are something else than right after its import: in an engine, in a broadcast, and in the end."""
+def _rebound_names(topology: Topology, device: str) -> set[str]:
+    """Names of the package that are something else than right after its import: in its methods, in a broadcast, and in the end."""
     import checkpoint_engine.ps
-    import checkpoint_engine.worker  # noqa: F401
+    import checkpoint_engine.worker
 
+    from ckpt.engine.parameter_server import _Collectives
+
+    found: set[str] = set()
+    looks: list[str] = []
+
+    def looking(of: Any, name: str) -> None:
+        real = getattr(of, name)
+
+        def look(*args: Any) -> Any:
+            looks.append(name)
+            found.update(changed.names())
+            return real(*args)
+
+        setattr(of, name, look)
+
+    looking(checkpoint_engine.ps, "P2PStore")
+    looking(_Collectives, "all_gather_object")
+    looking(OwnGroup, "broadcast")
     changed = _Changed()
     where = torch_device(device, topology)
     source, target = Memory(DENSE, 50, where), Memory(DENSE, 60, where)
     live = LiveModel(Held(target.tensors()))
-    during: list[str] = []
-    with joined(topology, 1, 1, "kimi_ckpt_engine:update", device) as engine:
-        before = changed.names()
-        broadcast = OwnGroup.broadcast
-
-        def look(*args: Any) -> Any:
-            during[:] = changed.names()
-            return broadcast(*args)
-
-        OwnGroup.broadcast = look  # type: ignore[method-assign]
+    with joined(topology, 1, 1, "kimi_ckpt_engine", device) as engine:
         update(engine, 1, live, source.tensors().items())
         if engine.rank in engine.rollouts:
             target.require_filled(values_of(DENSE, 50), around=60)
-    return before, during, changed.names()
+    assert looks[:3] == ["P2PStore", "all_gather_object", "broadcast"]
+    return found | set(changed.names())
 
 
 class _Changed:
@@ -335,7 +336,7 @@ class _Changed:
 
 
 @on_devices
-@pytest.mark.parametrize("name", ["broadcast", "kimi_ckpt_engine:update"])
+@pytest.mark.parametrize("name", ["broadcast", "kimi_ckpt_engine"])
 def test_an_update_prints_nothing(device: str, name: str, capfd: pytest.CaptureFixture[str]) -> None:
     run_ranks(2, _update_once, name, device, device=device)
     assert capfd.readouterr().err == ""

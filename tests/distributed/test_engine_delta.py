@@ -169,10 +169,6 @@ def _twice(one: Run) -> list[int]:
 def test_engines_that_cannot_leave_anything_out_say_so() -> None:
     with pytest.raises(ConfigurationError, match="delta=true: with the naive engine nothing travels"):
         CheckpointEngineRegistry.new("naive", 512, delta=True)
-    with pytest.raises(
-        ConfigurationError, match="delta=true: checkpoint-engine's own update sends whole buckets; choose"
-    ):
-        KimiCheckpointEngine(512, transport="update", delta=True)
     with pytest.raises(ConfigurationError, match="delta_block_kib=0: expected at least 1"):
         KimiCheckpointEngine(512, delta=True, delta_block_kib=0)
 

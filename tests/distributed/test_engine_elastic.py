@@ -73,9 +73,7 @@ class Rising(Watched):
 
 
 def engine_of(name: str) -> VersionedEngine:
-    backend, _, transport = name.partition(":")
-    settings = {"transport": transport} if transport else {}
-    made = CheckpointEngineRegistry.new(backend, BUCKET_BYTES, timeout_s=PATIENCE_S, **settings)
+    made = CheckpointEngineRegistry.new(name, BUCKET_BYTES, timeout_s=PATIENCE_S)
     assert isinstance(made, VersionedEngine)
     return made
 
@@ -194,7 +192,6 @@ def _comes_and_goes(topology: Topology, name: str, num_trainers: int, num_joins:
         pytest.param("broadcast", 1, 3, 20, id="broadcast-20", marks=pytest.mark.full),
         pytest.param("kimi_ckpt_engine", 1, 3, 20, id="kimi-20", marks=pytest.mark.full),
         pytest.param("broadcast", 2, 2, 6, id="broadcast-2-trainers", marks=pytest.mark.full),
-        pytest.param("kimi_ckpt_engine:update", 1, 2, 6, id="kimi-update", marks=pytest.mark.full),
     ],
 )
 def test_rollouts_come_and_leave_at_random_moments_while_steps_go_on(
@@ -335,7 +332,6 @@ def _others_go_on(topology: Topology, name: str) -> Any:
     [
         "broadcast",
         pytest.param("kimi_ckpt_engine", marks=pytest.mark.full),
-        pytest.param("kimi_ckpt_engine:update", marks=pytest.mark.full),
     ],
 )
 def test_a_rollout_that_is_killed_is_left_out_and_the_update_is_made_again(name: str) -> None:

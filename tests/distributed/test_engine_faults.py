@@ -45,7 +45,7 @@ JOIN_S = 20.0
 """Patience of ranks that make their first connections while other tests run beside them."""
 GRACE_S = 4.0
 """That word may take to get around on a busy machine, on top of `timeout_s`."""
-BY_TRANSPORT = ["broadcast", "kimi_ckpt_engine", "kimi_ckpt_engine:update"]
+BY_TRANSPORT = ["broadcast", "kimi_ckpt_engine"]
 
 
 def weights_of(step: int) -> dict[str, torch.Tensor]:
@@ -321,10 +321,8 @@ def _raise(topology: Topology, num_trainers: int, num_rollouts: int, name: str, 
     [
         ("broadcast", 2, 2),
         ("kimi_ckpt_engine", 2, 1),
-        pytest.param("kimi_ckpt_engine:update", 2, 1, marks=pytest.mark.full),
         ("naive", 2, 2),
         pytest.param("kimi_ckpt_engine", 2, 2, marks=pytest.mark.full),
-        pytest.param("kimi_ckpt_engine:update", 2, 2, marks=pytest.mark.full),
         pytest.param("broadcast", 1, 3, marks=pytest.mark.full),
     ],
 )
@@ -405,10 +403,7 @@ def _engine(
         with joined(topology, num_trainers, num_rollouts, name, timeout_s=JOIN_S) as engine:
             yield engine
         return
-    backend, _, transport = name.partition(":")
-    engine = CheckpointEngineRegistry.new(
-        backend, 1 << 16, timeout_s=JOIN_S, **({"transport": transport} if transport else {})
-    )
+    engine = CheckpointEngineRegistry.new(name, 1 << 16, timeout_s=JOIN_S)
     assert isinstance(engine, VersionedEngine)
     with engine:
         store = topology.store_for("engine")
@@ -451,7 +446,7 @@ KILLS = [
     ("broadcast", 2, "between buckets", False),
     ("broadcast", 3, "load", True),
     ("kimi_ckpt_engine", 0, "between buckets", False),
-    ("kimi_ckpt_engine:update", 2, "between buckets", True),
+    ("kimi_ckpt_engine", 2, "between buckets", True),
     ("broadcast", 1, "offload", True),
 ]
 WHERE = ["offload", "transfer", "between buckets", "load"]
@@ -765,9 +760,7 @@ def _two_engines(topology: Topology, name: str) -> int:
     with ExitStack() as stack:
         engines, models = [], []
         for number in range(2):
-            backend, _, transport = name.partition(":")
-            settings: dict[str, Any] = {"timeout_s": 10.0} | ({"transport": transport} if transport else {})
-            engine = stack.enter_context(CheckpointEngineRegistry.new(backend, (1 + number) << 16, **settings))  # type: ignore[arg-type, type-var]
+            engine = stack.enter_context(CheckpointEngineRegistry.new(name, (1 + number) << 16, timeout_s=10.0))  # type: ignore[arg-type, type-var]
             assert isinstance(engine, VersionedEngine)
             store = topology.store_for(f"engine {number}")
             engine.init_process_group(topology.rank, 1, 1, store=store)
@@ -794,7 +787,7 @@ def _two_engines(topology: Topology, name: str) -> int:
     return len(distributed_c10d._world.pg_map) - before
 
 
-@pytest.mark.parametrize("name", ["kimi_ckpt_engine:update", pytest.param("broadcast", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["kimi_ckpt_engine", pytest.param("broadcast", marks=pytest.mark.full)])
 def test_two_engines_of_one_process_do_not_meet(name: str) -> None:
     assert run_ranks(2, _two_engines, name) == [0, 0]
 
@@ -820,9 +813,7 @@ from tests.distributed.test_engine_faults import weights_of
 
 rank, port, name, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 torch.set_num_threads(1)
-backend, _, transport = name.partition(":")
-settings = {"timeout_s": 20.0} | ({"transport": transport} if transport else {})
-engine = CheckpointEngineRegistry.new(backend, 1 << 16, **settings)
+engine = CheckpointEngineRegistry.new(name, 1 << 16, timeout_s=20.0)
 store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 engine.init_process_group(rank, 1, 1, store=store)
 engine.members.timeout_s = engine.topology.timeout_s = engine.topology._agreement.timeout_s = 3.0

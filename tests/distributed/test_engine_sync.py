@@ -80,7 +80,6 @@ def _matrix() -> Iterator[Any]:
         ("broadcast", 2, 2, "npu"),
         ("kimi_ckpt_engine", 2, 2, "cpu"),
         ("kimi_ckpt_engine", 3, 1, "npu"),
-        ("kimi_ckpt_engine:update", 1, 1, "cpu"),
     }
     for name, (num_trainers, num_rollouts), device in itertools.product(DISAGGREGATED, SIZES, ("cpu", "npu")):
         marks = [pytest.mark.npu] if device == "npu" else []
@@ -106,8 +105,6 @@ def test_three_updates_in_a_row_are_bit_equal_on_every_rollout_and_of_one_versio
         pytest.param("broadcast", "npu", marks=[pytest.mark.npu, FULL]),
         pytest.param("kimi_ckpt_engine", "cpu", marks=FULL),
         pytest.param("kimi_ckpt_engine", "npu", marks=pytest.mark.npu),
-        pytest.param("kimi_ckpt_engine:update", "cpu", marks=FULL),
-        pytest.param("kimi_ckpt_engine:update", "npu", marks=[pytest.mark.npu, FULL]),
     ],
 )
 def test_three_updates_in_a_row_where_the_trainers_are_the_rollouts(name: str, device: str) -> None:
@@ -116,7 +113,7 @@ def test_three_updates_in_a_row_where_the_trainers_are_the_rollouts(name: str, d
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["naive", "broadcast", "kimi_ckpt_engine", "kimi_ckpt_engine:update"])
+@pytest.mark.parametrize("name", ["naive", "broadcast", "kimi_ckpt_engine"])
 def test_three_updates_of_one_rank_that_is_trainer_and_rollout(name: str) -> None:
     _require_one_version_per_step(run(1, 1, name, _three_updates, "cpu", {"colocated": True}, colocated=True))
 
@@ -198,10 +195,7 @@ def _receive_weights(topology: Topology, num_trainers: int, num_rollouts: int, n
             require_same(late, expected[2])
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["broadcast", pytest.param("kimi_ckpt_engine", marks=FULL), pytest.param("kimi_ckpt_engine:update", marks=FULL)],
-)
+@pytest.mark.parametrize("name", ["broadcast", pytest.param("kimi_ckpt_engine", marks=FULL)])
 def test_the_weights_that_came_last_can_be_had_while_the_next_are_under_way(name: str, tmp_path: Path) -> None:
     run(1, 2, name, _get_weights_meanwhile, tmp_path)
 
@@ -294,7 +288,7 @@ _PLACEMENTS = {"rows": Shard(0), "uneven": Shard(1), "few": Shard(0), "long": Sh
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("npu", marks=[pytest.mark.npu, FULL])])
-@pytest.mark.parametrize("name", ["broadcast", pytest.param("kimi_ckpt_engine:update", marks=FULL)])
+@pytest.mark.parametrize("name", ["broadcast", pytest.param("kimi_ckpt_engine", marks=FULL)])
 def test_dtensors_are_sent_whole_and_received_in_parts(name: str, device: str) -> None:
     run(2, 3, name, _from_and_to_dtensors, device, process_group=True, device=device)
 
@@ -410,7 +404,7 @@ def _whole_weights(topology: Topology) -> None:
 # Figures and memory of unusual updates
 
 
-@pytest.mark.parametrize("name", ["broadcast", "kimi_ckpt_engine", pytest.param("kimi_ckpt_engine:update", marks=FULL)])
+@pytest.mark.parametrize("name", ["broadcast", "kimi_ckpt_engine"])
 def test_trainers_that_own_nothing_take_part_all_the_same(name: str) -> None:
     owned = run(3, 1, name, _few_buckets)
     assert owned[:3] == [1, 0, 0]
@@ -450,7 +444,6 @@ def _next_to_nothing(topology: Topology, num_trainers: int, num_rollouts: int, n
     [
         ("broadcast", [1, 3], [1]),
         ("kimi_ckpt_engine", [2, 2], [1, 2]),
-        pytest.param("kimi_ckpt_engine:update", [1, 3], [1], marks=FULL),
         pytest.param("broadcast", [1, 1, 2], [1, 2], marks=FULL),
     ],
 )
@@ -557,9 +550,7 @@ def _handed_out(topology: Topology, num_trainers: int, num_rollouts: int, name: 
                 pass
 
 
-@pytest.mark.parametrize(
-    "name", ["broadcast", "naive", *(pytest.param(name, marks=FULL) for name in DISAGGREGATED[1:])]
-)
+@pytest.mark.parametrize("name", ["broadcast", "naive", pytest.param("kimi_ckpt_engine", marks=FULL)])
 def test_weights_may_change_between_updates_and_memory_is_used_again(name: str) -> None:
     run(2, 1 if name != "naive" else 2, name, _changing_weights)
 
@@ -648,9 +639,7 @@ _REFUSED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["broadcast", "naive", *(pytest.param(name, marks=FULL) for name in DISAGGREGATED[1:])]
-)
+@pytest.mark.parametrize("name", ["broadcast", "naive", pytest.param("kimi_ckpt_engine", marks=FULL)])
 def test_a_rollout_with_another_model_is_refused_on_all_ranks_before_anything_moves(name: str) -> None:
     run(1 if name != "naive" else 2, 2, name, _refuse_rollouts)
 
@@ -676,9 +665,7 @@ def _refuse_rollouts(topology: Topology, num_trainers: int, num_rollouts: int, n
             require_holds(live, engine, 5)
 
 
-@pytest.mark.parametrize(
-    "name", ["broadcast", *(pytest.param(name, marks=FULL) for name in (*DISAGGREGATED[1:], "naive"))]
-)
+@pytest.mark.parametrize("name", ["broadcast", *(pytest.param(name, marks=FULL) for name in ("kimi_ckpt_engine", "naive"))])
 def test_steps_that_do_not_rise_or_differ_and_weights_that_differ_are_refused_on_all_ranks(name: str) -> None:
     run(2, 1 if name != "naive" else 2, name, _refuse_trainers)
 
@@ -797,9 +784,7 @@ def _count(topology: Topology, num_trainers: int, num_rollouts: int, name: str) 
 # Joining
 
 
-@pytest.mark.parametrize(
-    "name", ["kimi_ckpt_engine", *(pytest.param(name, marks=FULL) for name in ("broadcast", "kimi_ckpt_engine:update"))]
-)
+@pytest.mark.parametrize("name", ["kimi_ckpt_engine", pytest.param("broadcast", marks=FULL)])
 def test_an_engine_joins_the_same_ranks_once_and_anew_where_it_rebuilds_its_groups(name: str) -> None:
     run(1, 2, name, _join_again)
 

@@ -43,7 +43,6 @@ def test_the_other_machine_finds_what_listens_for_it(tmp_path: Path) -> None:
         pytest.param([[*TRAIN, "parallel=accelerate"]], id="accelerate", marks=pytest.mark.full),
         pytest.param([[*SYNC, "engine=broadcast", "ckpt=kimi-engine"]], id="broadcast", marks=pytest.mark.full),
         pytest.param([[*SYNC, "engine=naive", "roles.colocated=true"]], id="naive", marks=pytest.mark.full),
-        pytest.param([[*SYNC, "engine.transport=update"]], id="update", marks=pytest.mark.full),
         pytest.param([["recipes.doctor", "launch.nproc_per_node=2"]], id="doctor", marks=pytest.mark.full),
     ],
 )

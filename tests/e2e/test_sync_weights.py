@@ -72,7 +72,6 @@ def test_what_rollouts_get_does_not_depend_on_how_it_comes(tmp_path: Path) -> No
         pytest.param(
             ["engine=broadcast", "engine.rollout_dtype=bfloat16", "engine.keep_dtype=['*ln*']"], id="bfloat16"
         ),
-        pytest.param(["engine.transport=update"], id="update", marks=pytest.mark.full),
         pytest.param(["parallel=tp_fsdp", "roles.trainer=4"], id="tp_fsdp", marks=pytest.mark.full),
         pytest.param(["parallel=hsdp", "roles.trainer=4"], id="hsdp", marks=pytest.mark.full),
         pytest.param(["parallel=ddp_tp", "roles.trainer=4"], id="ddp_tp", marks=pytest.mark.full),

@@ -40,7 +40,6 @@ class OwnGroup:
         self.members = tuple(members)
         self._timeout_s = timeout_s
         self._is_gloo = device.collectives == "gloo"
-        self._device_ids = None if device.type == "cpu" else [device.torch_device.index]
         # Torch's public functions make groups inside the default group only. They call this one, as do other projects with the
         # same need; a test notices if it goes. The store has a connection of its own, which may wait for ranks that are gone.
         new_group = private_name(
@@ -67,14 +66,6 @@ class OwnGroup:
         """
         at = self.members.index(source)
         return partial(self._wait, dist.broadcast(buffer, group=self._open(), group_src=at, async_op=True))
-
-    def all_reduce(self, tensor: torch.Tensor, op: Any) -> None:
-        """Combine a tensor of all members in place."""
-        self._wait(dist.all_reduce(tensor, op, group=self._open(), async_op=True))
-
-    def barrier(self) -> None:
-        """Wait for all members."""
-        self._wait(dist.barrier(group=self._open(), async_op=True, device_ids=self._device_ids))
 
     def give_up(self) -> None:
         """Leave without waiting. A thread that waits for one of its collectives raises.

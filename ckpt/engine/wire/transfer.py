@@ -13,7 +13,6 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
@@ -139,16 +138,25 @@ class Transfer:
             CorruptCheckpointError: a bucket is not as its owner sent it; names the bucket and its weights.
             RankLeftError: see `Network.buckets`.
         """
-        verifier = Verifier(self.update)
+        failure: CorruptCheckpointError | None = None  # raised when no other rank waits for this one
         try:
             for bucket in network.buckets(self.update.topology):
-                if bucket in self._there and verifier.failure is None:
-                    with suppress(CorruptCheckpointError):  # raised when no other rank waits for this one
-                        verifier.check(bucket, self._there[bucket])
+                if bucket in self._there and failure is None:
+                    failure = self._mismatch(bucket)
         except RankAbsentError as error:
-            raise verifier.failure or error from error
-        if verifier.failure is not None:
-            raise verifier.failure
+            raise failure or error from error
+        if failure is not None:
+            raise failure
+
+    def _mismatch(self, bucket: int) -> CorruptCheckpointError | None:
+        """Compare the digest of a bucket that has arrived with the one that was agreed on."""
+        update, layout = self.update, self.update.layout
+        if digest_of_bucket(self._there[bucket], update.block_bytes) == update.digests[bucket]:
+            return None
+        return CorruptCheckpointError(
+            f"{layout.described(bucket)}, arrived on rank {update.topology.rank} with other bytes than rank "
+            f"{layout.owner(bucket)} sent"
+        )
 
     # The network's thread
 
@@ -193,30 +201,3 @@ def _land(bucket: int, wait: Callable[[], None], tell: Callable[[int], None]) ->
 def _copy_parts(there: torch.Tensor, here: torch.Tensor, runs: Runs) -> None:
     for begin, end in runs:
         there[begin:end].copy_(here[begin:end])
-
-
-class Verifier:
-    """Compares the digests of buckets that arrive with those that were agreed on.
-
-    Attributes:
-        failure: the mismatch that was found; None: none yet.
-    """
-
-    def __init__(self, update: Update) -> None:
-        self._rank = update.topology.rank
-        self._layout, self._digests, self._block_bytes = update.layout, update.digests, update.block_bytes
-        self.failure: CorruptCheckpointError | None = None
-
-    def check(self, bucket: int, host: torch.Tensor) -> None:
-        """Verify the bytes of a bucket.
-
-        Raises:
-            CorruptCheckpointError: they differ from what was sent; names bucket, weights and sender.
-        """
-        if digest_of_bucket(host, self._block_bytes) == self._digests[bucket]:
-            return
-        self.failure = CorruptCheckpointError(
-            f"{self._layout.described(bucket)}, arrived on rank {self._rank} with other bytes than rank "
-            f"{self._layout.owner(bucket)} sent"
-        )
-        raise self.failure

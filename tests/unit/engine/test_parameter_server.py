@@ -1,4 +1,4 @@
-"""What is changed in the checkpoint-engine package, and that it is so for our threads only, and only while they need it."""
+"""What is used of the checkpoint-engine package, which stays as it is."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import json
 import os
 import re
 import sys
-import threading
 from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +28,6 @@ from tests.ranks import run_ranks
 from tests.states import Held, global_index
 
 parameter_server = pytest.importorskip("ckpt.engine.parameter_server")
-import zmq  # noqa: E402
 
 from ckpt.engine.kimi import KimiCheckpointEngine  # noqa: E402
 
@@ -58,8 +55,8 @@ class _Sink:
 
 @pytest.fixture
 def engine() -> Iterator[KimiCheckpointEngine]:
-    """One rank that is trainer and rollout, and goes through the package's own update all the same."""
-    with KimiCheckpointEngine(4096, transport="update", colocated=True, timeout_s=20.0) as made:
+    """One rank that is trainer and rollout."""
+    with KimiCheckpointEngine(4096, colocated=True, timeout_s=20.0) as made:
         made.init_process_group(0, 1, 1, store=dist.HashStore())
         yield made
 
@@ -74,71 +71,65 @@ def update(engine: KimiCheckpointEngine, step: int, sink: _Sink) -> None:
     assert all(torch.equal(held[name], one) for name, one in weights_of(step).items())
 
 
-def names() -> list[Any]:
-    return [getattr(module, name) for module, name in parameter_server.REBOUND]
+def names() -> dict[str, Any]:
+    """Every name of the package's modules, and its object."""
+    modules = (parameter_server.ce_ps, parameter_server.ce_worker, parameter_server.ce_pin_memory)
+    return {f"{module.__name__}.{name}": value for module in modules for name, value in vars(module).items()}
 
 
-def test_kimi_every_name_of_the_package_that_is_re_bound_or_private_is_there() -> None:
-    for module, name in parameter_server.REBOUND:
-        assert hasattr(module, name), f"{module.__name__}.{name}"
+def test_kimi_every_name_of_the_package_that_is_replaced_or_private_is_there() -> None:
     server = parameter_server.ce_ps.ParameterServer
+    for method, replaced in parameter_server.REPLACED.items():
+        assert set(replaced) <= set(getattr(server, method).__code__.co_names), method
     made = inspect.getsource(server.__init__)
     for name in parameter_server.PRIVATE:
         is_there = callable(getattr(server, name, None)) or f"self.{name} = " in made or f"self.{name}: " in made
         assert is_there, f"ParameterServer.{name}"
-    for name in (
-        "register_checkpoint",
-        "unregister_checkpoint",
-        "gather_metas",
-        "get_metas",
-        "update",
-        "store_based_barrier",
-    ):
+    for name in ("unregister_checkpoint", "get_metas"):
         assert callable(getattr(server, name)), name
     assert callable(parameter_server.ce_ps.P2PStore) and callable(parameter_server.ce_ps._get_physical_gpu_id)
-    assert "torch.distributed.TCPStore(" in made, "which is replaced by a store of ours"
-    assert list(inspect.signature(parameter_server.ce_worker.update_weights_from_ipc).parameters)[:3] == [
-        "zmq_ctx",
-        "zmq_handle",
-        "device_id",
-    ]
+    assert "torch.distributed.TCPStore(" in made, "which makes no store here"
 
 
-def test_kimi_names_and_environment_are_as_before_after_an_update_and_to_other_threads_all_the_time(
-    engine: KimiCheckpointEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kimi_names_and_environment_are_as_before_at_all_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    gather, begin = parameter_server._Collectives.all_gather_object, _NoPeers.__init__
+
+    def look_when_gathering(*args: Any) -> None:
+        seen.append((names(), dict(os.environ)))
+        gather(*args)
+
+    def look_when_beginning(*args: Any) -> None:
+        seen.append((names(), environment))  # the package's own store reads its rank from the environment
+        begin(*args)
+
+    monkeypatch.setattr(parameter_server._Collectives, "all_gather_object", look_when_gathering)
+    monkeypatch.setattr(_NoPeers, "__init__", look_when_beginning)
+    monkeypatch.setattr(parameter_server.ce_ps, "P2PStore", _NoPeers)
     before, environment = names(), dict(os.environ)
-    server, seen = parameter_server.BucketServer, []
-    real = server.update
+    with KimiCheckpointEngine(4096, colocated=True, timeout_s=20.0) as made:
+        made.init_process_group(0, 1, 1, store=dist.HashStore())
+        sink = _Sink()
+        update(made, 1, sink)
+        update(made, 2, sink)
+    seen.append((names(), dict(os.environ)))
+    assert len(seen) == 3
+    for found, found_environment in seen:
+        assert found.keys() == before.keys() and all(found[name] is one for name, one in before.items())
+        assert found_environment == environment
 
-    def look(self: Any, *args: Any) -> None:
-        """Another thread works with the package while our update runs."""
 
-        def work() -> None:
-            seen.append(parameter_server.ce_distributed.is_initialized())
-            seen.append(type(parameter_server.ce_ps.DeviceManager).__name__)
+class _NoPeers:
+    """In place of the package's P2P store, where its package is missing."""
 
-        def take(number: int, bucket: torch.Tensor) -> None:
-            thread = threading.Thread(target=work)
-            thread.start()
-            thread.join()
-            args[3](number, bucket)
-
-        real(self, *args[:3], take)
-
-    monkeypatch.setattr(server, "update", look)
-    sink = _Sink()
-    update(engine, 1, sink)
-    update(engine, 2, sink)
-    assert seen and seen[0] is False, "to others the package's collectives are torch's, which has no process group"
-    assert all(one is other for one, other in zip(names(), before, strict=True))
-    assert dict(os.environ) == environment
+    def __init__(self, manager: Any) -> None:
+        raise ImportError("it is not installed")
 
 
 def test_kimi_starts_where_the_environment_says_nothing_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in FORGOTTEN:
         monkeypatch.delenv(name, raising=False)
-    with KimiCheckpointEngine(4096, transport="update", colocated=True, timeout_s=20.0) as made:
+    with KimiCheckpointEngine(4096, colocated=True, timeout_s=20.0) as made:
         made.init_process_group(0, 1, 1, store=dist.HashStore())
         update(made, 1, _Sink())
     assert not set(FORGOTTEN) & set(os.environ)
@@ -171,8 +162,8 @@ def test_kimi_tells_other_hosts_json_and_no_pickles(
     said = []
     gather = parameter_server._Collectives.all_gather_object
 
-    def listen(self: Any, object_list: list[Any], obj: Any, group: Any = None) -> None:
-        gather(self, object_list, obj, group)
+    def listen(self: Any, object_list: list[Any], obj: Any) -> None:
+        gather(self, object_list, obj)
         said.append((obj, object_list[0], json.loads(json.dumps(obj.model_dump(mode="json")))))
 
     monkeypatch.setattr(parameter_server._Collectives, "all_gather_object", listen)
@@ -186,8 +177,8 @@ def test_kimi_tells_other_hosts_json_and_no_pickles(
 
 def test_kimi_two_jobs_of_one_host_do_not_meet() -> None:
     with (
-        KimiCheckpointEngine(4096, transport="update", colocated=True) as first,
-        KimiCheckpointEngine(8192, transport="update", colocated=True) as second,
+        KimiCheckpointEngine(4096, colocated=True) as first,
+        KimiCheckpointEngine(8192, colocated=True) as second,
     ):
         sinks = [_Sink(), _Sink()]
         for one in (first, second):
@@ -205,17 +196,6 @@ def test_kimi_two_jobs_of_one_host_do_not_meet() -> None:
             assert all(torch.equal(held[name], one) for name, one in weights_of(number).items())
 
 
-def test_kimi_messages_within_a_process_have_no_socket_that_others_could_connect_to() -> None:
-    name = "ipc://@checkpoint-engine-some-device-0.sock"
-    with parameter_server._Messages() as messages:
-        server, worker = messages.socket(zmq.REQ), messages.socket(zmq.REP)
-        server.bind(name)
-        worker.connect(name)
-        server.send(b"a pickle")
-        assert worker.recv() == b"a pickle"
-        assert "checkpoint-engine-some-device" not in Path("/proc/net/unix").read_text()
-
-
 def test_kimi_is_quiet(engine: KimiCheckpointEngine, capfd: pytest.CaptureFixture[str]) -> None:
     update(engine, 1, _Sink())
 
@@ -231,8 +211,8 @@ def test_kimi_leaves_nothing_registered_after_a_failure(engine: KimiCheckpointEn
     sink = _Sink()
     update(engine, 1, sink)
     server = engine.transport.server
-    assert server is not None and server._server.get_metas()[0].memory_buffer_metas_list
-    registered = server._server._memory_pool
+    assert server is not None and server.get_metas()[0].memory_buffer_metas_list
+    registered = server._memory_pool
     assert "weights" in registered
 
     def refuse() -> None:
