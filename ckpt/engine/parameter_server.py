@@ -1,17 +1,17 @@
 """The `checkpoint-engine` package as it is used here. The only file that imports it.
 
 Its device layer serves npu and cuda: on CPUs a server gets a device manager of this file. On all devices it gathers by the agreement of
-the engine's ranks, for torch's default process group is the trainer's, and it has no store, for its own update is not used. Two of its
-methods run with other globals for that. No name of the package is re-bound, except by `use_host_memory`. `REPLACED` and `PRIVATE` list each
-name that is replaced in a method, or private; a test notices if one goes.
+the engine's ranks, for torch's default process group is the trainer's, and it has no store, for its own update is not used. Its rank is not
+that of the environment. Three methods of the package run with other globals for that: no name of it is re-bound, except by
+`use_host_memory`. `REPLACED` and `PRIVATE` list each name that is replaced in a method, or private; a test notices if one goes.
 """
 
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from importlib import metadata
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -39,8 +39,12 @@ from loguru import logger  # noqa: E402
 
 from ckpt.ranks.topology import Topology  # noqa: E402
 
-REPLACED = {"__init__": ("DeviceManager", "torch"), "gather_metas": ("dist",)}
-"""Names of `checkpoint_engine.ps` that are replaced, by the method of `ParameterServer`."""
+REPLACED = {
+    ce_ps.ParameterServer.__init__: ("DeviceManager", "P2PStore", "os", "torch"),
+    ce_ps.ParameterServer.gather_metas: ("dist",),
+    ce_ps.P2PStore.__init__: ("os",),
+}
+"""Global names that are replaced, by the method of the package."""
 PRIVATE = ("_local_rank", "_memory_pool", "_p2p_store", "_register_parameters_to_p2p_store", "_zmq_ctx")
 
 Peers = list[tuple[str, list[tuple[int, int, int]]]]
@@ -61,20 +65,23 @@ class BucketServer(ce_ps.ParameterServer):  # type: ignore[misc]
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
         self._device_index = device.index or 0
-        without_store = _With(torch, distributed=_With(torch.distributed, TCPStore=lambda *_, **__: None))
-        begin = _with_names("__init__", DeviceManager=_device_manager(device.type), torch=without_store)
-        # The package takes rank 0 for unset, and then reads the environment; its P2P store always does.
-        with _environment({"RANK": str(topology.rank), "WORLD_SIZE": str(topology.world_size)}):
-            begin(
-                self,
-                rank=topology.rank,
-                world_size=topology.world_size,
-                auto_pg=False,  # else it makes the default process group
-                master_addr="none: it has no store",
-                master_port=1,
-            )
+        begin = _with_names(
+            ce_ps.ParameterServer.__init__,
+            DeviceManager=_device_manager(device.type),
+            P2PStore=partial(_p2p_store, number=topology.rank),
+            os=_os_of_rank(topology.rank),  # the package takes rank 0 for unset, and then reads the environment
+            torch=_With(torch, distributed=_With(torch.distributed, TCPStore=lambda *_, **__: None)),
+        )
+        begin(
+            self,
+            rank=topology.rank,
+            world_size=topology.world_size,
+            auto_pg=False,  # else it makes the default process group
+            master_addr="none: it has no store",
+            master_port=1,
+        )
         self._zmq_ctx.term()
-        self._gather = _with_names("gather_metas", dist=_Collectives(topology))
+        self._gather = _with_names(ce_ps.ParameterServer.gather_metas, dist=_Collectives(topology))
 
     @property
     def _local_rank(self) -> int:
@@ -140,11 +147,21 @@ class _Collectives:
         object_list[:] = [DataToGather.model_validate(said) for said in phase.payloads]
 
 
-def _with_names(method: str, **names: Any) -> Callable[..., Any]:
-    """Return a method of the package's server that finds these objects under names of its module."""
-    its: FunctionType = getattr(ce_ps.ParameterServer, method)
-    made = FunctionType(its.__code__, its.__globals__ | names, its.__name__, its.__defaults__, its.__closure__)
-    made.__kwdefaults__ = its.__kwdefaults__
+def _p2p_store(manager: DeviceManager, number: int) -> Any:
+    """Make the package's P2P store for the network device of this number; it takes that from the rank in the environment."""
+    store = ce_ps.P2PStore.__new__(ce_ps.P2PStore)
+    _with_names(ce_ps.P2PStore.__init__, os=_os_of_rank(number))(store, manager)
+    return store
+
+
+def _os_of_rank(rank: int) -> _With:
+    return _With(os, environ={**os.environ, "RANK": str(rank)})
+
+
+def _with_names(method: Any, **names: Any) -> Callable[..., Any]:
+    """Return a function of the package that finds these objects under global names."""
+    made = FunctionType(method.__code__, method.__globals__ | names, method.__name__, closure=method.__closure__)
+    made.__defaults__, made.__kwdefaults__ = method.__defaults__, method.__kwdefaults__
     return made
 
 
@@ -193,7 +210,13 @@ def read_from_peers(
     missing = buckets.keys() - where.keys()
     if missing or any(where[number][2] != len(host) for number, host in buckets.items()):
         raise RankLeftError(f"the trainers have other buckets than the {len(buckets)} that are to be read from them")
-    store = _p2p_store(device_type, device_index)
+    try:
+        store = _p2p_store(_device_manager(device_type)(), device_index)
+    except ImportError as error:
+        raise ConfigurationError(
+            f"weights are read from trainers' memory by the package mooncake, which could not be imported: {error}; see "
+            "checkpoint-engine's p2p extra"
+        ) from error
     own = {f"bucket {number}": host for number, host in buckets.items()}
     try:
         store.register_named_tensors(own)
@@ -212,32 +235,6 @@ def read_from_peers(
     finally:
         with suppress(AssertionError, KeyError):
             store.unregister_named_tensors([*own])
-
-
-def _p2p_store(device_type: str, device_index: int) -> Any:
-    try:
-        with _environment({"RANK": str(device_index)}):  # determines its network device
-            return ce_ps.P2PStore(_device_manager(device_type)())
-    except ImportError as error:
-        raise ConfigurationError(
-            f"weights are read from trainers' memory by the package mooncake, which could not be imported: {error}; see "
-            "checkpoint-engine's p2p extra"
-        ) from error
-
-
-_environment_lock = threading.Lock()
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    with _environment_lock:
-        before = {name: os.environ.get(name) for name in values}
-        os.environ.update(values)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 # Host memory in place of a device

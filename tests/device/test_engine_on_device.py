@@ -300,7 +300,7 @@ def _rebound_names(topology: Topology, device: str) -> set[str]:
 
         setattr(of, name, look)
 
-    looking(checkpoint_engine.ps, "P2PStore")
+    looking(checkpoint_engine.ps, "_get_physical_gpu_id")
     looking(_Collectives, "all_gather_object")
     looking(OwnGroup, "broadcast")
     changed = _Changed()
@@ -311,7 +311,7 @@ def _rebound_names(topology: Topology, device: str) -> set[str]:
         update(engine, 1, live, source.tensors().items())
         if engine.rank in engine.rollouts:
             target.require_filled(values_of(DENSE, 50), around=60)
-    assert looks[:3] == ["P2PStore", "all_gather_object", "broadcast"]
+    assert looks[:3] == ["_get_physical_gpu_id", "all_gather_object", "broadcast"]
     return found | set(changed.names())
 
 
