@@ -80,10 +80,6 @@ class Members:
         self._thread: EngineThread | None = None
         self._num_ended = 0
 
-    @property
-    def are_joined(self) -> bool:
-        return self._thread is not None
-
     def require_topology(self) -> Topology:
         """Return the topology of all ranks.
 
@@ -224,6 +220,11 @@ class Members:
         if self._thread is None:
             raise ConfigurationError(_NOT_JOINED)
         return self._thread.submit(call, *args)
+
+    def leave_to_thread(self, call: Callable[..., object], *args: Any) -> None:
+        """Queue a call whose result nobody awaits; does nothing if the ranks have parted. Any thread."""
+        if (thread := self._thread) is not None:
+            thread.submit(call, *args)
 
     async def run_to_the_end(self, call: Callable[..., Result], *args: Any) -> Result:
         """Make a call in the thread that the other ranks wait for: if the caller is cancelled, it takes effect after the call."""

@@ -222,8 +222,7 @@ class VersionedEngine(CheckpointEngineWithCache):
 
     def finalize(self) -> None:
         """See `CheckpointEngine.finalize`. An update that is still open fails on all ranks."""
-        if self.members.are_joined:
-            self.members.submit(self._settle)
+        self.members.leave_to_thread(self._settle)
         if self._rebuild_group:
             self.leave()
 
@@ -301,7 +300,7 @@ class VersionedEngine(CheckpointEngineWithCache):
         try:
             offloaded = await self._offload(weights, topology)
         except BaseException:  # such as a cancelled task; errors of the weights are in `offloaded`
-            self.members.submit(self._decline)
+            self.members.leave_to_thread(self._decline)
             raise
         update = await self._run(self._commit, global_steps, offloaded, None)
         if committed is not None:
@@ -346,8 +345,7 @@ class VersionedEngine(CheckpointEngineWithCache):
         update, weights = await self._received(global_steps, None)
 
         def withdraw(why: str) -> None:
-            if self.members.are_joined:
-                self.members.submit(self._leave_open, update, asyncio.CancelledError(why))
+            self.members.leave_to_thread(self._leave_open, update, asyncio.CancelledError(why))
 
         return OpenUpdate(
             weights=on_device(weights, self.device.torch_device, self._bucket_bytes),
@@ -669,7 +667,7 @@ class VersionedEngine(CheckpointEngineWithCache):
 
     def _cancel(self) -> None:
         self.members.cancelled.set()
-        self.members.submit(self._settle)
+        self.members.leave_to_thread(self._settle)
 
     def _require_wanted(self, topology: Topology) -> None:
         if self.members.cancelled.is_set() or self.topology is not topology:

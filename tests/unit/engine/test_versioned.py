@@ -123,6 +123,16 @@ def test_after_a_failure_a_transport_is_reset_and_made_ready_anew(engine: NaiveC
     assert first == failed != second, "what a failure has left behind shall not meet the next update"
 
 
+def test_a_task_that_is_cancelled_after_its_engine_has_left_ends_as_cancelled(engine: NaiveCheckpointEngine) -> None:
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from weights_of(1).items()
+        engine.leave()
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(engine.send_weights(weights(), 1))
+
+
 def test_an_update_is_open_until_the_weights_are_taken(engine: NaiveCheckpointEngine) -> None:
     with pytest.raises(ConfigurationError, match="nothing has been sent"):
         receive(engine)
