@@ -75,6 +75,7 @@ class Trainer:
 
     def __init__(self, urls: list[str], first: int, folders: list[Path], log: Path) -> None:
         command = [sys.executable, "-m", "tests.servers.trainer", json.dumps(urls), str(first), *map(str, folders)]
+        self._log = log
         with log.open("ab") as out:
             self.process = psutil.Popen(command, stdout=subprocess.PIPE, stderr=out, text=True)
         self._said: SimpleQueue[str] = SimpleQueue()
@@ -91,7 +92,8 @@ class Trainer:
             try:
                 line = self._said.get(timeout=1.0)
             except Empty:
-                assert self.process.is_running() and self.process.status() != psutil.STATUS_ZOMBIE, "the trainer has ended by itself"
+                is_there = self.process.is_running() and self.process.status() != psutil.STATUS_ZOMBIE
+                assert is_there, f"the trainer has ended by itself: {self._log.read_text()[-2000:]}"
                 assert time.monotonic() < deadline, f"no {word} from the trainer for {_PATIENCE_S:g} s"
                 continue
             said, step, *rest = line.split(" ", 2)
