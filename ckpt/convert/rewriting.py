@@ -36,7 +36,7 @@ from ckpt.format.manifest import (
     PackedPiece,
 )
 from ckpt.format.manifest_parsing import parse_manifest
-from ckpt.format.names import PLAIN_NAME, is_inner_path
+from ckpt.format.names import is_inner_path
 from ckpt.format.places import Place
 from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, stored_shape
 from ckpt.loading.strategy import StoredCheckpoint
@@ -265,9 +265,9 @@ class _Rewriting:
     def _plain(self, index: Index) -> dict[str, tuple[str, bytes]]:
         """Return path -> (component, bytes) of the plain values that the rank wrote."""
         paths = {
-            f"{key}/{prefix}{PLAIN_NAME}": key
+            path: key
             for key, one in self._manifest.components.items()
-            for prefix, writer in one.plain_in.items()
+            for path, writer in one.plain_paths().items()
             if writer == index.rank
         }
         return {

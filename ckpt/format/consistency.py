@@ -73,7 +73,7 @@ def _paths_in(manifest: CheckpointManifest) -> Iterator[str]:
     yield from (entry.path for entry in {id(a): a for a in manifest.arrays.values()}.values() if entry.path is not None)
     for key, component in manifest.components.items():
         yield from (key, component.key)
-        yield from (f"{component.key}/{prefix}{PLAIN_NAME}" for prefix in component.plain_in)
+        yield from component.plain_paths()
 
 
 def _check_claimed(files: Iterable[str], written: Container[str]) -> None:

@@ -162,6 +162,10 @@ class ComponentManifest:
     checksum: Digest | None = None
     plain_in: dict[str, Rank] = field(default_factory=dict)
 
+    def plain_paths(self) -> dict[str, int]:
+        """Return {file of its plain values: the rank that wrote it}."""
+        return {f"{self.key}/{prefix}{PLAIN_NAME}": rank for prefix, rank in self.plain_in.items()}
+
     def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
 
@@ -262,9 +266,9 @@ class CheckpointManifest:
     def plain_files(self) -> dict[int, set[str]]:
         """{rank: files of plain values that it wrote}. `components` must not change afterwards."""
         files: dict[int, set[str]] = {}
-        for key, component in self.components.items():
-            for prefix, rank in component.plain_in.items():
-                files.setdefault(rank, set()).add(f"{key}/{prefix}{PLAIN_NAME}")
+        for component in self.components.values():
+            for path, rank in component.plain_paths().items():
+                files.setdefault(rank, set()).add(path)
         return files
 
     def index_paths(self) -> dict[int, str]:

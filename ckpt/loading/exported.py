@@ -120,7 +120,7 @@ def _tensors_of(
         if one is None or (one.dtype, one.shape) != (entry.dtype, entry.shape):
             raise Refused(f"{name!r:.80} is not in the export with the data type and shape that it had")
         tensors[name] = one
-    paths = [f"{key}/{prefix}{PLAIN_NAME}" for key, one in manifest.components.items() for prefix in one.plain_in]
+    paths = [path for component in manifest.components.values() for path in component.plain_paths()]
     if lost := [path for path in paths if path not in records.plain]:
         raise Refused(f"it lacks {lost[0]!r:.80}")
     if manifest.training_args_hash is not None and digest_of(records.config.encode()) != manifest.training_args_hash:
