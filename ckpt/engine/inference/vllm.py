@@ -118,11 +118,7 @@ class CkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         server = VllmServers(**init_info.server) if init_info.server and number == 0 else None
         adapter = self._served_adapter(init_info.adapter, server) if init_info.adapter else None
         if adapter is None and self._is_quantized_on_cpu:
-            for module in self.model.modules():
-                method = type(getattr(module, "quant_method", None)).__name__
-                is_plain = method == "NoneType" or method.startswith("Unquantized") or "KVCache" in method
-                if not is_plain and not _is_packed_by_onednn(module):
-                    raise ConfigurationError(f"the served model is quantized by {method}: on CPUs, expected int8 with a scale per output")
+            self._require_int8()
         if init_info.address is None:
             return
         self._server, self._adapter = server, adapter
@@ -177,6 +173,13 @@ class CkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     @property
     def _is_quantized_on_cpu(self) -> bool:
         return self.device.type == "cpu" and self.model_config.quantization is not None
+
+    def _require_int8(self) -> None:
+        for module in self.model.modules():
+            method = type(getattr(module, "quant_method", None)).__name__
+            is_plain = method == "NoneType" or method.startswith("Unquantized") or "KVCache" in method
+            if not is_plain and not _is_packed_by_onednn(module):
+                raise ConfigurationError(f"the served model is quantized by {method}: on CPUs, expected int8 with a scale per output")
 
     def _load(self, weights: Iterable[NamedTensor]) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
