@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -176,6 +178,8 @@ def modules() -> dict[str, ModuleType]:
     reload.initialize_layerwise_reload = initialize_layerwise_reload  # type: ignore[attr-defined]
     reload.finalize_layerwise_reload = finalize_layerwise_reload  # type: ignore[attr-defined]
     made["vllm.distributed.weight_transfer"].factory = factory  # type: ignore[attr-defined]
+    state = made["vllm.distributed.parallel_state"] = ModuleType("vllm.distributed.parallel_state")
+    state.get_world_group = lambda: SimpleNamespace(cpu_group=None)  # type: ignore[attr-defined]  # torch's default group
     return made | {one.__name__: one for one in (base, factory, reload)}
 
 
@@ -242,6 +246,7 @@ class _Worker:
     def __init__(self, plugin: Any, rank: int, world_size: int) -> None:
         self.model = Model()
         parallel = SimpleNamespace(rank=rank, world_size=world_size, data_parallel_index=0, nnodes=1, pipeline_parallel_size=1)
+        parallel.world_size_across_dp = world_size
         configs = SimpleNamespace(
             parallel_config=parallel, model_config=SimpleNamespace(quantization=None), lora_config=SimpleNamespace(max_lora_rank=8)
         )
@@ -299,8 +304,9 @@ class _Worker:
         self.model.fails, self.model.is_reloading = fails, False  # type: ignore[assignment]
 
 
-def _work(pipe: Connection, rank: int, world_size: int) -> None:
+def _work(pipe: Connection, rank: int, world_size: int, store: str) -> None:
     torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world_size)
     with installed() as plugin:
         worker = _Worker(plugin, rank, world_size)
         while True:
@@ -318,10 +324,10 @@ def _work(pipe: Connection, rank: int, world_size: int) -> None:
 class _Process:
     """A worker's process."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, store: str) -> None:
         context = forkserver()
         self._pipe, there = context.Pipe()
-        self.process = context.Process(target=_work, args=(there, rank, world_size), daemon=True)
+        self.process = context.Process(target=_work, args=(there, rank, world_size, store), daemon=True)
         self.process.start()
         there.close()
         self._turn = threading.Lock()
@@ -354,7 +360,10 @@ class Server:
     """
 
     def __init__(self, num_workers: int = 2, gates: dict[str, threading.Event] | None = None) -> None:
-        self.workers = [_Process(rank, num_workers) for rank in range(num_workers)]
+        self._store = tempfile.TemporaryDirectory()
+        self.workers = [_Process(rank, num_workers, f"{self._store.name}/store") for rank in range(num_workers)]
+        self._answers: list[deque[Future[Any]]] = [deque() for _ in self.workers]
+        self._turn = threading.Lock()
         self.asked: list[str] = []
         self.gates = gates or {}
         self.version = "default"
@@ -394,11 +403,13 @@ class Server:
         self._http.server_close()
         for worker in self.workers:
             worker.end()
+        self._store.cleanup()
 
     def kill(self) -> None:
         """End it as a lost machine does."""
         for worker in self.workers:
             worker.process.kill()
+        self._store.cleanup()
         self._http.shutdown()
         self._http.server_close()
 
@@ -412,8 +423,11 @@ class Server:
             return 500, {"error": str(error)}
 
     def _call(self, name: str, *args: Any) -> list[Any]:
-        with ThreadPoolExecutor(len(self.workers)) as pool:
-            return [*pool.map(lambda worker: worker.call(name, *args), self.workers)]
+        """Have all workers do it. As with vLLM's, the answers behind the first error are taken for those to the next call."""
+        with self._turn, ThreadPoolExecutor(len(self.workers)) as pool:
+            for worker, answers in zip(self.workers, self._answers, strict=True):
+                answers.append(pool.submit(worker.call, name, *args))
+            return [answers.popleft().result() for answers in self._answers]
 
     def _health(self) -> None: ...
 
@@ -462,7 +476,8 @@ class Server:
         with self._idle:
             self._in_flight += 1
         try:
-            holds = self._call("load_adapter", number, self.adapters[model]) if number else self._call("holds")
+            ask = ("load_adapter", number, self.adapters[model]) if number else ("holds",)
+            holds = [worker.call(*ask) for worker in self.workers]
             return {"weight_version": self.version, "holds": holds}
         finally:
             with self._idle:

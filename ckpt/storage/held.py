@@ -50,7 +50,7 @@ def open_memory(place: MemoryFile, access: int) -> int | None:
     try:
         found = os.fstat(fd)
         name = os.readlink(f"/proc/self/fd/{fd}")
-        if (found.st_ino, found.st_size) == (place.inode, place.size) and place.name in name:
+        if (found.st_ino, found.st_size, name) == (place.inode, place.size, f"/memfd:{place.name} (deleted)"):
             return fd
     except BaseException:
         os.close(fd)

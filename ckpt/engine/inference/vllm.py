@@ -13,6 +13,10 @@ fail until the commit leaves all servers on the version before. From the commit 
 the trainers are gone. If a worker cannot load the version, its server stays paused, and all others do if the trainers live: these get the
 error, and send again.
 
+vLLM reads the answers of a server's workers in order, up to the first error; those behind it are taken for answers to the next call, from
+then on always. So workers tell each other their errors, and only the last one raises, when it is to join. A load that fails is told to
+trainers by their agreement, and to the server's last worker, which then names no version.
+
 Source: vLLM's `vllm.distributed.weight_transfer`, version 0.32.
 """
 
@@ -22,13 +26,14 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
+from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer import factory
 from vllm.distributed.weight_transfer.base import (
     TrainerInitInfo,
@@ -39,7 +44,14 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from ckpt.engine.base import MasterMetadata, NamedTensor, WeightVersion
-from ckpt.engine.inference.vllm_servers import VllmServers, VllmTrainer, engine_of_processes, serve
+from ckpt.engine.inference.vllm_servers import (
+    UPDATE_IS_LOADED,
+    UPDATE_IS_OPEN,
+    VllmServers,
+    VllmTrainer,
+    engine_of_processes,
+    serve,
+)
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.engine.wire.layout import WeightLayout
 from ckpt.errors import CheckpointError, ConfigurationError, MissingStateError, RankAbsentError
@@ -50,6 +62,7 @@ if TYPE_CHECKING:
     from ckpt.engine.inference.vllm_adapter import ServedAdapter
 
 BACKEND = "ckpt"
+_GIVEN_UP = "the update was given up"
 _log = logging.getLogger(__name__)
 
 
@@ -72,7 +85,7 @@ class InitInfo(WeightTransferInitInfo):
         num_trainers, num_workers: of the job; workers of all servers.
         first: number of this server's first worker.
         engine, settings: name in `CheckpointEngineRegistry`, and keywords of its class.
-        server: keywords of `VllmServers` for this server, by which its first worker has it load what has arrived; None: the trainers do.
+        server: keywords of `VllmServers` for this server, by which its last worker has it load what has arrived; None: the trainers do.
         adapter: {"name", "config"} of the adapter that is sent without the model, its config as PEFT writes it; None: the model is sent.
     """
 
@@ -105,17 +118,34 @@ class CkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(*args, **kwargs)
         self._engine: VersionedEngine | None = None
         self._server: VllmServers | None = None
-        self._handover: _Handover | None = None
+        self._handover: _Handover | None = None  # while vLLM has an update open
         self._adapter: ServedAdapter | None = None
         self._adapters: dict[str, ServedAdapter] = {}
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Join the trainers and the other workers; leave those of an earlier call."""
-        self.shutdown()
+        """Join the trainers and the other workers; leave those of an earlier call.
+
+        Raises:
+            CheckpointError: `UPDATE_IS_OPEN`: it is given up, and `finish_weight_update` has to come first; or `UPDATE_IS_LOADED`.
+            ConfigurationError: the worker cannot take what would be sent.
+        """
+        failure = None
+        try:
+            if self._handover is not None:
+                raise CheckpointError(UPDATE_IS_LOADED if self._handover.is_served() else UPDATE_IS_OPEN)
+            self.shutdown()
+            self._join(init_info)
+        except Exception as error:
+            failure = error
+        failure = self._failure_of_all(failure)
+        if failure is not None and self.parallel_config.rank == self.parallel_config.world_size - 1:
+            raise failure
+
+    def _join(self, init_info: InitInfo) -> None:
         engine = engine_of_processes(init_info.engine, init_info.settings)
         parallel = self.parallel_config
         number = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        server = VllmServers(**init_info.server) if init_info.server and number == 0 else None
+        server = VllmServers(**init_info.server) if init_info.server and number == parallel.world_size - 1 else None
         adapter = self._served_adapter(init_info.adapter, server) if init_info.adapter else None
         if adapter is None and self._is_quantized_on_cpu:
             self._require_int8()
@@ -130,34 +160,44 @@ class CkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             MasterMetadata(init_info.address, init_info.port),
         )
 
+    def _failure_of_all(self, failure: Exception | None) -> Exception | None:
+        """Return this worker's failure, or the first of the others of the server. Each calls it, in the same call of vLLM."""
+        if self.parallel_config.world_size_across_dp == 1:
+            return failure
+        group, said = get_world_group(), [""] * self.parallel_config.world_size_across_dp
+        torch.distributed.all_gather_object(said, "" if failure is None else str(failure), group=group.cpu_group)
+        others = (CheckpointError(f"worker {number}: {text}") for number, text in enumerate(said) if text)
+        return failure or next(others, None)
+
     def start_weight_update(self) -> None:
-        """Begin to receive the next version; the worker serves meanwhile."""
+        """Begin to receive the next version; the worker serves meanwhile. One that has joined no trainers says so when it is to load."""
         engine = self._engine
-        if engine is None:
-            raise ConfigurationError("this worker has not joined any trainers: init_weight_transfer_engine comes first")
-        handover = self._handover = _Handover(engine.timeout_s, self._server, self._adapter)
-        handover.receive(engine)
+        handover = self._handover = _Handover(engine.timeout_s if engine is not None else 0.0, self._server, self._adapter)
+        if engine is not None:
+            handover.receive(engine)
+        else:
+            handover.fail(ConfigurationError("this worker has not joined any trainers: init_weight_transfer_engine comes first"))
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As the base class has it, but for its wait for an accelerator: there may be none."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load the version that has arrived, all of it; returns when all workers have, or the others are gone.
-
-        Raises:
-            CheckpointError: nothing has arrived, or another version, or a worker could not load it.
-        """
-        handover, self._handover = self._handover, None
-        if handover is None:
-            raise CheckpointError("no weights have arrived: start_weight_update comes first")
+        """Load the version that has arrived, all of it; returns when all workers have or one cannot, or the others are gone."""
+        handover, failure = self._handover, None
+        assert handover is not None, "vLLM has seen to it that start_weight_update came first"
         try:
             with handover.weights(update_info.step) as weights:
                 (self._load if self._adapter is None else self._adapter.load)(weights)
-        except BaseException:
-            if self._adapter is not None:
-                self._adapter.forget()
-            raise
+        except Exception as error:
+            _log.warning("step %d is not loaded: %s", update_info.step, error)
+            failure = error
+        handover.failure = self._failure_of_all(failure)
+        if self._adapter is not None:
+            try:
+                (self._adapter.keep if handover.failure is None else self._adapter.forget)()
+            except OSError as error:  # of the last worker, which has the server serve it
+                handover.failure = error
 
     def _served_adapter(self, said: Mapping[str, Any], server: VllmServers | None) -> ServedAdapter:
         from ckpt.engine.inference.vllm_adapter import ServedAdapter
@@ -215,17 +255,20 @@ class CkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
 
     def finish_weight_update(self) -> None:
-        """What `update_weights` has loaded is complete; an adapter is put where vLLM reads it."""
-        if self._adapter is not None:
-            self._adapter.keep()
+        """End the update; one that has not been loaded is given up."""
+        self._give_up(_GIVEN_UP)
 
     def shutdown(self) -> None:
         """Leave the trainers."""
         engine, self._engine, self._server, self._adapter = self._engine, None, None, None
-        if self._handover is not None:
-            self._handover.fail(CheckpointError("the worker has left these trainers"))
+        self._give_up("the worker has left these trainers")
         if engine is not None:
             engine.close()
+
+    def _give_up(self, why: str) -> None:
+        handover, self._handover = self._handover, None
+        if handover is not None:
+            handover.fail(CheckpointError(why))
 
 
 def _is_packed_by_onednn(module: torch.nn.Module) -> bool:
@@ -240,7 +283,12 @@ class _Handover:
         timeout_s: how long the server may take from the commit until its workers load.
         server: of this worker, if it is the one that has the server load the version.
         adapter: that arrives; None: the model does.
+
+    Attributes:
+        failure: of the load, on any worker of the server.
     """
+
+    failure: Exception | None = None
 
     def __init__(self, timeout_s: float, server: VllmServers | None, adapter: ServedAdapter | None) -> None:
         self._timeout_s = timeout_s
@@ -249,6 +297,7 @@ class _Handover:
         self._update: Future[Any] = Future()
         self._weights: Future[tuple[Iterable[NamedTensor], WeightVersion]] = Future()
         self._loaded: Future[None] = Future()
+        self._serving: Future[None] | None = None
 
     def receive(self, engine: VersionedEngine) -> None:
         """Receive in a thread."""
@@ -262,11 +311,14 @@ class _Handover:
 
     def load(self, weights: Iterable[NamedTensor], version: WeightVersion) -> None:
         """See `Sink.load`. Called by the engine's thread."""
-        self._weights.set_result((weights, version))
+        try:
+            self._weights.set_result((weights, version))
+        except InvalidStateError:
+            raise CheckpointError(f"step {version.step} has arrived, and had been given up") from None
         if self._server is not None:
             adapter = (self._adapter.name, self._adapter.folder) if self._adapter is not None else None
-            serving = in_thread(partial(serve, self._server, version.step, adapter), "ckpt-vllm-serve")
-            serving.add_done_callback(self._pass_failure)
+            self._serving = in_thread(partial(serve, self._server, version.step, lambda: self.failure, adapter), "ckpt-vllm-serve")
+            self._serving.add_done_callback(self._pass_failure)
         try:
             self._loaded.result(self._timeout_s)
         except TimeoutError:
@@ -296,8 +348,15 @@ class _Handover:
     def fail(self, error: BaseException) -> None:
         """End the waiting on both sides."""
         for waiting in (self._weights, self._loaded):
-            if not waiting.done():
+            with suppress(InvalidStateError):
                 waiting.set_exception(error)
+
+    def is_served(self) -> bool:
+        """Return whether this worker has the server load the version, which has arrived; if not, it gives the version up."""
+        self.fail(CheckpointError(_GIVEN_UP))
+        if self._server is None or self._weights.exception() is not None:
+            return False
+        return self._serving is None or not self._serving.done()
 
     def _pass_failure(self, ended: Future[Any]) -> None:
         if (error := ended.exception()) is not None:

@@ -1,7 +1,7 @@
 """An adapter (LoRA) that the workers of a vLLM server receive without the model below it.
 
 vLLM drops adapters from its workers' memory at will, all of them at each `finish_weight_update`, and reads one again, when a request names
-it, from the folder that it was loaded from. That folder has a link to memory of the first worker, which the system frees when it ends.
+it, from the folder that it was loaded from. That folder has a link to memory of the last worker, which the system frees when it ends.
 
 Source: PEFT's folders; vLLM's `vllm.lora`, version 0.32.
 """
@@ -57,7 +57,7 @@ class ServedAdapter:
 
     @property
     def folder(self) -> str:
-        """Where vLLM finds the version that is served, for all workers of the server; the first one asks for it."""
+        """Where vLLM finds the version that is served, for all workers of the server; the last one asks for it."""
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="ckpt-adapter-")
         return self._folder.name
@@ -119,7 +119,7 @@ class ServedAdapter:
         self._tensors = tensors
 
     def keep(self) -> None:
-        """Put the version that all have loaded where vLLM reads it. Called on the first worker; the server is paused."""
+        """Put the version that all have loaded where vLLM reads it. Called on the last worker; the server is paused."""
         from safetensors.torch import save
 
         tensors, self._tensors = self._tensors, None

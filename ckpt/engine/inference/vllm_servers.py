@@ -24,6 +24,8 @@ from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.waiting import in_thread, poll_until
 
 _T = TypeVar("_T")
+UPDATE_IS_OPEN = "an update is open, whose trainers have left it: finish_weight_update comes first"
+UPDATE_IS_LOADED = "an update is being loaded"
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,16 @@ class _VllmServer(ServerRequest):
     def num_workers(self) -> int:
         return int(self.ask("GET", "get_world_size").json()["world_size"])
 
-    def start(self) -> None:
+    def join(self, init_info: Mapping[str, Any]) -> bool | None:
         try:
-            self.post("start_weight_update", {})
-        except CheckpointError:  # trainers that are gone have left an update open
-            self.finish(None)
-            self.post("start_weight_update", {})
+            self.post("init_weight_transfer_engine", {"init_info": init_info})
+        except CheckpointError as error:
+            if UPDATE_IS_OPEN in str(error):
+                self.finish(None)
+            elif UPDATE_IS_LOADED not in str(error):
+                raise
+            return None
+        return True
 
     def finish(self, version: str | None) -> None:
         self.post("finish_weight_update", {} if version is None else {"weight_version": version})
@@ -63,8 +69,11 @@ class _VllmServer(ServerRequest):
         if not self.require_adapter(name, folder):
             self.post("v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
 
+    def version(self) -> str:
+        return str(self.ask("GET", "weight_info").json()["weight_version"])
+
     def serves(self, version: str) -> bool | None:
-        served = self.ask("GET", "weight_info").json()["weight_version"] == version
+        served = self.version() == version
         return True if served and not self.ask("GET", "is_paused").json()["is_paused"] else None
 
 
@@ -75,7 +84,7 @@ class VllmServers:
     A request goes to all servers; if one refuses, the others have got it as well.
 
     Args:
-        urls: such as ["http://localhost:8000"]; reached from trainers, and each from its own server's first worker.
+        urls: such as ["http://localhost:8000"]; reached from trainers, and each from its own server's last worker.
         timeout_s: of a request, and how long a server may take to be up.
         pause_mode: what becomes of requests in flight when a version is loaded: "wait": they end on the version before; "keep": they go
             on with the new one; "abort".
@@ -102,18 +111,20 @@ class VllmServers:
         return sum(self._sizes())
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        """Have all workers join, each server's after those of the servers before it."""
+        """Have all workers join, each server's after those of the servers before it. An update of trainers that are gone is closed."""
         sizes = self._sizes()
 
         def init(server: _VllmServer, first: int) -> None:
             own = {"urls": [server.url], "timeout_s": self.timeout_s, "pause_mode": self.pause_mode}
-            server.post("init_weight_transfer_engine", {"init_info": {**init_info, "first": first, "server": own}})
+            late = CheckpointError(f"the inference engine at {server.url} is loading a version for more than {self.timeout_s:g} s")
+            info = {**init_info, "first": first, "server": own}
+            poll_until(lambda: server.join(info), timeout_s=self.timeout_s, failure=lambda: late)
 
         self._each(init, [sum(sizes[:number]) for number in range(len(sizes))])
 
     def start_weight_update(self) -> None:
-        """Have all workers receive. An update that trainers have left open, which are gone, is closed."""
-        self._each(_VllmServer.start)
+        """Have all workers receive."""
+        self._each(lambda server: server.post("start_weight_update", {}))
 
     def update_weights(self, update_info: Mapping[str, Any] | list[Any]) -> None:
         """Have all workers load what has arrived."""
@@ -159,6 +170,11 @@ class VllmServers:
     def await_version(self, version: str) -> None:
         """Return when all servers serve this version."""
         self._await(lambda server: server.serves(version), f"does not serve version {version} within")
+
+    def await_end(self, step: int) -> None:
+        """Return when all servers have loaded a step, or have failed to."""
+        versions = str(step), _not_loaded(step)
+        self._await(lambda server: server.version() in versions or None, f"has not loaded step {step} within")
 
     def _sizes(self) -> list[int]:
         self.await_up()
@@ -212,19 +228,28 @@ class OfflineVllm:
         self._llm.finish_weight_update(weight_version)
 
 
-def serve(client: Any, step: int, adapter: tuple[str, str] | None = None) -> None:
+def serve(client: Any, step: int, failure: Callable[[], BaseException | None], adapter: tuple[str, str] | None = None) -> None:
     """Have servers load what their workers have received, between two requests, and serve it.
 
     Args:
         client: `VllmServers`, or one of vLLM's; one that cannot pause leaves that to its user.
+        failure: returns the error of a worker that could not load it; called when all have tried.
         adapter: name and folder of the adapter that was received; None: the model was.
     """
     getattr(client, "pause", lambda: None)()
     client.update_weights({"step": step})
-    client.finish_weight_update(str(step))
+    error = failure()
+    client.finish_weight_update(str(step) if error is None else _not_loaded(step))
+    if error is not None:
+        raise error
     if adapter is not None:
         client.serve_adapter(*adapter)
     getattr(client, "resume", lambda: None)()
+
+
+def _not_loaded(step: int) -> str:
+    """In place of the version of a server that was to load this step and could not."""
+    return f"{step}: not loaded"
 
 
 class VllmTrainer:
@@ -266,6 +291,7 @@ class VllmTrainer:
         self._num_workers = num_workers
         self._made_as = engine, dict(settings or {})
         self._engine: VersionedEngine | None = None
+        self._unfinished: int | None = None
         self.rejoin()
 
     def rejoin(self) -> None:
@@ -274,6 +300,7 @@ class VllmTrainer:
         Raises: see the class.
         """
         self.shutdown()
+        self._unfinished = None
         topology, (name, settings) = current_topology(), self._made_as
         engine = engine_of_processes(name, settings | {"is_master": topology.is_lead})
         asked: dict[str, Any] = {"engine": name, "settings": settings}
@@ -311,27 +338,43 @@ class VllmTrainer:
         if engine is None:
             raise ConfigurationError("this trainer has left the servers: call rejoin() first")
         step = step if step is not None else 1 + (engine.version.step if engine.version else 0)
-        is_lead, serves_itself, serving = engine.rank == 0, hasattr(self.client, "await_version"), list[Future[None]]()
-        is_committed = False
+        serves_itself, serving = hasattr(self.client, "await_version"), list[Future[None]]()
+        is_committed, ended = False, Future[None]()
 
         def committed() -> None:
             nonlocal is_committed
             is_committed = True
-            if is_lead and not serves_itself:
-                serving.append(in_thread(partial(serve, self.client, step), "ckpt-vllm-serve"))
+            if asked is not None and not serves_itself:
+                serving.append(in_thread(partial(serve, self.client, step, ended.exception), "ckpt-vllm-serve"))
 
-        asked = in_thread(self.client.start_weight_update, "ckpt-vllm-start") if is_lead else None
+        asked = in_thread(self._start, "ckpt-vllm-start") if engine.rank == 0 else None
         try:
             self.report = await engine.send_weights(_Started(self.source, asked), step, committed=committed)
-        except BaseException:
-            if is_lead and not is_committed:  # else the servers load it, whatever has become of the trainers
-                with suppress(Exception):
-                    self.client.finish_weight_update()  # vLLM begins no update before
+            ended.set_result(None)
+        except BaseException as error:
+            ended.set_exception(error)
+            if asked is not None and is_committed and serves_itself:
+                self._unfinished = step  # the servers end it without the trainers
+            elif asked is not None:
+                await self._closed(asked, serving)
             raise
-        if is_lead and serves_itself:
+        if asked is not None and serves_itself:
             serving.append(in_thread(partial(self.client.await_version, str(step)), "ckpt-vllm-serve"))
         for one in serving:
             await asyncio.wrap_future(one)
+
+    def _start(self) -> None:
+        if self._unfinished is not None:
+            self.client.await_end(self._unfinished)
+            self._unfinished = None
+        self.client.start_weight_update()
+
+    async def _closed(self, asked: Future[None], serving: Sequence[Future[None]]) -> None:
+        """Have a failed update end on the servers, for vLLM begins no other before."""
+        await asyncio.gather(*map(asyncio.wrap_future, (asked, *serving)), return_exceptions=True)
+        if not serving:
+            with suppress(Exception):
+                self.client.finish_weight_update()
 
     def shutdown(self) -> None:
         """Leave the servers, which serve on."""

@@ -167,6 +167,26 @@ def test_trainers_that_are_gone_after_the_commit_are_not_needed(make: Callable[.
     assert [generated(server) for server in job.servers] == [("7", [7, 7])] * 2
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_server_whose_worker_cannot_load_serves_no_half_version_if_the_trainers_are_gone(make: Callable[..., Job], failing: int) -> None:
+    may_load = threading.Event()
+    job = make(gates={"update_weights": may_load})
+    worker = job.servers[0].workers[failing]
+    worker.call("set_fails", True)
+    sending = in_thread(lambda: job.send(6), "sends")
+    assert wait_until(lambda: all("pause" in server.asked for server in job.servers))
+    job.trainer.shutdown()
+    with pytest.raises(CheckpointError):
+        sending.result(_PATIENCE_S)
+    may_load.set()
+    assert wait_until(lambda: [server.version for server in job.servers] == ["6: not loaded", "6"])
+    assert not job.servers[0].running.is_set() and generated(job.servers[1]) == ("6", [6, 6])
+    worker.call("set_fails", False)
+    job.trainer = job.joined()
+    job.send(7)
+    assert [generated(server) for server in job.servers] == [("7", [7, 7])] * 2
+
+
 def test_trainers_that_are_gone_before_the_commit_leave_the_version_before(make: Callable[..., Job]) -> None:
     job = make()
     job.send(1)
@@ -269,9 +289,8 @@ def test_bad_arguments_are_refused_in_one_sentence(plugin: Any, make: Callable[.
 def test_a_quantization_that_an_update_on_a_cpu_would_break_is_refused(plugin: Any, quantized_by: str) -> None:
     model = Model()
     model.quant_method = type(quantized_by, (), {})()
-    configs = SimpleNamespace(
-        parallel_config=SimpleNamespace(rank=0, world_size=1, data_parallel_index=0), model_config=SimpleNamespace(quantization="gptq")
-    )
+    parallel = SimpleNamespace(rank=0, world_size=1, world_size_across_dp=1, data_parallel_index=0)
+    configs = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(quantization="gptq"))
     worker = plugin.CkptWeightTransferEngine(None, configs, torch.device("cpu"), model)
     join = partial(worker.init_transfer_engine, worker.parse_init_info({}))
     if quantized_by.startswith("Un"):

@@ -88,7 +88,7 @@ def test_each_version_of_the_adapter_is_served_by_all_workers_and_only_the_adapt
         trainer.source = AdapterWeights(model := adapted(11))
         trainer.send_weights(11)
         require_served(server, model, tmp_path / "11")
-    descriptors = Path(f"/proc/{server.workers[0].process.pid}/fd")
+    descriptors = Path(f"/proc/{server.workers[-1].process.pid}/fd")
     held = [one for one in descriptors.iterdir() if "memfd:policy" in str(one.readlink())]
     assert len(held) == 1, "versions before are freed, and this one is when the process ends, however it ends"
     assert (Path(server.adapters["policy"]) / "adapter_model.safetensors").readlink().parent == descriptors
@@ -142,12 +142,14 @@ def test_what_a_server_cannot_serve_is_refused_when_trainers_join(server: Server
         joined(client, adapted(0, rank=9))
     with pytest.raises(CheckpointError, match="serves model from /model already: choose another name"):
         joined(client, adapted(0), "model")
-    server.workers[0].call("set_takes_adapters", False)
+    for worker in server.workers:
+        worker.call("set_takes_adapters", False)
     try:
         with pytest.raises(CheckpointError, match="this server takes no adapters: start it with --enable-lora"):
             joined(client, adapted(0), "fresh")
     finally:
-        server.workers[0].call("set_takes_adapters", True)
+        for worker in server.workers:
+            worker.call("set_takes_adapters", True)
 
 
 def test_bad_arguments_are_refused_in_one_sentence(client: VllmServers) -> None:
