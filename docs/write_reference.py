@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run by path, from anywhere
 
 from recipes.support import CONF
 from recipes.support.help import commands, help_text
-from recipes.support.keys import TARGET, Key, read
+from recipes.support.keys import TARGET, ConfigFile, Key, read
 
 PAGES = Path(__file__).with_name("reference")
 BEGIN = "<!-- written by docs/write_reference.py -->\n"
@@ -23,7 +23,7 @@ def config_page(page: str) -> str:
     train = read(CONF / "train.yaml")
     groups = read(CONF / "sync_weights.yaml").groups | train.groups
     parts = ["## A training run", "File `conf/train.yaml`. " + _sentence(train.phrase.partition(": ")[2])]
-    parts += ["### Choices", _table(["choice", "default", "options", "meaning"], _rows_of_groups(train.groups))]
+    parts += ["### Choices", _table(["choice", "default", "options", "meaning"], _rows_of_groups(train))]
     parts += ["### Keys", _table_of_keys(train.keys)]
     for group in [*train.groups, "engine"]:
         parts += [] if group in _ELSEWHERE else _of_group(group, groups[group])
@@ -37,7 +37,10 @@ def config_page(page: str) -> str:
     ]
     for module, (name, _) in commands(CONF).items():
         if name != "train":
-            parts += _of_command(module, name)
+            found = read(CONF / f"{name}.yaml")
+            parts += _of_command(module, found, found.phrase.partition(": ")[2])
+            for choice, option in _with_help(name).items():
+                parts += _of_command(f"{module} {choice}", option, option.phrase)
     return _replaced(page, parts)
 
 
@@ -46,6 +49,9 @@ def commands_page(page: str) -> str:
     parts = []
     for module, (name, phrase) in commands(CONF).items():
         parts += [f"## python -m {module}", _sentence(phrase), f"```text\n{help_text(CONF, name)}\n```"]
+        for choice, option in _with_help(name).items():
+            if (text := help_text(CONF, name, [choice])) != help_text(CONF, name):
+                parts += [f"## python -m {module} {choice}", _sentence(option.phrase), f"```text\n{text}\n```"]
     return _replaced(page, parts)
 
 
@@ -93,16 +99,22 @@ def _patterns(layout: str) -> dict[str, str]:
     return found | own
 
 
-def _of_command(module: str, name: str) -> list[str]:
-    found = read(CONF / f"{name}.yaml")
+def _with_help(name: str) -> dict[str, ConfigFile]:
+    """Return `group=option` -> its file, of the options of a command that have a help of their own."""
+    groups = read(CONF / f"{name}.yaml").groups
+    files = {f"{group}={option}": read(CONF / group / f"{option}.yaml") for group in groups for option in _options(group)}
+    return {choice: file for choice, file in files.items() if file.help}
+
+
+def _of_command(title: str, found: ConfigFile, phrase: str) -> list[str]:
     base = next(iter(found.bases), None)
-    parts = [f"## Keys of python -m {module}", _sentence(found.phrase.partition(": ")[2])]
+    parts = [f"## Keys of python -m {title}", _sentence(phrase)]
     parts += [f"It takes all keys of `python -m recipes.{base}`, too; some have another default here."] if base else []
     if found.groups:
-        parts.append(_table(["choice", "default", "options", "meaning"], _rows_of_groups(found.groups, name)))
+        parts.append(_table(["choice", "default", "options", "meaning"], _rows_of_groups(found)))
     known = {key.name: key.phrase for key in read(CONF / f"{base}.yaml").keys} if base else {}
     keys = [Key(key.name, key.value, key.phrase or known.get(key.name) or _elsewhere(key.name)) for key in found.keys]
-    return [*parts, _table_of_keys(keys)]
+    return [*parts, _table_of_keys(keys)] if keys else parts
 
 
 def _elsewhere(name: str) -> str:
@@ -115,11 +127,10 @@ def _elsewhere(name: str) -> str:
     return ""
 
 
-def _rows_of_groups(groups: dict[str, str], config_name: str = "train") -> list[list[str]]:
-    defaults = read(CONF / f"{config_name}.yaml").choices
+def _rows_of_groups(found: ConfigFile) -> list[list[str]]:
     return [
-        [f"`{name}`", f"`{defaults[name]}`", ", ".join(f"`{one}`" for one in _options(name)), phrase]
-        for name, phrase in groups.items()
+        [f"`{name}`", f"`{found.choices[name]}`", ", ".join(f"`{one}`" for one in _options(name)), phrase]
+        for name, phrase in found.groups.items()
     ]
 
 

@@ -1,16 +1,16 @@
-"""Benchmarks beside peers and the machine's limits, in interleaved rounds: `python -m recipes.benchmark` and `recipes.benchmark.X`.
+"""Benchmarks beside peers and the machine's limits, in interleaved rounds: `python -m recipes.benchmark measure=...`.
 
-    command      measures                                     module                contenders
-    (none)       saves and loads                              saves_and_loads       contenders, peers, limits
+    measure=     what                                         module                contenders
+    saves        saves and loads                              saves_and_loads       contenders, peers, limits
     background   saves beside training steps                  background_saves      background_contenders
     sync         weight updates, trainers to rollouts         weight_updates        update_contenders, parameter_server
     megatron     our strategies and megatron-core's           megatron_strategies   megatron_peer (another process)
-    convert      conversions between formats              conversions
+    convert      conversions between formats                  conversions
     device       copies between device and host               device_copies
     validation   validation levels and the doctor             validation_costs
-    plan         the plan of a save of 10^12 parameters       plan_costs
-    ranks        agreements of 4 to 16,384 ranks              agreements
-    compare      nothing: ratios of two runs                  comparison
+    plan         the plan of a save of 10^12 parameters       plan_costs            metadata_costs (its records)
+    ranks        agreements of 4 to 16,384 ranks              agreements            reckoned_agreements
+    compare      nothing: ratios of two results               comparison
 
 `harness` runs them all: it checks keys, lets contenders take turns, and writes the result. `measuring` takes time and memory;
 `tables` makes medians, ratios, tables and the plot. States: `workloads` (a training state, with the `places` of its bytes),

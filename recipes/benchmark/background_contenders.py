@@ -1,4 +1,4 @@
-"""The contenders of `python -m recipes.benchmark.background`: our coordinator, torch.distributed.checkpoint.async_save, and no save.
+"""The contenders of measure=background: our coordinator, torch.distributed.checkpoint.async_save, and no save.
 
 Each is made anew for its turn, and leaves no memory and no process behind: together they would not fit.
 """

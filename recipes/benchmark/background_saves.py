@@ -1,4 +1,4 @@
-"""`python -m recipes.benchmark.background`: every contender saves beside training steps; the stall and the slow-down of training."""
+"""measure=background: every contender saves beside training steps; the stall and the slow-down of training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from recipes.benchmark import harness
 from recipes.benchmark.background_contenders import DCP, NOTHING, OURS, Saving, saving_of
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import PeakMemory, gathered, wait_for_ranks
-from recipes.benchmark.tables import draw, print_table, quotients, rounds_text, summarized, with_range
+from recipes.benchmark.tables import cores_and_rounds, draw, print_table, quotients, summarized, with_range
 from recipes.benchmark.training_step import TrainingStep
 from recipes.benchmark.workloads import Workload, described, facts_of, prepared
 
@@ -49,7 +49,7 @@ each step beside it, its begin and end in seconds after the call, and its `wait_
 
 
 @dataclass
-class BackgroundBenchmarkKeys:
+class BackgroundKeys:
     workload: str
     repeats: int
     contenders: list[str]
@@ -61,13 +61,7 @@ class BackgroundBenchmarkKeys:
     plot: bool | None
 
 
-def check_benchmark(wanted: Any) -> dict[str, Any]:
-    """Return the keys under `benchmark` with their right types.
-
-    Raises:
-        ConfigurationError: there is no such key, contender or workload, or a number is too small.
-    """
-    keys = harness.checked_keys(BackgroundBenchmarkKeys, wanted, (NOTHING, *DCP, *OURS))
+def _check(keys: dict[str, Any]) -> None:
     harness.require_choice("workload", keys["workload"], WORKLOADS)
     if not keys["step_s"] > 0:
         raise ConfigurationError(f"benchmark.step_s={keys['step_s']}: expected more than 0 seconds")
@@ -76,11 +70,9 @@ def check_benchmark(wanted: Any) -> dict[str, Any]:
         raise ConfigurationError(
             f"benchmark.contenders: {capped[0]} has no cap: give benchmark.writer_cores=<cores> or benchmark.writer_mib_s=<MiB/s>"
         )
-    return keys
 
 
 def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
-    """Run all rounds and return the figures; the lead leaves benchmark_async.json, and benchmark_async.png. Every rank calls it."""
     if topology.world_size == 1:
         raise ConfigurationError(
             "background saves are measured on ranks that train together: launch.nproc_per_node=2 or more"
@@ -105,8 +97,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
                 return figures_of(gathered(told, topology)) | {"written_bytes": _bytes_in(folder, topology)}
 
         rounds = harness.interleaved(keys["contenders"], keys["repeats"], take_turn, topology, _line)
-    result = facts | {"rounds": rounds} | compared(rounds)
-    return harness.write_result(result, cfg, "benchmark_async", topology, _draw)
+    return facts | {"rounds": rounds} | compared(rounds)
 
 
 def _measured(
@@ -279,9 +270,8 @@ def show(result: Mapping[str, Any]) -> None:
 def _title(result: Mapping[str, Any]) -> str:
     caps = {"cores": result["writer_cores"], "MiB/s": result["writer_mib_s"]}
     cap = " and ".join(f"{value} {unit}" for unit, value in caps.items() if value is not None)
-    rounds = rounds_text(len(next(iter(result["rounds"].values()))))
     capped = f"; capped: {cap} for each rank" if cap else ""
-    return f"{described(result)}, {result['machine']['cores']} cores, {rounds}{capped}"
+    return f"{described(result)}, {cores_and_rounds(result)}{capped}"
 
 
 def _draw(result: Figures, path: Path) -> None:
@@ -294,3 +284,8 @@ def _line(figures: Figures) -> str:
     durable = f", durable after {figures['durable_s']:.2f} s" if "durable_s" in figures else ""
     first = f"first stall {figures['first_stall_s']:.3f} s, later "
     return f"{first}{figures['stall_s']:.3f} s{slow_down}{durable}, {figures['lost_s']:.2f} s lost in all"
+
+
+MEASUREMENT = harness.Measurement(
+    BackgroundKeys, benchmark, show, contenders=(NOTHING, *DCP, *OURS), check=_check, draw=_draw, scratch=True
+)

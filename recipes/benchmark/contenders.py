@@ -1,4 +1,4 @@
-"""The contenders of `python -m recipes.benchmark` by name, ours, peers and limits; and our coordinator as one of them."""
+"""The contenders of measure=saves by name, ours, peers and limits; and our coordinator as one of them."""
 
 from __future__ import annotations
 

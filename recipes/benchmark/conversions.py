@@ -1,4 +1,4 @@
-"""`python -m recipes.benchmark.convert`: conversions between formats on one rank and on all, beside a copy of the files."""
+"""measure=convert: conversions between formats on one rank and on all, beside a copy of the files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckpt.ranks.topology import Topology
 from recipes.benchmark import harness
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import PeakMemory, forget_cache, gathered, make_durable, timed
-from recipes.benchmark.tables import print_table, quotients, rounds_text, summarized, with_range
+from recipes.benchmark.tables import cores_and_rounds, print_table, quotients, summarized, with_range
 from recipes.commands.converting import DESTINATIONS, ConvertKeys, convert_on_ranks, run_of
 
 COPY = "cp -r"
@@ -25,27 +25,14 @@ MIB = 1 << 20
 
 
 @dataclass
-class ConvertBenchmarkKeys:
+class ConversionKeys:
     repeats: int
     mib: int
     tensor_mib: int
     to: list[str]
 
 
-def check_benchmark(wanted: Any) -> dict[str, Any]:
-    """Return the keys under `benchmark` with their right types.
-
-    Raises:
-        ConfigurationError: there is no such key or format, it has another type, or is too small.
-    """
-    keys = harness.checked_keys(ConvertBenchmarkKeys, wanted)
-    for to in keys["to"]:
-        harness.require_choice("benchmark.to", to, DESTINATIONS)
-    return keys
-
-
 def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
-    """Run all rounds and return the figures; the lead leaves benchmark_convert.json. Every rank calls it."""
     keys = cfg["benchmark"]
     with harness.scratch_folder(cfg, topology) as scratch:
         source = scratch / "source"
@@ -65,9 +52,8 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
                 return {"convert_s": seconds, "peak_mib": max(gathered(memory.mib(), topology))}
 
         rounds = harness.interleaved(work, keys["repeats"], take_turn, topology)
-    figures = summarized(rounds)
-    copy, format_name = figures["medians"][COPY], str(backend.store)
-    result = {
+    medians, format_name = summarized(rounds)["medians"], str(backend.store)
+    return {
         "from": format_name,
         "layout": f"saved as {format_name}",
         "tensors": _num_tensors(keys, topology),
@@ -75,10 +61,8 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         "ranks": topology.world_size,
         "repeats": keys["repeats"],
         "rounds": rounds,
-        **figures,
-        "ratios": {name: quotients(copy, row, ["convert_s"]) for name, row in figures["medians"].items()},
+        "ratios": {name: quotients(medians[COPY], row, ["convert_s"]) for name, row in medians.items()},
     }
-    return harness.write_result(result, cfg, "benchmark_convert", topology)
 
 
 def show(result: Mapping[str, Any]) -> None:
@@ -93,8 +77,7 @@ def show(result: Mapping[str, Any]) -> None:
         for name, ratio in result["ratios"].items()
     ]
     print_table(
-        f"{result['bytes'] / 1e9:.2f} GB of {result['from']}, saved by {result['ranks']} ranks, {result['machine']['cores']} cores, "
-        f"{rounds_text(result['repeats'])}",
+        f"{result['bytes'] / 1e9:.2f} GB of {result['from']}, saved by {result['ranks']} ranks, {cores_and_rounds(result)}",
         ["to", "s", "of cp's speed", "MiB of a rank"],
         rows,
     )
@@ -122,3 +105,8 @@ def _convert(source: Path, to: str, topology: Topology, ranks: int, folder: Path
     if topology.rank < ranks:
         run = run_of(ConvertKeys(src=str(source), dst=str(folder / "dst"), to=to, component=None))
         convert_on_ranks(run, topology if ranks > 1 else Topology.alone(topology.progress))
+
+
+MEASUREMENT = harness.Measurement(
+    ConversionKeys, benchmark, show, check=lambda keys: harness.require_some("benchmark.to", keys["to"], DESTINATIONS), scratch=True
+)

@@ -1,4 +1,4 @@
-"""`python -m recipes.benchmark.device`: copies of a save and of a load between device and host, beside plain copies of pinned memory."""
+"""measure=device: copies of a save and of a load between device and host, beside plain copies of pinned memory."""
 
 from __future__ import annotations
 
@@ -24,33 +24,19 @@ from ckpt.storage.wanted_bytes import WantedBytes
 from recipes.benchmark import harness
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import timed
-from recipes.benchmark.tables import print_table, rounds_text, summarized
+from recipes.benchmark.tables import print_table, rounds_of, summarized
 from recipes.support.tables import counted
 
 MIB = 1 << 20
 
 
 @dataclass
-class DeviceBenchmarkKeys:
+class DeviceKeys:
     repeats: int
     mib: int
 
 
-def check_benchmark(wanted: Any) -> dict[str, Any]:
-    """Return the keys under `benchmark` with their right types.
-
-    Raises:
-        ConfigurationError: there is no such key, it has another type, or is too small.
-    """
-    return harness.checked_keys(DeviceBenchmarkKeys, wanted)
-
-
 def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
-    """Run all rounds and return the figures; the lead leaves benchmark_device.json. Every rank calls it.
-
-    Raises:
-        ConfigurationError: the device is the host itself.
-    """
     device: Device = instantiate(cfg["device"])
     if device.type == "cpu":
         raise ConfigurationError("device=cpu has no copies to measure: choose another device")
@@ -67,7 +53,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
 
     rounds = harness.interleaved(states, keys["repeats"], take_turn, topology)
     medians = summarized(rounds)["medians"]
-    result = {
+    return {
         "device": str(device.torch_device),
         "ranks": topology.world_size,
         "repeats": keys["repeats"],
@@ -83,7 +69,6 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
             for name, state in states.items()
         },
     }
-    return harness.write_result(result, cfg, "benchmark_device", topology)
 
 
 def show(result: Mapping[str, Any]) -> None:
@@ -98,7 +83,7 @@ def show(result: Mapping[str, Any]) -> None:
         ]
         rows.append((name, f"{row['tensors']:,}", f"{row['bytes'] / MIB:.0f}", *cells))
     print_table(
-        f"{result['machine']['accelerator']}, {counted(result['ranks'], 'rank')}, {rounds_text(result['repeats'])}; GB/s of a rank, "
+        f"{result['machine']['accelerator']}, {counted(result['ranks'], 'rank')}, {rounds_of(result)}; GB/s of a rank, "
         "and the share of a plain copy",
         ["", "tensors", "MiB", "to the host", "", "to the device", ""],
         rows,
@@ -215,3 +200,6 @@ STATES: dict[str, Callable[[int, torch.device], list[torch.Tensor]]] = {
     "tensors of 4 KiB": _small,
     "transposed": _columns,
 }
+
+
+MEASUREMENT = harness.Measurement(DeviceKeys, benchmark, show)

@@ -1,7 +1,7 @@
-"""The harness of the benchmark commands: check the keys, let the contenders take turns in each round, leave the figures.
+"""The harness of the benchmark: check the keys, let the contenders take turns in each round, leave the figures.
 
-A command brings a module with `check_benchmark(keys)`, `benchmark(config, topology)` and `show(result)`. Contenders are interleaved in its
-rounds, so that a busy moment of the machine slows all of them alike.
+A measurement is a module that ends with its `Measurement`. Contenders are interleaved in its rounds, so that a busy moment of the machine
+slows all of them alike.
 """
 
 from __future__ import annotations
@@ -12,26 +12,28 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import psutil
 import torch
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
 from ckpt.version import __version__
 from recipes.benchmark.measuring import make_durable
-from recipes.support.config import by_dotted_key, checked
+from recipes.benchmark.tables import summarized
+from recipes.support.config import by_dotted_key, checked, make_absolute, resolved
 from recipes.support.launch import launch
 from recipes.support.run_folder import RunFolder
+from recipes.support.sentences import wrong_value
 
 SCRATCH = "scratch"
 """The folder in a run's own in which contenders save; removed at the end."""
@@ -44,60 +46,150 @@ Figures = dict[str, Any]
 
 CheckRun = Callable[[DictConfig], dict[str, Any]]
 
+MEASUREMENTS = {
+    "saves": "saves_and_loads",
+    "background": "background_saves",
+    "sync": "weight_updates",
+    "megatron": "megatron_strategies",
+    "convert": "conversions",
+    "device": "device_copies",
+    "validation": "validation_costs",
+    "plan": "plan_costs",
+    "ranks": "agreements",
+}
+"""Choice of `measure=` -> the module that measures it."""
 
-def measure(cfg: DictConfig, home: ModuleType, check_run: CheckRun = checked, *, scratch: bool = False) -> None:
-    """Run a command's benchmark on the ranks that the config asks for, and print its tables on rank 0.
 
-    Args:
-        home: the command's module.
-        check_run: checks the keys other than `benchmark`.
-        scratch: the contenders save in `scratch_folder`, which the launcher also removes at the end, as killed ranks leave it.
+@dataclass(frozen=True)
+class Measurement:
+    """What a module of this package measures.
+
+    Attributes:
+        keys: dataclass of the keys under `benchmark`.
+        benchmark: called on all ranks with the checked config; returns the figures, `rounds` by contender among them.
+        show: prints the figures as tables.
+        contenders: that `benchmark.contenders` may name.
+        check: of the keys, beyond their types; raises ConfigurationError.
+        check_run: returns the keys other than `benchmark` as a plain dictionary, checked.
+        draw: writes the figures as a PNG where `benchmark.plot` asks for it.
+        scratch: contenders save in `scratch_folder`, which the launcher also removes at the end, as killed ranks leave it.
     """
-    folder = RunFolder(cfg, temporary=SCRATCH if scratch else None)
-    result = launch(home.benchmark, checked_config(cfg, home, check_run), folder)
+
+    keys: type
+    benchmark: Callable[[dict[str, Any], Topology], Figures]
+    show: Callable[[Figures], None]
+    contenders: Collection[str] = ()
+    check: Callable[[dict[str, Any]], None] = lambda keys: None
+    check_run: CheckRun = checked
+    draw: Callable[[Figures, Path], None] | None = None
+    scratch: bool = False
+
+    def checked(self, cfg: DictConfig) -> dict[str, Any]:
+        """Return the config as a plain dictionary with right types, the measurement's own keys under `benchmark`.
+
+        Raises:
+            ConfigurationError: naming the key, its value and the way out.
+        """
+        with open_dict(cfg):
+            wanted = OmegaConf.to_container(cfg.pop("benchmark"))
+        return self.check_run(cfg) | {"benchmark": self.checked_keys(wanted)}
+
+    def checked_keys(self, wanted: Any) -> dict[str, Any]:
+        """Return the keys under `benchmark` with the types that a dataclass gives them.
+
+        Raises:
+            ConfigurationError: there is no such key, it has another type, or is missing; a whole number, always a count, is less than 1; a
+                contender is unknown, or named twice, or there is none; a plot is asked for and matplotlib is missing; or as `check` says.
+        """
+        keys = typed_keys(self.keys, wanted)
+        for key, value in by_dotted_key({"benchmark": keys}).items():
+            if any(type(one) is int and one < 1 for one in (value if isinstance(value, list) else [value])):
+                raise ConfigurationError(f"{key}={value}: expected at least 1")
+        names = keys.get("contenders")
+        if names is not None and (not names or len(set(names)) < len(names) or not set(names) <= set(self.contenders)):
+            raise ConfigurationError(f"benchmark.contenders={names}: expected some of {', '.join(self.contenders)}, each once")
+        if keys.get("plot") and not has_matplotlib():
+            raise ConfigurationError(
+                f"benchmark.plot=true needs the package matplotlib, which is not installed: {EXTRA}; or leave the plot out with "
+                "benchmark.plot=false"
+            )
+        self.check(keys)
+        return keys
+
+    def run(self, cfg: dict[str, Any], topology: Topology) -> Figures:
+        """Measure, and return the figures, their medians and ranges, and the facts of the machine. Every rank calls it.
+
+        The lead leaves benchmark.json in the run's folder, and benchmark.png.
+        """
+        result = self.benchmark(cfg, topology)
+        folder = Path(cfg["run_dir"])
+        result |= summarized(result["rounds"]) | {"machine": machine_facts(folder)}
+        if topology.is_lead:
+            (folder / "benchmark.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+            if self.draw is not None and (has_matplotlib() if cfg["benchmark"]["plot"] is None else cfg["benchmark"]["plot"]):
+                self.draw(result, folder / "benchmark.png")
+        return result
+
+
+def measurement_of(name: str) -> Measurement:
+    """Return the measurement of a choice of `measure=`."""
+    found: Measurement = import_module(f"recipes.benchmark.{MEASUREMENTS[name]}").MEASUREMENT
+    return found
+
+
+def measure(cfg: DictConfig, name: str) -> int:
+    """Run what `measure=` names on the ranks that the config asks for, and print its tables on rank 0; return the exit code."""
+    if name == "compare":
+        from recipes.benchmark.comparison import compare, keys_of
+
+        return compare(keys_of(cfg))
+    one = measurement_of(name)
+    folder = RunFolder(cfg, temporary=SCRATCH if one.scratch else None)
+    result = launch(run, one.checked(cfg) | {"measure": name}, folder)
     if result is not None:
-        home.show(result)
+        one.show(result)
+    return 0
 
 
-def checked_config(cfg: DictConfig, home: ModuleType, check_run: CheckRun = checked) -> dict[str, Any]:
-    """Return the config as a plain dictionary with right types, the command's own keys under `benchmark`.
-
-    Raises:
-        ConfigurationError: naming the key, its value and the way out.
-    """
-    with open_dict(cfg):
-        wanted = OmegaConf.to_container(cfg.pop("benchmark"))
-    return check_run(cfg) | {"benchmark": home.check_benchmark(wanted)}
+def run(cfg: dict[str, Any], topology: Topology) -> Figures:
+    """Run a measurement on one of its ranks."""
+    return measurement_of(cfg["measure"]).run(cfg, topology)
 
 
-def checked_keys(kind: type, wanted: Any, contenders: Collection[str] = ()) -> dict[str, Any]:
+@dataclass
+class FolderKeys:
+    """The keys of a run that does not train."""
+
+    run_name: str = MISSING
+    output_dir: str = MISSING
+    run_dir: str = MISSING
+
+
+def checked_folder(cfg: DictConfig) -> dict[str, Any]:
+    """Return the keys other than `benchmark` of a measurement that needs one rank and no training."""
+    run = resolved(FolderKeys, cfg)
+    make_absolute(run, "run_dir")
+    return run | {"launch": {"nproc_per_node": 1}, "agree": {"timeout_s": 120.0}}
+
+
+def typed_keys(kind: type, wanted: Any) -> dict[str, Any]:
     """Return the keys under `benchmark` with the types that a dataclass gives them.
 
-    Args:
-        contenders: that a key `contenders` may name.
-
     Raises:
-        ConfigurationError: there is no such key, it has another type, or is missing; a whole number, always a count, is less than 1; a
-            contender is unknown, or named twice, or there is none; or a plot is asked for and matplotlib is missing.
+        ConfigurationError: there is no such key, it has another type, or is missing.
     """
     try:
         typed = OmegaConf.merge(OmegaConf.structured(kind), wanted)
-        keys: Any = OmegaConf.to_container(typed, throw_on_missing=True)
+        return dict(OmegaConf.to_container(typed, throw_on_missing=True))  # type: ignore[arg-type]
     except OmegaConfBaseException as error:
         known = ", ".join(f"benchmark.{one.name}" for one in fields(kind))
-        raise ConfigurationError(f"{str(error).splitlines()[0]}; the benchmark has {known}") from error
-    for key, value in by_dotted_key({"benchmark": keys}).items():
-        if type(value) is int and value < 1:
-            raise ConfigurationError(f"{key}={value}: expected at least 1")
-    names = keys.get("contenders")
-    if names is not None and (not names or len(set(names)) < len(names) or not set(names) <= set(contenders)):
-        raise ConfigurationError(f"benchmark.contenders={names}: expected some of {', '.join(contenders)}, each once")
-    if keys.get("plot") and not has_matplotlib():
-        raise ConfigurationError(
-            f"benchmark.plot=true needs the package matplotlib, which is not installed: {EXTRA}; or leave the plot out with "
-            "benchmark.plot=false"
-        )
-    return dict(keys)
+        raise ConfigurationError(f"{wrong_value(error, f'benchmark.{error.full_key}')}; the benchmark has {known}") from error
+
+
+def require_some(key: str, values: Sequence[str], choices: Collection[str]) -> None:
+    """Raise ConfigurationError if there is no value, or one that is none of the choices."""
+    if not values or not set(values) <= set(choices):
+        raise ConfigurationError(f"{key}={values}: expected some of {', '.join(choices)}")
 
 
 def require_choice(key: str, value: str, choices: Iterable[str]) -> None:
@@ -158,26 +250,6 @@ def print_on_lead(text: str, topology: Topology) -> None:
     """Print a text on the lead."""
     if topology.is_lead:
         print(text, flush=True)
-
-
-def write_result(
-    result: Figures,
-    cfg: Mapping[str, Any],
-    name: str,
-    topology: Topology,
-    draw: Callable[[Figures, Path], None] | None = None,
-) -> Figures:
-    """Write `<name>.json` into the run's folder, on the lead, and `<name>.png` if `benchmark.plot` asks for it; return the result.
-
-    The facts of the machine are added to it.
-    """
-    result = result | {"machine": machine_facts(Path(cfg["run_dir"]))}
-    if topology.is_lead:
-        path = Path(cfg["run_dir"]) / f"{name}.json"
-        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        if draw is not None and (has_matplotlib() if cfg["benchmark"]["plot"] is None else cfg["benchmark"]["plot"]):
-            draw(result, path.with_suffix(".png"))
-    return result
 
 
 def machine_facts(folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The process of megatron-core beside each rank of `python -m recipes.benchmark.megatron`: saves and loads on command.
+"""The process of megatron-core beside each rank of measure=megatron: saves and loads on command.
 
 It runs in an environment of its own, for megatron-core 0.10 needs NumPy 1 and zarr 2:
 

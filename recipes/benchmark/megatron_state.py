@@ -1,4 +1,4 @@
-"""The state of both sides of `python -m recipes.benchmark.megatron`: a GPT and the moments of Adam as Megatron cuts them for one rank.
+"""The state of both sides of measure=megatron: a GPT and the moments of Adam as Megatron cuts them for one rank.
 
 It imports nothing of `ckpt`, because ranks of another environment, in which `ckpt` does not run, import it too.
 """

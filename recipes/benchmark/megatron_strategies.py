@@ -1,4 +1,4 @@
-"""`python -m recipes.benchmark.megatron`: our strategies and megatron-core's save and load one sharded state; every bit is compared."""
+"""measure=megatron: our strategies and megatron-core's save and load one sharded state; every bit is compared."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from recipes.benchmark import harness
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import PeakMemory, forget_cache, gathered, largest, timed, wait_for_ranks
 from recipes.benchmark.megatron_state import OPTIMIZERS, RankHoldings, Side, data_parallel_ranks, shards_of
-from recipes.benchmark.tables import print_table, rounds_text, summarized
+from recipes.benchmark.tables import cores_and_rounds, print_table, summarized
 from recipes.support.config import made
 from recipes.training.gpt import SIZES
 
@@ -55,7 +55,7 @@ Do = Callable[[str, Path], Cost]
 
 
 @dataclasses.dataclass
-class MegatronBenchmarkKeys:
+class MegatronKeys:
     repeats: int
     contenders: list[str]
     optimizer: str
@@ -122,18 +122,10 @@ class Peer:
         return phase.payloads
 
 
-def check_benchmark(wanted: Any) -> dict[str, Any]:
-    """Return the keys under `benchmark` with their right types.
-
-    Raises:
-        ConfigurationError: there is no such key, contender or optimizer, or no interpreter where one is needed.
-    """
-    known = [*OURS, PEER]
-    keys = harness.checked_keys(MegatronBenchmarkKeys, wanted, [*known, *(name + TWO_STAGE for name in known)])
+def _check(keys: dict[str, Any]) -> None:
     harness.require_choice("benchmark.optimizer", keys["optimizer"], OPTIMIZERS)
     if any(is_peer(name) for name in keys["contenders"]):
         keys["megatron_python"] = _interpreter(keys["megatron_python"])
-    return keys
 
 
 def _interpreter(path: str | None) -> str:
@@ -148,7 +140,6 @@ def _interpreter(path: str | None) -> str:
 
 
 def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
-    """Run all rounds and return the figures; the lead leaves benchmark_megatron.json. Every rank calls it."""
     keys = cfg["benchmark"]
     names = keys["contenders"]
     held = _held(cfg, topology)
@@ -175,8 +166,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
 
         rounds = harness.interleaved(names, keys["repeats"], take_turn, topology, _line)
     counted = {name: [{column: row[column] for column in COLUMNS} for row in rows] for name, rows in rounds.items()}
-    summary = summarized(counted)
-    result = {
+    return {
         "model": cfg["model"]["size"],
         "optimizer": keys["optimizer"],
         "in_place": keys["in_place"],
@@ -196,10 +186,8 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
             for name, rows in rounds.items()
         },
         "rounds": counted,
-        **summary,
-        "ratios": _ratios(summary["medians"]),
+        "ratios": _ratios(summarized(counted)["medians"]),
     }
-    return harness.write_result(result, cfg, "benchmark_megatron", topology)
 
 
 def _held(cfg: Mapping[str, Any], topology: Topology) -> RankHoldings:
@@ -325,10 +313,9 @@ def _ratios(medians: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, f
 def show(result: Mapping[str, Any]) -> None:
     """Print the figures, and megatron-core's over ours, as a table."""
     contenders = result["contenders"]
-    rounds = rounds_text(max(map(len, result["rounds"].values())))
     title = (
-        f"{result['state_bytes'] / 1e9:.2f} GB of state, {result['layout']}, {result['machine']['cores']} cores, {rounds}: seconds to "
-        "save and to load (cold, warm), MiB taken on top of the state, and tensors that came back wrong"
+        f"{result['state_bytes'] / 1e9:.2f} GB of state, {result['layout']}, {cores_and_rounds(result)}: seconds to save "
+        "and to load (cold, warm), MiB taken on top of the state, and tensors that came back wrong"
     )
     rows = [
         (
@@ -348,3 +335,13 @@ def show(result: Mapping[str, Any]) -> None:
 def _line(figures: Figures) -> str:
     wrong = f"; came back wrong: {', '.join(figures['wrong'])}" if figures["wrong"] else ""
     return ", ".join(f"{column} {figures[column]:.3f}" for column in COLUMNS) + wrong
+
+
+MEASUREMENT = harness.Measurement(
+    MegatronKeys,
+    benchmark,
+    show,
+    contenders=(*OURS, PEER, *(name + TWO_STAGE for name in (*OURS, PEER))),
+    check=_check,
+    scratch=True,
+)

@@ -1,4 +1,4 @@
-"""`python -m recipes.benchmark.plan`: plan saves of a GPT that does not exist, of any size on any number of ranks, by addresses alone.
+"""measure=plan: plan saves of a GPT that does not exist, of any size on any number of ranks, by addresses alone.
 
 Measured is the work of one rank in a save before it writes. The payloads of the other ranks are recorded before, so one process is enough.
 """
@@ -13,10 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
-
-from omegaconf import DictConfig, OmegaConf
 
 from ckpt.errors import ConfigurationError
 from ckpt.format.box import Box, chunk_box, whole
@@ -26,10 +23,10 @@ from ckpt.planning.tables import Address, Table, TablePart, table_to_json
 from ckpt.ranks.topology import Phase, Topology
 from ckpt.state.collect import Comparison, DistinctRanks, RankState, digest_of_json, exchange_tables, settle_plain
 from ckpt.state.sharing import StateComponent
-from recipes.benchmark import metadata_costs
-from recipes.benchmark.harness import Figures, machine_facts
+from recipes.benchmark import harness, metadata_costs
+from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import PeakMemory
-from recipes.benchmark.tables import print_table, rounds_text, summarized
+from recipes.benchmark.tables import print_table, rounds_of
 from recipes.benchmark.weights import NamedTensors
 from recipes.support.local_ranks import start_forkserver
 
@@ -39,9 +36,7 @@ _COMPONENTS = {key: StateComponent(key, NamedTensors({}), pattern) for key, patt
 
 
 @dataclass
-class PlanBenchmarkKeys:
-    """The keys of the command; their defaults are in conf/benchmark_plan.yaml."""
-
+class PlanKeys:
     tp: int
     pp: int
     dp: list[int]
@@ -49,7 +44,6 @@ class PlanBenchmarkKeys:
     width: int
     vocab: int
     optimizer_state: list[str]
-    json: bool
 
 
 @dataclass(frozen=True)
@@ -166,21 +160,21 @@ def record(world_size: int, act: Callable[[RecordedTopology], object], *, num_ph
     return recorded
 
 
-def benchmark(keys: PlanBenchmarkKeys) -> Figures:
+def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
     """Measure every case, each in a process of its own, and return the figures. A case that is given twice has two rounds."""
+    keys = cfg["benchmark"]
     rounds: dict[str, list[Figures]] = {}
-    for optimizer in keys.optimizer_state:
-        for dp in keys.dp:
-            case = SyntheticGPT(keys.tp, keys.pp, dp, keys.layers, keys.width, keys.vocab, optimizer == "sharded")
+    for optimizer in keys["optimizer_state"]:
+        for dp in keys["dp"]:
+            shape = {name: keys[name] for name in ("tp", "pp", "layers", "width", "vocab")}
+            case = SyntheticGPT(dp=dp, shard_optimizer=optimizer == "sharded", **shape)
             figures = {"optimizer": optimizer, "dp": dp, **_in_new_process(case)}
             rounds.setdefault(f"{case.world_size:,} ranks, {optimizer}", []).append(figures)
     return {  # the last case stands for all: they plan the same state
-        "layout": f"{figures['parameters'] / 1e9:,.3f} billion parameters, TP {keys.tp} x PP {keys.pp}",
+        "layout": f"{figures['parameters'] / 1e9:,.3f} billion parameters, TP {keys['tp']} x PP {keys['pp']}",
         "tensors": figures["arrays"],
         "bytes": figures["bytes"],
         "rounds": rounds,
-        **summarized(rounds),
-        "machine": machine_facts(Path.cwd()),
     }
 
 
@@ -242,22 +236,10 @@ def bytes_per_writer(plan: SavePlan, world_size: int) -> list[int]:
     return written
 
 
-def keys_of(cfg: DictConfig) -> PlanBenchmarkKeys:
-    """Return the config, its types checked.
-
-    Raises:
-        ConfigurationError: the numbers make no run.
-    """
-    keys = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(PlanBenchmarkKeys), cfg))
-    assert isinstance(keys, PlanBenchmarkKeys)
-    numbers = {"tp": keys.tp, "pp": keys.pp, "layers": keys.layers, "width": keys.width, "vocab": keys.vocab}
-    wrong = [f"{name}={number}" for name, number in numbers.items() if number < 1]
-    if wrong or not keys.dp or min(keys.dp) < 1:
-        raise ConfigurationError(f"{', '.join(wrong) or f'dp={keys.dp}'}: expected at least 1")
-    unknown = sorted(set(keys.optimizer_state) - set(OPTIMIZERS))
-    if unknown or not keys.optimizer_state:
-        raise ConfigurationError(f"optimizer_state={keys.optimizer_state}: expected some of {', '.join(OPTIMIZERS)}")
-    return keys
+def _check(keys: dict[str, Any]) -> None:
+    harness.require_some("benchmark.optimizer_state", keys["optimizer_state"], OPTIMIZERS)
+    if not keys["dp"]:
+        raise ConfigurationError("benchmark.dp=[]: expected at least one number of replicas")
 
 
 _ROWS: dict[str, Callable[[Mapping[str, Any]], str]] = {
@@ -288,12 +270,11 @@ _ROWS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 def show(result: Mapping[str, Any]) -> None:
     """Print a table per kind of optimizer state, with a column per number of ranks."""
     optimizer_of = {name: rows[0]["optimizer"] for name, rows in result["rounds"].items()}
-    rounds = rounds_text(max(map(len, result["rounds"].values())))
     for optimizer in dict.fromkeys(optimizer_of.values()):
         cases = [row for name, row in result["medians"].items() if optimizer_of[name] == optimizer]
         rows = [(heading, *map(cell, cases)) for heading, cell in _ROWS.items()]
         headings = ["", *(f"{case['ranks']:,.0f} ranks" for case in cases)]
-        title = f"{result['layout']}, {result['tensors']:,} arrays, optimizer state {optimizer}, {rounds}"
+        title = f"{result['layout']}, {result['tensors']:,} arrays, optimizer state {optimizer}, {rounds_of(result)}"
         print_table(title, headings, rows)
 
 
@@ -324,3 +305,6 @@ def _cut(box: Box, dim: int, parts: int, number: int) -> Box:
     offsets[dim] += start
     shape[dim] = min(step, side - start)
     return Box(tuple(offsets), tuple(shape))
+
+
+MEASUREMENT = harness.Measurement(PlanKeys, benchmark, show, check=_check, check_run=harness.checked_folder)

@@ -33,7 +33,7 @@ LETTER_BYTES = 4096
 TIMEOUT_S = 120.0
 
 _TABLE_BYTES = 190
-"""Digests of the pieces of one rank's table of addresses, with 10^12 parameters on 10,240 ranks (recipes.benchmark.plan)."""
+"""Digests of the pieces of one rank's table of addresses, with 10^12 parameters on 10,240 ranks (measure=plan)."""
 _PIECES_BYTES = 800_000
 """All distinct pieces of the tables of this state."""
 _PACKED = 10

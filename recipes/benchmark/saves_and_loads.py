@@ -1,4 +1,4 @@
-"""`python -m recipes.benchmark`: every contender saves one state and loads it, cold and warm; every loaded bit is compared."""
+"""measure=saves: every contender saves one state and loads it, cold and warm; every loaded bit is compared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recipes.benchmark import harness
 from recipes.benchmark.contenders import LIMITS, OURS, PEERS, RAW, contenders_of
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import PeakMemory, forget_cache, gathered, largest, timed, wait_for_ranks
-from recipes.benchmark.tables import draw, print_table, quotients, rounds_text, summarized, with_range
+from recipes.benchmark.tables import cores_and_rounds, draw, print_table, quotients, summarized, with_range
 from recipes.benchmark.workloads import SHARINGS, Contender, State, Workload, described, facts_of, prepared
 from recipes.support.tables import console, full_line
 
@@ -32,7 +32,7 @@ class SmallTensorKeys:
 
 
 @dataclass
-class BenchmarkKeys:
+class SavesKeys:
     workload: str
     repeats: int
     contenders: list[str]
@@ -42,13 +42,7 @@ class BenchmarkKeys:
     plot: bool | None
 
 
-def check_benchmark(wanted: Any) -> dict[str, Any]:
-    """Return the keys under `benchmark` with their right types.
-
-    Raises:
-        ConfigurationError: there is no such key or contender, a number is too small, or two keys do not go together.
-    """
-    keys = harness.checked_keys(BenchmarkKeys, wanted, (*PEERS, *LIMITS, *OURS))
+def _check(keys: dict[str, Any]) -> None:
     names, rate, small = keys["contenders"], keys["store_mib_s"], keys["small_tensors"]
     if small is not None:
         harness.require_choice("benchmark.small_tensors.sharing", small["sharing"], SHARINGS)
@@ -59,11 +53,9 @@ def check_benchmark(wanted: Any) -> dict[str, Any]:
             f"benchmark.store_mib_s={rate} slows the reads of our loads alone: leave "
             f"{', '.join(name for name in names if name not in OURS)} out of benchmark.contenders"
         )
-    return keys
 
 
 def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
-    """Run all rounds and return the figures; the lead leaves benchmark.json, and benchmark.png. Every rank calls it."""
     keys = cfg["benchmark"]
     with prepared(cfg, topology) as workload, harness.scratch_folder(cfg, topology) as folders:
         contenders, left_out = contenders_of(cfg, workload, folders)
@@ -80,8 +72,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
                 return _measured(name, contenders[name], folder, workload, identity)
 
         rounds = harness.interleaved(contenders, keys["repeats"], take_turn, topology, _line)
-    result = facts | {"left_out": left_out, "rounds": rounds} | compared(rounds)
-    return harness.write_result(result, cfg, "benchmark", topology, _draw)
+    return facts | {"left_out": left_out, "rounds": rounds} | compared(rounds)
 
 
 def _measured(name: str, contender: Contender, folder: Path, workload: Workload, identity: str) -> Figures:
@@ -187,8 +178,7 @@ def show(result: Mapping[str, Any]) -> None:
 def _title(result: Mapping[str, Any]) -> str:
     loaded = "" if result["load_ranks"] == result["ranks"] else f", loaded on {result['load_ranks']}"
     store = "" if result["store_mib_s"] is None else f", read through a store of {result['store_mib_s']:g} MiB/s"
-    rounds = rounds_text(len(next(iter(result["rounds"].values()))))
-    return f"{described(result)}{loaded}{store}, {result['machine']['cores']} cores, {rounds}"
+    return f"{described(result)}{loaded}{store}, {cores_and_rounds(result)}"
 
 
 def _ratio_columns(ratios: Mapping[str, Any]) -> dict[str, dict[str, Mapping[str, float]]]:
@@ -217,3 +207,8 @@ def _draw(result: Figures, path: Path) -> None:
 def _line(figures: Figures) -> str:
     seconds = {name.removesuffix("_s").replace("_", " "): v for name, v in figures.items() if name.endswith("_s")}
     return ", ".join(f"{name} {value:.3f} s" for name, value in seconds.items())
+
+
+MEASUREMENT = harness.Measurement(
+    SavesKeys, benchmark, show, contenders=(*PEERS, *LIMITS, *OURS), check=_check, draw=_draw, scratch=True
+)

@@ -43,6 +43,15 @@ def rounds_text(count: int) -> str:
     return "one round" if count == 1 else f"medians of {count} rounds"
 
 
+def rounds_of(result: Mapping[str, Any]) -> str:
+    """Return the number of rounds, for a title."""
+    return rounds_text(max(map(len, result["rounds"].values()), default=1))
+
+
+def cores_and_rounds(result: Mapping[str, Any]) -> str:
+    return f"{result['machine']['cores']} cores, {rounds_of(result)}"
+
+
 def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table; on a narrow console as several below each other, each with the first column."""
     for part in tables_of(title, headings, rows, console().width):

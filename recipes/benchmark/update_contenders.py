@@ -1,4 +1,4 @@
-"""The contenders of `python -m recipes.benchmark.sync`: our engines, bare broadcasts of buckets, and one broadcast for each tensor."""
+"""The contenders of measure=sync: our engines, bare broadcasts of buckets, and one broadcast for each tensor."""
 
 from __future__ import annotations
 

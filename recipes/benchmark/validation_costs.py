@@ -1,4 +1,4 @@
-"""`python -m recipes.benchmark.validation`: the cost of each validation level and of the doctor, beside a save and a bare hash."""
+"""measure=validation: the cost of each validation level and of the doctor, beside a save and a bare hash."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ckpt.state.sharing import EQUAL_COPIES
 from recipes.benchmark import harness
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import timed
-from recipes.benchmark.tables import print_table, rounds_text, summarized, with_range
+from recipes.benchmark.tables import cores_and_rounds, print_table, with_range
 from recipes.training.training import Training
 
 LIMIT = "bare hash"
@@ -31,21 +31,11 @@ OURS = (*(level.value for level in ValidationLevel), "doctor", "save")
 
 
 @dataclasses.dataclass
-class ValidationBenchmarkKeys:
+class ValidationKeys:
     repeats: int
 
 
-def check_benchmark(wanted: Any) -> dict[str, Any]:
-    """Return the keys under `benchmark` with their right types.
-
-    Raises:
-        ConfigurationError: there is no such key, it has another type, or is too small.
-    """
-    return harness.checked_keys(ValidationBenchmarkKeys, wanted)
-
-
 def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
-    """Run all rounds and return the figures; the lead leaves benchmark_validation.json. Every rank calls it."""
     training = Training(cfg, topology, instantiate(cfg["device"]))
     training.join()
     training.step()
@@ -65,16 +55,13 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
             shutil.rmtree(cfg["checkpoint_root"], ignore_errors=True)
     held = _tensors(components)
     num_bytes = sum(one.nbytes for one in held)
-    rounds = with_cost(rounds, num_bytes)
-    result = {
+    return {
         "layout": training.layout.name,
         "ranks": topology.world_size,
         "bytes": num_bytes,  # of one rank, like the tensors
         "tensors": len(held),
-        "rounds": rounds,
-        **summarized(rounds),
+        "rounds": with_cost(rounds, num_bytes),
     }
-    return harness.write_result(result, cfg, "benchmark_validation", topology)
 
 
 def with_cost(rounds: Mapping[str, Sequence[Figures]], num_bytes: int) -> dict[str, list[Figures]]:
@@ -105,8 +92,7 @@ def show(result: Mapping[str, Any]) -> None:
         for name, row in medians.items()
     ]
     print_table(
-        f"{result['bytes'] / 1e9:.2f} GB in {result['tensors']} tensors {where}, {result['layout']}, {result['machine']['cores']} cores, "
-        f"{rounds_text(len(result['rounds']['none']))}",
+        f"{result['bytes'] / 1e9:.2f} GB in {result['tensors']} tensors {where}, {result['layout']}, {cores_and_rounds(result)}",
         ["", "s", "s more than none", "s per GB", "of a save"],
         rows,
     )
@@ -147,3 +133,6 @@ def _tensors(components: list[StateComponent]) -> list[Any]:
         for component in components
         for leaf in flatten(component.stateful.state_dict(), component.key).tensors.values()
     ]
+
+
+MEASUREMENT = harness.Measurement(ValidationKeys, benchmark, show)

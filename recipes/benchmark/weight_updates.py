@@ -1,4 +1,4 @@
-"""`python -m recipes.benchmark.sync`: every contender brings the trainers' weights to the rollouts; the times of its parts."""
+"""measure=sync: every contender brings the trainers' weights to the rollouts; the times of its parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ckpt.ranks.topology import Topology
 from recipes.benchmark import harness
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import gathered, largest, wait_for_ranks
-from recipes.benchmark.tables import print_table, rounds_text, summarized
+from recipes.benchmark.tables import cores_and_rounds, print_table, summarized
 from recipes.benchmark.update_contenders import (
     CONTENDERS,
     OURS,
@@ -56,17 +56,14 @@ RATIOS: dict[str, tuple[str, str, str]] = {
 
 
 @dataclass
-class SyncRunKeys:
-    run_name: str = MISSING
-    output_dir: str = MISSING
-    run_dir: str = MISSING
+class SyncRunKeys(harness.FolderKeys):
     roles: RoleKeys = field(default_factory=RoleKeys)
     agree: AgreeWithGraceKeys = field(default_factory=AgreeWithGraceKeys)
     device: dict[str, Any] = MISSING
 
 
 @dataclass
-class SyncBenchmarkKeys:
+class SyncKeys:
     mib: int
     width: int
     dtypes: list[str]
@@ -76,7 +73,7 @@ class SyncBenchmarkKeys:
     contenders: list[str]
 
 
-def check_run(cfg: DictConfig) -> dict[str, Any]:
+def _check_run(cfg: DictConfig) -> dict[str, Any]:
     """Return the keys other than `benchmark` as a plain dictionary, resolved, with right types.
 
     Raises:
@@ -91,25 +88,17 @@ def check_run(cfg: DictConfig) -> dict[str, Any]:
     return run | {"launch": {"nproc_per_node": run["roles"]["trainer"] + run["roles"]["rollout"]}}
 
 
-def check_benchmark(wanted: Any) -> dict[str, Any]:
-    """Return the keys under `benchmark` with their right types.
-
-    Raises:
-        ConfigurationError: there is no such key, contender or data type, a number is too small, or a package is missing.
-    """
-    keys = harness.checked_keys(SyncBenchmarkKeys, wanted, CONTENDERS)
+def _check(keys: dict[str, Any]) -> None:
     if not 0 <= keys["frozen"] <= 1:
         raise ConfigurationError(f"benchmark.frozen={keys['frozen']}: expected a share from 0 to 1")
-    floats = {zarr_name(dtype) for dtype in STORABLE if dtype.is_floating_point}
-    if not keys["dtypes"] or not floats.issuperset(keys["dtypes"]):
-        raise ConfigurationError(f"benchmark.dtypes={keys['dtypes']}: expected some of {', '.join(sorted(floats))}")
+    floats = sorted(zarr_name(dtype) for dtype in STORABLE if dtype.is_floating_point)
+    harness.require_some("benchmark.dtypes", keys["dtypes"], floats)
     if any(name.startswith(("kimi", "reference")) for name in keys["contenders"]):
         CheckpointEngineRegistry.get("kimi_ckpt_engine")  # raises if its package is missing
-    return keys
 
 
 def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
-    """Run all rounds, behind one that is not counted, and return the figures; the lead leaves benchmark_sync.json. Every rank calls it.
+    """Run all rounds, behind one that is not counted, and return the figures.
 
     Raises:
         ConfigurationError: there are not as many ranks as the roles take.
@@ -148,8 +137,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         "first": {name: rows[0] for name, rows in first.items()},
         "rounds": rounds,
     }
-    result |= compared(result["first"], rounds, facts["bytes"])
-    return harness.write_result(result, cfg, "benchmark_sync", topology)
+    return result | compared(result["first"], rounds, facts["bytes"])
 
 
 def _endpoints(cfg: Mapping[str, Any], topology: Topology) -> UpdateEndpoints:
@@ -278,8 +266,7 @@ def _title(result: Mapping[str, Any]) -> str:
     ranks = f"{counted(result['trainers'], 'trainer')}, {counted(result['rollouts'], 'rollout')}"
     return (
         f"{result['bytes'] / 1e9:.2f} GB in {result['tensors']} tensors, buckets of {result['bucket_bytes'] / MIB:.0f} MiB, {ranks}, "
-        f"{result['device']} by {result['collectives']}, {result['machine']['cores']} cores, {result['frozen']:.0%} frozen, "
-        f"{rounds_text(result['repeats'])}; seconds (GB/s)"
+        f"{result['device']} by {result['collectives']}, {result['frozen']:.0%} frozen, {cores_and_rounds(result)}; seconds (GB/s)"
     )
 
 
@@ -305,3 +292,8 @@ def contender_of(name: str, ends: UpdateEndpoints) -> Contender:
     from recipes.benchmark.parameter_server import Reference  # its package may be missing
 
     return Reference(ends, is_tuned=name == "reference/tuned")
+
+
+MEASUREMENT = harness.Measurement(
+    SyncKeys, benchmark, show, contenders=CONTENDERS, check=_check, check_run=_check_run
+)

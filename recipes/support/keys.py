@@ -131,9 +131,9 @@ def keys_of_command(conf: Path, config_name: str, overrides: Sequence[str] = ())
             for name, phrase in [*comments.nodes.items(), *((key.name, key.phrase) for key in comments.keys)]:
                 full = f"{one.package}.{name}" if one.package else name
                 phrases[full] = phrase or phrases.get(full, "")
-    own = read(Path(conf, f"{config_name}.yaml"))
-    groups = _groups_of(conf, config_name)
     chosen = cfg.hydra.runtime.choices
+    own = with_choice(conf, config_name, chosen)
+    groups = _groups_of(conf, own)
     values = by_dotted_key({str(key): value for key, value in _plain(cfg).items() if key != "hydra"})
     keys = [Key(name, shown(value), _phrase(name, value, phrases)) for name, value in values.items()]
     keys = [key for key in keys if key.name.rpartition(".")[2] not in _HYDRAS_OWN]
@@ -151,6 +151,21 @@ def keys_of_command(conf: Path, config_name: str, overrides: Sequence[str] = ())
     )
 
 
+def with_choice(conf: Path, config_name: str, chosen: Mapping[str, Any]) -> ConfigFile:
+    """Return the file of a command, joined with the file of a choice that has a help of its own, as those of `measure=` have.
+
+    Args:
+        chosen: choice by group.
+    """
+    own = read(conf / f"{config_name}.yaml")
+    for group in own.groups:
+        file = conf / group / f"{chosen.get(group, own.choices[group])}.yaml"
+        if file.is_file() and (one := read(file)).help:
+            groups, choices = own.groups | one.groups, own.choices | one.choices
+            return ConfigFile(one.phrase, groups, choices, [*own.bases, *one.bases], [*own.keys, *one.keys], one.nodes, one.help)
+    return own
+
+
 def shown(value: Any) -> str:
     """Return a value as a command line gives it."""
     if isinstance(value, (list, tuple)):
@@ -166,12 +181,11 @@ def _plain(cfg: Any) -> dict[str, Any]:
     return {str(key): value for key, value in with_hydra.items()}
 
 
-def _groups_of(conf: Path, config_name: str) -> dict[str, str]:
+def _groups_of(conf: Path, own: ConfigFile) -> dict[str, str]:
     """The groups in the defaults list of a command, and of the command that it extends."""
-    own = read(conf / f"{config_name}.yaml")
     found: dict[str, str] = {}
     for base in own.bases:
-        found |= _groups_of(conf, base)
+        found |= _groups_of(conf, read(conf / f"{base}.yaml"))
     return found | own.groups
 
 
@@ -208,12 +222,13 @@ class _Reader:
             if name == "defaults":
                 for item in value.value:
                     if isinstance(item, yaml.MappingNode):
-                        ((group, choice),) = item.value
-                        if not group.value.startswith("override") and group.value not in _NOT_CHOSEN:
-                            groups[group.value] = self._comment(group, choice)
-                            choices[group.value] = choice.value
+                        ((key, choice),) = item.value
+                        group = key.value.removeprefix("/")
+                        if not group.startswith("override") and group not in _NOT_CHOSEN:
+                            groups[group] = self._comment(key, choice)
+                            choices[group] = choice.value
                     elif item.value != "_self_":
-                        bases.append(item.value)
+                        bases.append(item.value.removeprefix("/"))
             elif isinstance(value, yaml.MappingNode):
                 nodes[name] = self._comment(key, value)
             else:

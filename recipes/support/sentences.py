@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -171,11 +172,12 @@ def _no_such_key(key: str, conf: Path, config_name: str) -> str:
 
 
 def _keys(conf: Path, config_name: str) -> list[str]:
-    """Every dotted key of the command's config, composed without overrides; none if that fails."""
+    """Every dotted key of the command's config, composed with the choices of the command line alone; none if that fails."""
+    choices = [word for word in sys.argv[1:] if re.fullmatch(r"\w+=[\w-]+", word) and (conf / word.partition("=")[0]).is_dir()]
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(conf), version_base="1.3"):
-            cfg = compose(config_name)
+            cfg = compose(config_name, choices)
     except HydraException:  # of a --config-dir or --config-name of the user's
         return []
     leaves = [key.split(".") for key in by_dotted_key(OmegaConf.to_container(cfg, resolve=False))]

@@ -7,7 +7,6 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
-from recipes.benchmark.harness import CheckRun, checked_config
+from recipes.benchmark.harness import measurement_of
 from recipes.support import CONF
 from recipes.support.config import GIVEN, checked, given_keys
 
@@ -128,18 +127,8 @@ def config(run_dir: Path, *overrides: str, num_ranks: int | None = None) -> dict
     return checked(composed(run_dir, *overrides), num_ranks=num_ranks) | {GIVEN: given_keys(overrides)}
 
 
-def benchmark_config(
-    run_dir: Path,
-    *overrides: str,
-    root: str = "benchmark",
-    home: str = "saves_and_loads",
-    check_run: CheckRun = checked,
-) -> dict[str, Any]:
-    """Return the config of a benchmark, with its own keys under `benchmark`, checked as its command checks them.
-
-    Args:
-        home: the command's module in recipes/benchmark.
-    """
+def benchmark_config(run_dir: Path, *overrides: str) -> dict[str, Any]:
+    """Return the config of the benchmark that `measure=` names, with its own keys under `benchmark`, checked as the command checks them."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    cfg = composed(run_dir, *overrides, root=root)
-    return checked_config(cfg, import_module(f"recipes.benchmark.{home}"), check_run)
+    measured = [one.partition("=")[2] for one in overrides if one.startswith("measure=")] or ["saves"]
+    return measurement_of(measured[0]).checked(composed(run_dir, *overrides, root="benchmark"))

@@ -13,7 +13,7 @@ from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.ranks.topology import Topology
 from recipes.benchmark import background_saves
 from recipes.benchmark.background_contenders import DCP, NOTHING, OURS, Saving, settings_of
-from recipes.benchmark.background_saves import COLUMNS, check_benchmark, compared, figures_of, show
+from recipes.benchmark.background_saves import COLUMNS, MEASUREMENT, compared, figures_of, show
 from recipes.benchmark.training_step import _in_turns
 from tests.conf.configs import benchmark_config
 from tests.ranks import run_ranks
@@ -33,7 +33,7 @@ KEYS: dict[str, Any] = {
 
 def config(run_dir: Path, *overrides: str) -> dict[str, Any]:
     """Return the config as the command checks it."""
-    return benchmark_config(run_dir, *overrides, root="benchmark_async", home="background_saves")
+    return benchmark_config(run_dir, "measure=background", *overrides)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_the_words_of_a_contender_are_the_settings_of_its_saves() -> None:
 )
 def test_a_wrong_key_is_one_sentence(wrong: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
-        check_benchmark({**KEYS, **wrong})
+        MEASUREMENT.checked_keys({**KEYS, **wrong})
 
 
 def test_parameters_are_dealt_out_into_as_few_like_parts_as_one_step_may_change() -> None:
@@ -155,9 +155,9 @@ def test_a_small_one_measures_everybody_and_finds_every_bit_again(
     names = ["none", "dcp-thread-overlap", "sync", "thread", "process-overlap/capped"]
     cfg = small(tmp_path, names)
     result = run_ranks(2, _benchmark, cfg, process_group=True, timeout_s=120)[0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["benchmark_async.json", "benchmark_async.png"]
-    assert (tmp_path / "benchmark_async.png").read_bytes().startswith(b"\x89PNG")
-    assert json.loads((tmp_path / "benchmark_async.json").read_text()) == result
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["benchmark.json", "benchmark.png"]
+    assert (tmp_path / "benchmark.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "benchmark.json").read_text()) == result
     assert [list(result[key]) for key in ("rounds", "medians", "ranges")] == [names] * 3
     for name, figures in result["medians"].items():
         assert {"stall_s", "call_s", "wait_s", "finish_s", "lost_s", "step_s", "steps", "peak_mib"} <= set(figures)
@@ -197,7 +197,7 @@ def test_bytes_that_training_reached_end_the_benchmark(tmp_path: Path) -> None:
 
 def test_one_rank_trains_with_nobody(tmp_path: Path) -> None:
     with Topology.alone() as topology, pytest.raises(ConfigurationError, match="launch.nproc_per_node=2 or more"):
-        background_saves.benchmark(small(tmp_path, ["none"]), topology)
+        MEASUREMENT.run(small(tmp_path, ["none"]), topology)
 
 
 class Late(Saving):
@@ -231,11 +231,11 @@ def small(run_dir: Path, names: list[str], *overrides: str) -> dict[str, Any]:
 
 
 def _benchmark(topology: Topology, cfg: dict[str, Any]) -> dict[str, Any]:
-    return background_saves.benchmark(cfg, topology)
+    return MEASUREMENT.run(cfg, topology)
 
 
 def _refused(topology: Topology, cfg: dict[str, Any]) -> str:
     background_saves.saving_of = lambda name, cfg, workload, folder: Late(workload)  # in this process, a rank's own
     with pytest.raises(CorruptCheckpointError) as refused:
-        background_saves.benchmark(cfg, topology)
+        MEASUREMENT.run(cfg, topology)
     return str(refused.value)

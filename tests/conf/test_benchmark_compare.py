@@ -1,4 +1,4 @@
-"""`python -m recipes.benchmark.compare`: what is slower beyond doubt is reported, what only varies is not."""
+"""measure=compare: what is slower beyond doubt is reported, what only varies is not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import recipes.benchmark.compare
+import recipes.benchmark.__main__
 from ckpt.errors import ConfigurationError
 from recipes.benchmark.comparison import CompareKeys, compare, ratios
 from recipes.benchmark.harness import machine_facts
@@ -44,9 +44,9 @@ def test_a_figure_that_is_larger_beyond_doubt_is_marked_and_the_exit_code_says_s
     b = _result(tmp_path / "b.json", zarr=_rows(1.2, 1.19, 1.21, 1.22, 1.18), raw=_rows(0.91, 0.9, 0.89))
 
     def command(*overrides: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["recipes/benchmark/compare.py", *overrides])
+        monkeypatch.setattr(sys, "argv", ["recipes/benchmark/__main__.py", "measure=compare", *overrides])
         with pytest.raises(SystemExit) as ended:
-            recipes.benchmark.compare.main()
+            recipes.benchmark.__main__.main()
         return int(ended.value.code or 0)
 
     assert command(f"a={a}", f"b={b}") == 1

@@ -12,8 +12,8 @@ from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
 from ckpt.saving.writing import PACKED_BYTES
 from recipes.benchmark import device_copies
-from recipes.benchmark.device_copies import benchmark, check_benchmark
-from tests.conf.configs import config
+from recipes.benchmark.device_copies import MEASUREMENT
+from tests.conf.configs import benchmark_config
 
 KEYS = {"repeats": 1, "mib": 1}
 
@@ -28,12 +28,12 @@ KEYS = {"repeats": 1, "mib": 1}
 )
 def test_keys_that_are_not_the_benchmarks_are_refused(wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
-        check_benchmark({**KEYS, **wrong})
+        MEASUREMENT.checked_keys({**KEYS, **wrong})
 
 
 def test_a_host_has_no_copies_to_measure(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="device=cpu has no copies to measure"):
-        benchmark(config(tmp_path) | {"benchmark": check_benchmark(KEYS)}, Topology.alone())
+        MEASUREMENT.run(benchmark_config(tmp_path, "measure=device"), Topology.alone())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -58,6 +58,6 @@ def test_every_name_stands_whole_in_a_table_of_wide_numbers(capsys: pytest.Captu
         "ratios": {"save": 1234.5, "load": 1234.5},
     }
     names = ("large tensors", "tensors of 4 KiB", "transposed")
-    device_copies.show({"machine": {"accelerator": "an NPU"}, "ranks": 8, "repeats": 5, "states": dict.fromkeys(names, row)})
+    device_copies.show({"machine": {"accelerator": "an NPU"}, "ranks": 8, "rounds": {}, "states": dict.fromkeys(names, row)})
     printed = capsys.readouterr().out
     assert all(name in printed for name in names)

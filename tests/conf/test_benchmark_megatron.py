@@ -12,7 +12,7 @@ import torch
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.ranks.topology import Topology
 from recipes.benchmark.megatron_state import OPTIMIZERS, RankHoldings, ShardArguments, data_parallel_ranks, shards_of
-from recipes.benchmark.megatron_strategies import benchmark, check_benchmark, show
+from recipes.benchmark.megatron_strategies import MEASUREMENT, show
 from tests.conf.configs import config
 from tests.ranks import run_ranks
 
@@ -91,22 +91,22 @@ def test_a_value_that_differs_by_its_last_bit_or_its_kind_is_not_equal() -> None
 def test_our_strategies_are_measured_and_their_every_bit_compared(
     in_place: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys = check_benchmark({**KEYS, "contenders": ["zarr", "tensorstore"], "in_place": in_place})
+    keys = MEASUREMENT.checked_keys({**KEYS, "contenders": ["zarr", "tensorstore"], "in_place": in_place})
     with Topology.alone() as topology:
-        result = benchmark(config(tmp_path, "model.size=nano", "train.batch_size=2") | {"benchmark": keys}, topology)
+        result = MEASUREMENT.run(config(tmp_path, "model.size=nano", "train.batch_size=2") | {"benchmark": keys}, topology)
     assert list(result["medians"]) == ["zarr", "tensorstore"] and result["ratios"] == {}
     assert all(min(row[c] for c in ("save_s", "load_cold_s", "load_warm_s")) > 0 for row in result["medians"].values())
     for measured in result["contenders"].values():
         assert measured["wrong"] == []
         assert measured["files"] > 0 and measured["bytes"] > result["state_bytes"] > 0
-    assert [path.name for path in tmp_path.iterdir()] == ["benchmark_megatron.json"]
-    assert json.loads((tmp_path / "benchmark_megatron.json").read_text()) == result
+    assert [path.name for path in tmp_path.iterdir()] == ["benchmark.json"]
+    assert json.loads((tmp_path / "benchmark.json").read_text()) == result
     show(result)
     assert "TP 1 x DP 1, moments in flattened ranges" in " ".join(capsys.readouterr().out.split())
 
 
 def test_ranks_that_hold_parts_measure_together_and_ratios_are_the_others_figures_over_ours(tmp_path: Path) -> None:
-    keys = check_benchmark({**KEYS, "contenders": ["zarr", "megatron"], "megatron_python": fake(tmp_path)})
+    keys = MEASUREMENT.checked_keys({**KEYS, "contenders": ["zarr", "megatron"], "megatron_python": fake(tmp_path)})
     cfg = config(tmp_path / "run", "model.size=nano", "parallel=ddp_tp", num_ranks=2) | {"benchmark": keys}
     result, _ = run_ranks(2, _benchmark, cfg)
     assert (result["tp"], result["dp"], result["ranks"]) == (2, 1, 2)
@@ -120,7 +120,7 @@ def test_ranks_that_hold_parts_measure_together_and_ratios_are_the_others_figure
 
 def test_two_stage_loading_is_held_against_two_stage_loading(tmp_path: Path) -> None:
     names = ["zarr", "zarr/two-stage", "megatron", "megatron/two-stage"]
-    keys = check_benchmark({**KEYS, "contenders": names, "optimizer": "tensors", "megatron_python": fake(tmp_path)})
+    keys = MEASUREMENT.checked_keys({**KEYS, "contenders": names, "optimizer": "tensors", "megatron_python": fake(tmp_path)})
     cfg = config(tmp_path / "run", "model.size=nano", "parallel=ddp_tp", "parallel.tp=1", num_ranks=2) | {
         "benchmark": keys
     }
@@ -136,9 +136,9 @@ def test_two_stage_loading_is_held_against_two_stage_loading(tmp_path: Path) -> 
 
 
 def test_two_stage_loading_needs_somebody_to_send_to(tmp_path: Path) -> None:
-    keys = check_benchmark({**KEYS, "contenders": ["zarr/two-stage"]})
+    keys = MEASUREMENT.checked_keys({**KEYS, "contenders": ["zarr/two-stage"]})
     with Topology.alone() as topology, pytest.raises(ConfigurationError, match="two-stage loading sends between ranks"):
-        benchmark(config(tmp_path / "run") | {"benchmark": keys}, topology)
+        MEASUREMENT.run(config(tmp_path / "run") | {"benchmark": keys}, topology)
 
 
 def test_data_parallel_ranks_hold_alike() -> None:
@@ -149,15 +149,15 @@ def test_data_parallel_ranks_hold_alike() -> None:
 
 
 def test_what_the_other_side_fails_of_is_one_sentence(tmp_path: Path) -> None:
-    keys = check_benchmark({**KEYS, "contenders": ["megatron"], "megatron_python": fake(tmp_path, lives=False)})
+    keys = MEASUREMENT.checked_keys({**KEYS, "contenders": ["megatron"], "megatron_python": fake(tmp_path, lives=False)})
     with Topology.alone() as topology, pytest.raises(CheckpointError, match="no space left; what it wrote to stderr"):
-        benchmark(config(tmp_path / "run") | {"benchmark": keys}, topology)
+        MEASUREMENT.run(config(tmp_path / "run") | {"benchmark": keys}, topology)
     assert list((tmp_path / "run").iterdir()) == []
     silent = tmp_path / "silent"
     silent.write_text("#!/bin/sh\n")
     silent.chmod(0o755)
     with Topology.alone() as topology, pytest.raises(CheckpointError, match="it ended without an answer"):
-        benchmark(config(tmp_path / "run") | {"benchmark": keys | {"megatron_python": str(silent)}}, topology)
+        MEASUREMENT.run(config(tmp_path / "run") | {"benchmark": keys | {"megatron_python": str(silent)}}, topology)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_what_the_other_side_fails_of_is_one_sentence(tmp_path: Path) -> None:
 )
 def test_a_wrong_key_is_one_sentence(wrong: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
-        check_benchmark({**KEYS, **wrong})
+        MEASUREMENT.checked_keys({**KEYS, **wrong})
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_wrong_key_is_one_sentence(wrong: dict[str, object], sentence: str) ->
 def test_a_layout_or_size_that_it_does_not_know_is_one_sentence(override: str, sentence: str, tmp_path: Path) -> None:
     cfg = config(tmp_path, override, "parallel.pp=1" if "pipeline" in override else "parallel=ddp")
     with Topology.alone() as topology, pytest.raises(ConfigurationError, match=sentence):
-        benchmark(cfg | {"benchmark": check_benchmark(KEYS)}, topology)
+        MEASUREMENT.run(cfg | {"benchmark": MEASUREMENT.checked_keys(KEYS)}, topology)
 
 
 def fake(folder: Path, *, lives: bool = True) -> str:
@@ -199,4 +199,4 @@ def fake(folder: Path, *, lives: bool = True) -> str:
 
 
 def _benchmark(topology: Topology, cfg: dict[str, object]) -> dict[str, object]:
-    return benchmark(cfg, topology)
+    return MEASUREMENT.run(cfg, topology)

@@ -1,4 +1,4 @@
-"""The benchmark of plans as a user types it: its output, and that it leaves no files."""
+"""measure=plan as a user types it: its output, and the file that it leaves."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-import recipes.benchmark.plan
-from recipes.benchmark.plan_costs import show
+import recipes.benchmark.__main__
 from tests.ranks import forkserver
 
-SMALL = ("tp=2", "pp=2", "layers=2", "width=64", "vocab=64")
+SMALL = tuple(f"benchmark.{key}" for key in ("tp=2", "pp=2", "layers=2", "width=64", "vocab=64"))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -26,23 +25,22 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Call the recipe as the command line would; return its exit code, and check that it wrote nothing where it ran."""
-    monkeypatch.setattr(sys, "argv", ["recipes/benchmark/plan.py", *arguments])
+    """Call the recipe as the command line would; return its exit code."""
+    monkeypatch.setattr(sys, "argv", ["recipes/benchmark/__main__.py", "measure=plan", *arguments])
     try:
-        recipes.benchmark.plan.main()
+        recipes.benchmark.__main__.main()
         code = 0
     except SystemExit as end:
         code = int(end.code or 0)
-    assert list(Path.cwd().iterdir()) == []
     return code
 
 
-def test_as_json_it_prints_only_json_with_rounds_per_case(
+def test_it_leaves_json_with_rounds_per_case_and_prints_a_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, *SMALL, "dp=[3,3]", "optimizer_state=[sharded]", "json=true") == 0
+    assert run(monkeypatch, *SMALL, "benchmark.dp=[3,3]", "benchmark.optimizer_state=[sharded]") == 0
     out, err = capsys.readouterr()
-    result = json.loads(out)
+    result = json.loads(Path("outputs/benchmark_plan/benchmark.json").read_text())
     assert err == ""
     assert list(result["rounds"]) == list(result["medians"]) == ["12 ranks, sharded"]
     row, _ = result["rounds"]["12 ranks, sharded"]
@@ -54,8 +52,7 @@ def test_as_json_it_prints_only_json_with_rounds_per_case(
     assert row["total_s"] == pytest.approx(row["tables_s"] + row["plan_s"] + row["own_s"])
     assert (result["tensors"], result["bytes"]) == (row["arrays"], row["bytes"])
     assert result["machine"]["cores"] >= 1
-    show(result)
-    printed = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(out.split())
     assert "0.000 billion parameters, TP 2 x PP 2, 135 arrays, optimizer state sharded, medians of 2 rounds" in printed
     assert "12 ranks" in printed and f"{row['max_to_mean']:.4f}" in printed
 
@@ -63,18 +60,18 @@ def test_as_json_it_prints_only_json_with_rounds_per_case(
 @pytest.mark.parametrize(
     ("argument", "sentence"),
     [
-        ("dp=[0]", "dp=[0]: expected at least 1"),
-        ("dp=[]", "dp=[]: expected at least 1"),
-        ("width=-5", "width=-5: expected at least 1"),
-        ("pp=many", "pp=many: expected a whole number"),
-        ("optimizer_state=[halved]", "optimizer_state=['halved']: expected some of replicated, sharded"),
-        ("vocabulary=5", "vocabulary: there is no such key; did you mean vocab?"),
+        ("dp=[0]", "benchmark.dp=[0]: expected at least 1"),
+        ("dp=[]", "benchmark.dp=[]: expected at least one number of replicas"),
+        ("width=-5", "benchmark.width=-5: expected at least 1"),
+        ("pp=many", "benchmark.pp=many: expected a whole number; the benchmark has benchmark.tp, benchmark.pp, "),
+        ("optimizer_state=[halved]", "benchmark.optimizer_state=['halved']: expected some of replicated, sharded"),
+        ("vocabulary=5", "benchmark.vocabulary: there is no such key; did you mean benchmark.vocab?"),
     ],
 )
-def test_a_mistake_is_one_sentence_and_exit_code_1(
+def test_a_mistake_is_one_sentence_exit_code_2_and_no_folder(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argument: str, sentence: str
 ) -> None:
-    assert run(monkeypatch, argument) == 1
+    assert run(monkeypatch, f"benchmark.{argument}") == 2 and list(Path.cwd().iterdir()) == []
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(sentence) and err.count("\n") == 1, err
@@ -83,8 +80,8 @@ def test_a_mistake_is_one_sentence_and_exit_code_1(
 def test_help_shows_every_key_with_its_default(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, "--help") == 0
+    assert run(monkeypatch, "--help") == 0 and list(Path.cwd().iterdir()) == []
     out = capsys.readouterr().out
-    assert "python -m recipes.benchmark.plan dp=[16] optimizer_state=[sharded] json=true" in out
-    for key in ("tp=8", "pp=16", "layers=128", "width=25600", "vocab=32000", "json=false"):
-        assert f"\n  {key} " in out, out
+    assert "python -m recipes.benchmark measure=plan benchmark.dp=[16] benchmark.optimizer_state=[sharded]" in out
+    for key in ("tp=8", "pp=16", "layers=128", "width=25600", "vocab=32000"):
+        assert f"\n  benchmark.{key} " in out, out

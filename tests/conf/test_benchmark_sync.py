@@ -13,7 +13,7 @@ from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.ranks.topology import Topology
 from recipes.benchmark import weight_updates
 from recipes.benchmark.update_contenders import CONTENDERS, OURS, Contender, Seconds
-from recipes.benchmark.weight_updates import PARTS, check_benchmark, check_run, compared, show
+from recipes.benchmark.weight_updates import MEASUREMENT, PARTS, compared, show
 from recipes.benchmark.weights import made_of, rows_of
 from tests.conf.configs import benchmark_config
 from tests.device import devices
@@ -33,7 +33,7 @@ EVERYBODY = [*CONTENDERS]
 
 def config(run_dir: Path, *overrides: str) -> dict[str, Any]:
     """Return the config as the command checks it."""
-    return benchmark_config(run_dir, *overrides, root="benchmark_sync", home="weight_updates", check_run=check_run)
+    return benchmark_config(run_dir, "measure=sync", *overrides)
 
 
 def small(run_dir: Path, names: list[str], *overrides: str) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def test_a_run_that_cannot_be_is_one_sentence(override: str, sentence: str, tmp_
 )
 def test_a_wrong_key_is_one_sentence(wrong: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
-        check_benchmark({**KEYS, **wrong})
+        MEASUREMENT.checked_keys({**KEYS, **wrong})
 
 
 def test_weights_are_a_transformers_as_large_as_asked_for_and_change_in_every_byte() -> None:
@@ -150,8 +150,8 @@ def test_a_small_one_measures_everybody_and_finds_every_bit_at_every_rollout(
     dtypes = "benchmark.dtypes=[bfloat16,float8_e4m3fn,float32]"
     cfg = small(tmp_path, EVERYBODY, "roles.trainer=2", "roles.rollout=1", dtypes)
     result = run_ranks(3, _benchmark, cfg, process_group=True, timeout_s=60)[0]
-    assert json.loads((tmp_path / "benchmark_sync.json").read_text()) == result
-    assert [path.name for path in tmp_path.iterdir()] == ["benchmark_sync.json"]
+    assert json.loads((tmp_path / "benchmark.json").read_text()) == result
+    assert [path.name for path in tmp_path.iterdir()] == ["benchmark.json"]
     assert [list(result[key]) for key in ("rounds", "first", "medians", "buckets")] == [EVERYBODY] * 4
     assert (result["trainers"], result["rollouts"], result["bucket_bytes"]) == (2, 1, 1 << 20)
     assert 3 << 20 <= result["bytes"] < 4 << 20
@@ -211,7 +211,7 @@ def test_a_rollout_that_holds_other_bits_ends_the_benchmark(tmp_path: Path) -> N
 def test_other_ranks_than_the_roles_take_are_refused(tmp_path: Path) -> None:
     cfg = small(tmp_path, ["raw"])
     with Topology.alone() as topology, pytest.raises(ConfigurationError, match="take 4 ranks, but there are 1"):
-        weight_updates.benchmark(cfg, topology)
+        MEASUREMENT.run(cfg, topology)
 
 
 class Idle(Contender):
@@ -225,11 +225,11 @@ class Idle(Contender):
 
 
 def _benchmark(topology: Topology, cfg: dict[str, Any]) -> dict[str, Any]:
-    return weight_updates.benchmark(cfg, topology)
+    return MEASUREMENT.run(cfg, topology)
 
 
 def _refused(topology: Topology, cfg: dict[str, Any]) -> str:
     weight_updates.contender_of = lambda name, ends: Idle(ends)  # in this process, a rank's own
     with pytest.raises(CorruptCheckpointError) as refused:
-        weight_updates.benchmark(cfg, topology)
+        MEASUREMENT.run(cfg, topology)
     return str(refused.value)

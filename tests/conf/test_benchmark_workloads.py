@@ -9,7 +9,7 @@ import pytest
 
 from ckpt.errors import ConfigurationError
 from recipes.benchmark.contenders import BACKENDS, LIMITS, OURS, PEERS
-from recipes.benchmark.saves_and_loads import check_benchmark
+from recipes.benchmark.saves_and_loads import MEASUREMENT
 from tests.conf.configs import benchmark_config
 from tests.conf.test_choices import WORKLOADS
 
@@ -81,14 +81,14 @@ def test_a_name_of_ours_is_a_backend_and_maybe_a_strategy() -> None:
 )
 def test_a_wrong_key_is_one_sentence(wrong: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
-        check_benchmark({**KEYS, **wrong})
+        MEASUREMENT.checked_keys({**KEYS, **wrong})
 
 
 def test_a_plot_that_cannot_be_drawn_is_refused_before_the_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert check_benchmark({**KEYS, "plot": True})["plot"]
+    assert MEASUREMENT.checked_keys({**KEYS, "plot": True})["plot"]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         ConfigurationError, match=r"matplotlib, which is not installed: pip install -e '\.\[benchmark\]'; or"
     ):
-        check_benchmark({**KEYS, "plot": True})
-    assert check_benchmark({**KEYS, "plot": False})["plot"] is False
+        MEASUREMENT.checked_keys({**KEYS, "plot": True})
+    assert MEASUREMENT.checked_keys({**KEYS, "plot": False})["plot"] is False

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from recipes.benchmark.harness import MEASUREMENTS
 from recipes.support import CONF
 from recipes.support.config import AT_RUN_TIME, RunKeys, bind
 from tests.conf.configs import composed
@@ -36,14 +37,14 @@ WORKLOADS = {
     "slow_store",
     "small_tensors",
 }  # tests/conf/test_benchmark_workloads.py
+MEASURED = {"compare", *MEASUREMENTS}
 ENGINES = {"broadcast", "kimi", "naive"}  # tests/conf/test_sync_config.py
 FOR_CODE = {"read_at"}
 """A function that a program passes and no command line can."""
 CHOICES = [(group, name) for group, names in GROUPS.items() for name in sorted(names)]
 ROOTS = {
     "train", "sync_weights", "join_rollout", "inspect", "verify", "plan", "doctor", "convert", "diff", "bisect",
-    "benchmark", "benchmark_async", "benchmark_compare", "benchmark_convert", "benchmark_device", "benchmark_megatron", "benchmark_plan",
-    "benchmark_ranks", "benchmark_sync", "benchmark_validation",
+    "benchmark",
 }  # fmt: skip
 
 
@@ -57,6 +58,7 @@ def plain(run_dir: Path, *overrides: str) -> dict[str, Any]:
 def test_conf_holds_these_files_and_no_others() -> None:
     found = {str(path.relative_to(CONF)) for path in CONF.rglob("*.yaml")}
     choices = [*CHOICES, *(("workload", name) for name in WORKLOADS), *(("engine", name) for name in ENGINES)]
+    choices += [("measure", name) for name in MEASURED]
     assert found == {f"{group}/{name}.yaml" for group, name in choices} | {f"{root}.yaml" for root in ROOTS}
 
 
@@ -101,5 +103,7 @@ def test_the_run_folder_has_no_time_in_it_and_is_asked_for_once_by_each_run() ->
     assert {name: count for name, count in asking.items() if count} == {
         "train.yaml": 1,
         "sync_weights.yaml": 1,
-        "benchmark_sync.yaml": 1,
+        "plan.yaml": 1,
+        "ranks.yaml": 1,
+        "sync.yaml": 1,
     }

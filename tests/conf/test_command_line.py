@@ -27,7 +27,6 @@ import torch
 from omegaconf import OmegaConf
 
 import recipes.benchmark.__main__
-import recipes.benchmark.device
 import recipes.sync_weights
 import recipes.train
 import recipes.verify
@@ -497,8 +496,8 @@ def test_a_benchmark_without_a_scratch_folder_removes_none_of_the_user_s(command
     notes = Path("outputs/benchmark_device/scratch/notes.txt")
     notes.parent.mkdir(parents=True)
     notes.write_text("mine")
-    outcome = command("launch.nproc_per_node=1", main=recipes.benchmark.device.main)
-    assert outcome.code == 1 and outcome.err.startswith("device=cpu has no copies to measure")
+    outcome = command("measure=device", "launch.nproc_per_node=1", main=recipes.benchmark.__main__.main)
+    assert outcome.code == 2 and outcome.err.startswith("device=cpu has no copies to measure")
     assert notes.read_text() == "mine"
 
 

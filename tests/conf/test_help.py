@@ -23,6 +23,7 @@ from ckpt.convert.comparing import Difference
 from ckpt.engine import SyncReport
 from ckpt.format.manifest import ArrayEntry, ComponentManifest
 from ckpt.state.doctor import Diagnosis
+from recipes.benchmark.harness import MEASUREMENTS
 from recipes.commands.bisecting import Parting
 from recipes.support import CONF
 from recipes.support.completion import script
@@ -34,6 +35,7 @@ from tests.doc_scripts import doc_script
 
 SCREEN = 45
 COMMANDS = {name: module for module, (name, _) in commands(CONF).items()}
+HELPS = [(name, []) for name in COMMANDS] + [("benchmark", [f"measure={one}"]) for one in ("compare", *MEASUREMENTS)]
 Command = Callable[..., tuple[int, str, str]]
 
 
@@ -56,18 +58,19 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return run
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_help_of_a_command_fits_on_a_screen_and_says_where_the_rest_is(name: str) -> None:
-    lines = help_text(CONF, name).splitlines()
+@pytest.mark.parametrize(("name", "choice"), HELPS)
+def test_the_help_of_a_command_fits_on_a_screen_and_says_where_the_rest_is(name: str, choice: list[str]) -> None:
+    lines = help_text(CONF, name, choice).splitlines()
     assert len(lines) <= SCREEN and max(map(len, lines)) <= 140
-    assert lines[0].startswith(f"python -m {COMMANDS[name]} ")
-    has_all = help_text(CONF, name, everything=True).splitlines() == lines
+    what = [] if choice == ["measure=saves"] else choice
+    assert lines[0].startswith(" ".join(["python -m", COMMANDS[name], *what, ""]))
+    has_all = help_text(CONF, name, choice, everything=True).splitlines() == lines
     assert has_all != ("--help-all shows every choice and every key." in lines)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_key_and_every_choice_has_a_description(name: str) -> None:
-    found = keys_of_command(CONF, name)
+@pytest.mark.parametrize(("name", "choice"), HELPS)
+def test_every_key_and_every_choice_has_a_description(name: str, choice: list[str]) -> None:
+    found = keys_of_command(CONF, name, choice)
     assert [key.name for key in found.keys if not key.phrase] == []
     assert [group.name for group in found.groups if not group.phrase] == []
     shown = {key.name for key in found.keys} | {group.name for group in found.groups}
@@ -184,7 +187,7 @@ def test_completion_in_bash_knows_modules_keys_and_choices(tmp_path: Path) -> No
 def test_the_code_for_bash_is_printed_by_every_command(command: Command) -> None:
     for main in (recipes.train.main, recipes.inspect.main):
         assert command(main, "-sc", "install=bash") == (0, script(CONF) + "\n", "")
-    assert "recipes.train recipes.bisect " in script(CONF) and "recipes.benchmark.sync" in script(CONF)
+    assert "recipes.train recipes.bisect " in script(CONF) and " recipes.benchmark\"" in script(CONF)
 
 
 # Comments of config files

@@ -26,7 +26,7 @@ PLACEHOLDERS = {"workload=<name>": "workload=gpt2_fsdp", "<its venv>/bin/python"
 def _commands() -> list[tuple[str, ...]]:
     """Every shown command once: its module, and its arguments up to the first word that is none."""
     found = set()
-    for file in [*PAGES, *CONF.glob("*.yaml")]:
+    for file in [*PAGES, *CONF.glob("*.yaml"), *CONF.glob("measure/*.yaml")]:
         text = file.read_text().replace("\\\n", " ")
         text = re.sub(
             r"```.*?```", lambda block: block[0].replace("\n", "\n\n"), text, flags=re.DOTALL

@@ -16,7 +16,7 @@ from ckpt.backends.zarr import ZarrBackend
 from ckpt.errors import CheckpointError, ConfigurationError, ReplicationError, ShapeMismatchError
 from ckpt.ranks.topology import Topology
 from ckpt.state.replication import MAX_NAMED
-from recipes.benchmark.validation_costs import benchmark, check_benchmark, show
+from recipes.benchmark.validation_costs import MEASUREMENT, show
 from tests.conf.configs import config
 from tests.ranks import run_ranks, run_threads
 from tests.states import ALL_DTYPES, Held, coordinator, random_bits, same_bits
@@ -422,16 +422,16 @@ def test_the_costs_are_measured_beside_a_save_that_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cfg = config(tmp_path, "model.size=nano", "train.batch_size=2", f"data.path={Path(__file__).parent}")
-    result = benchmark(cfg | {"benchmark": check_benchmark({"repeats": 2})}, Topology.alone())
+    result = MEASUREMENT.run(cfg | {"benchmark": MEASUREMENT.checked_keys({"repeats": 2})}, Topology.alone())
     assert list(result["medians"]) == [*LEVELS, "doctor", "bare hash", "save"]
     assert all(len(rows) == 2 and min(row["total_s"] for row in rows) > 0 for rows in result["rounds"].values())
     none, full, save = (result["rounds"][name][0] for name in ("none", "full", "save"))
     assert (none["more_s"], save["more_s"]) == (0, save["total_s"])
     assert full["more_s"] == full["total_s"] - none["total_s"]
     assert full["per_gb_s"] == pytest.approx(full["more_s"] * 1e9 / result["bytes"])
-    assert [path.name for path in tmp_path.iterdir()] == ["benchmark_validation.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["benchmark.json"]
     show(result)
     assert "on 1 rank, ddp" in " ".join(capsys.readouterr().out.split())
     for wrong in ({"repeats": 0}, {"repeats": "x"}, {"repeat": 1}):
         with pytest.raises(ConfigurationError, match=r"benchmark\.repeats"):
-            check_benchmark(wrong)
+            MEASUREMENT.checked_keys(wrong)

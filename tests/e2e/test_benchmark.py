@@ -12,7 +12,7 @@ from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.ranks.topology import Topology
 from recipes.benchmark import contenders, conversions
 from recipes.benchmark.limits import Raw
-from recipes.benchmark.saves_and_loads import SECONDS, benchmark, show
+from recipes.benchmark.saves_and_loads import MEASUREMENT, SECONDS, show
 from tests.conf.configs import benchmark_config
 from tests.ranks import run_ranks
 
@@ -121,7 +121,7 @@ def test_a_load_that_misses_one_bit_ends_the_benchmark(tmp_path: Path, monkeypat
         Topology.alone() as topology,
         pytest.raises(CorruptCheckpointError, match="raw, load_cold: what was loaded is not"),
     ):
-        benchmark(cfg, topology)
+        MEASUREMENT.run(cfg, topology)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -131,7 +131,7 @@ def test_who_cannot_take_part_is_left_out_and_told_of(
     monkeypatch.setattr(contenders, "takes_direct_writes", lambda folder, rank: False)
     cfg = config(tmp_path, ranks=1, names=["raw", "raw-direct", "broadcast", "dcp"])
     with Topology.alone() as topology:
-        result = benchmark(cfg, topology)
+        result = MEASUREMENT.run(cfg, topology)
         assert list(result["medians"]) == ["raw", "dcp"]
         assert result["left_out"] == {
             "raw-direct": "the file system does not take O_DIRECT",
@@ -141,14 +141,14 @@ def test_who_cannot_take_part_is_left_out_and_told_of(
         assert capsys.readouterr().out.count("left out: broadcast: one rank has nobody to send to") == 2
         assert [path.name for path in tmp_path.iterdir()] == ["benchmark.json"]
         with pytest.raises(ConfigurationError, match="broadcast cannot take part: one rank has nobody"):
-            benchmark(config(tmp_path, ranks=1, names=["broadcast"]), topology)
+            MEASUREMENT.run(config(tmp_path, ranks=1, names=["broadcast"]), topology)
 
 
 def test_more_ranks_than_there_are_cannot_load(tmp_path: Path) -> None:
     cfg = config(tmp_path, "benchmark.load_ranks=2", ranks=1, names=["zarr"])
     sentence = "benchmark.load_ranks=2: there are 1 ranks; give launch.nproc_per_node=2"
     with Topology.alone() as topology, pytest.raises(ConfigurationError, match=sentence):
-        benchmark(cfg, topology)
+        MEASUREMENT.run(cfg, topology)
 
 
 def test_a_layout_that_needs_all_ranks_cannot_be_loaded_on_some(tmp_path: Path) -> None:
@@ -170,29 +170,29 @@ def test_conversions_take_turns_with_a_copy(tmp_path: Path, capfd: pytest.Captur
         "benchmark.tensor_mib=1",
         "benchmark.to=[kimi-engine,safetensors,dcp]",
     ]
-    cfg = benchmark_config(tmp_path, *keys, root="benchmark_convert", home="conversions")
+    cfg = benchmark_config(tmp_path, "measure=convert", *keys)
     result = run_ranks(2, _convert, cfg, process_group=True)[0]
-    assert [path.name for path in tmp_path.iterdir()] == ["benchmark_convert.json"]
-    assert json.loads((tmp_path / "benchmark_convert.json").read_text()) == result
+    assert [path.name for path in tmp_path.iterdir()] == ["benchmark.json"]
+    assert json.loads((tmp_path / "benchmark.json").read_text()) == result
     names = [f"{to}, {ranks}" for to in ("kimi-engine", "safetensors", "dcp") for ranks in ("1 rank", "2 ranks")]
     assert list(result["ratios"]) == ["cp -r", *names] and result["ratios"]["cp -r"] == {"convert_s": 1}
     assert all(row["convert_s"] > 0 for row in result["medians"].values())
     assert result["bytes"] > 4 << 20 and result["tensors"] == 4
     conversions.show(result)
     assert "of cp's speed" in capfd.readouterr().out
-    with pytest.raises(ConfigurationError, match="benchmark.to=npz: expected one of zarr, tensorstore, "):
-        conversions.check_benchmark(cfg["benchmark"] | {"to": ["npz"]})
+    with pytest.raises(ConfigurationError, match=r"benchmark.to=\['npz'\]: expected some of zarr, tensorstore, "):
+        conversions.MEASUREMENT.checked_keys(cfg["benchmark"] | {"to": ["npz"]})
 
 
 def _convert(topology: Topology, cfg: dict[str, Any]) -> dict[str, Any]:
-    return conversions.benchmark(cfg, topology)
+    return conversions.MEASUREMENT.run(cfg, topology)
 
 
 def _benchmark(topology: Topology, cfg: dict[str, Any]) -> dict[str, Any]:
-    return benchmark(cfg, topology)
+    return MEASUREMENT.run(cfg, topology)
 
 
 def _refused(topology: Topology, cfg: dict[str, Any]) -> str:
     with pytest.raises(ConfigurationError) as refused:
-        benchmark(cfg, topology)
+        MEASUREMENT.run(cfg, topology)
     return str(refused.value)

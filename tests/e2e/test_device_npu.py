@@ -112,9 +112,9 @@ def test_a_sweep_over_devices_backends_and_strategies_ends_with_one_table(tmp_pa
 
 
 def test_the_copies_of_a_device_are_measured_beside_plain_ones(tmp_path: Path) -> None:
-    overrides = ["device=npu", f"output_dir={tmp_path}/run", "benchmark.mib=1", "benchmark.repeats=2"]
-    printed = done(Forked("recipes.benchmark.device", overrides, tmp_path, device="npu"))
-    result = json.loads((tmp_path / "run" / "benchmark_device.json").read_text())
+    overrides = ["measure=device", "device=npu", f"output_dir={tmp_path}/run", "benchmark.mib=1", "benchmark.repeats=2"]
+    printed = done(Forked("recipes.benchmark.__main__", overrides, tmp_path, device="npu"))
+    result = json.loads((tmp_path / "run" / "benchmark.json").read_text())
     assert (result["device"], result["ranks"], result["repeats"]) == ("npu:0", 1, 2)
     held = {name: (row["tensors"], row["bytes"]) for name, row in result["states"].items()}
     assert held == {"large tensors": (1, 1 << 20), "tensors of 4 KiB": (256, 1 << 20), "transposed": (1, 1 << 20)}

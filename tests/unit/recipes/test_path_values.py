@@ -10,6 +10,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from recipes.benchmark.harness import MEASUREMENTS
 from recipes.support import CONF
 from recipes.support.help import commands
 from recipes.support.keys import keys_of_command
@@ -62,4 +63,5 @@ def test_a_sweep_keeps_its_meaning() -> None:
 
 def test_the_paths_are_keys_of_commands() -> None:
     found = {key.name for name, _ in commands(CONF).values() for key in keys_of_command(CONF, name).keys}
+    found |= {key.name for one in ("compare", *MEASUREMENTS) for key in keys_of_command(CONF, "benchmark", [f"measure={one}"]).keys}
     assert found >= PATH_KEYS
