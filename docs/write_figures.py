@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run by path, from anywhere
 
 from recipes.benchmark import background_contenders, contenders, update_contenders, validation_costs
-from recipes.benchmark.tables import rounds_text, with_range
+from recipes.benchmark.tables import rounds_of, rows_of
 from recipes.commands.converting import DESTINATIONS
 from recipes.support.tables import counted
 
@@ -112,34 +112,20 @@ def committed_results() -> dict[str, Result]:
 
 def table_of(result: Result) -> str:
     """Return what was measured, and on what, and the medians as a table, with least and most of the seconds."""
-    figures_of = {name: _figures_of(result, name) for name in result["medians"]}
-    known = {figure for figures in figures_of.values() for figure in figures}
+    known = {figure for figures in result["medians"].values() for figure in figures}
     kind = next((kind for figure, kind in _OTHERS.items() if figure in known), _SAVES_AND_LOADS)
-    columns = {heading: names.split() for heading, names in kind.columns.items() if known.intersection(names.split())}
-    head = ["", *columns]
-    rows = [
-        [
-            f"**{name}**" if name.split(", ")[0] in kind.ours else name,
-            *(_cell(result, name, wanted, figures, kind.digits) for wanted in columns.values()),
-        ]
-        for name, figures in figures_of.items()
-    ]
-    lines = [head, ["---"] * len(head), *rows]
+    head, rows = rows_of(result, kind.columns, kind.digits)
+    marked = [[f"**{name}**" if name.split(", ")[0] in kind.ours else name, *cells] for name, *cells in rows]
+    lines = [head, ["---"] * len(head), *marked]
     return "\n".join([f"{_caption(result)}:", "", *(f"| {' | '.join(line)} |" for line in lines)])
 
 
-def _figures_of(result: Result, name: str) -> dict[str, Any]:
-    """Return the medians of a contender, and its ratios of medians where the result has them by contender."""
-    ratios = result.get("ratios", {}).get(name, {})
-    return {**result["medians"][name], **{f"{figure}_ratio": ratio for figure, ratio in ratios.items()}}
-
-
 def _caption(result: Result) -> str:
-    machine, rounds = result["machine"], max(map(len, result["rounds"].values()))
+    machine = result["machine"]
     size = result.get("state_bytes", result.get("bytes", 0)) / 1e9
     where = machine["accelerator"] or f"{machine['cores']} cores of {machine['processor']}"
     state = f"{result['tensors']:,} tensors of {size:,.2f} GB, {_layout(result)}"
-    return f"{state}; {rounds_text(rounds)}, {where}, {machine['file_system']}, torch {machine['torch']}, {machine['date']}"
+    return f"{state}; {rounds_of(result)}, {where}, {machine['file_system']}, torch {machine['torch']}, {machine['date']}"
 
 
 def _layout(result: Result) -> str:
@@ -151,20 +137,6 @@ def _layout(result: Result) -> str:
     parts += [f"loaded on {result['load_ranks']}"] if result.get("load_ranks", ranks) != ranks else []
     parts += [f"read at {store:g} MiB/s"] if store else []
     return ", ".join(parts)
-
-
-def _cell(result: Result, name: str, wanted: Sequence[str], figures: Mapping[str, Any], digits: int) -> str:
-    if not any(figure in figures for figure in wanted):
-        return ""
-    if wanted == ["bytes_read", "bytes_needed"]:
-        return f"{figures['bytes_read'] / figures['bytes_needed']:.2f}"
-    if len(wanted) == 1 and wanted[0].endswith("_s"):
-        return with_range(name, wanted[0], result, digits)
-    return " / ".join(_shown(figure, figures[figure], digits) if figure in figures else "-" for figure in wanted)
-
-
-def _shown(figure: str, value: float, digits: int) -> str:
-    return f"{value:,.0f}" if figure.endswith(("_mib", "chunks")) else f"{value:.{digits}f}"
 
 
 if __name__ == "__main__":

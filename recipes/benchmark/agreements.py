@@ -11,8 +11,9 @@ import multiprocessing
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,25 +142,23 @@ def _phases(port: int, ranks: Sequence[int], num_ranks: int, num_phases: int, nu
     return max(seconds.values()), count
 
 
-class counting:  # used like a function
+@contextmanager
+def counting(count: Counter[str], lock: threading.Lock) -> Iterator[None]:
     """Count the requests to stores, and their bytes both ways, inside the block."""
+    real = store_client._Wire.call
 
-    def __init__(self, count: Counter[str], lock: threading.Lock) -> None:
-        self._count, self._lock = count, lock
-        self._real = store_client._Wire.call
+    def call(wire: Any, method: Callable[..., Any], *args: Any) -> Any:
+        got = real(wire, method, *args)
+        with lock:
+            count["requests"] += 1
+            count["bytes"] += sum(map(_size, (*args, got)))
+        return got
 
-    def __enter__(self) -> None:
-        def call(wire: Any, method: Callable[..., Any], *args: Any) -> Any:
-            got = self._real(wire, method, *args)
-            with self._lock:
-                self._count["requests"] += 1
-                self._count["bytes"] += sum(map(_size, (*args, got)))
-            return got
-
-        store_client._Wire.call = call  # type: ignore[method-assign]
-
-    def __exit__(self, *_: object) -> None:
-        store_client._Wire.call = self._real  # type: ignore[method-assign]
+    store_client._Wire.call = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        store_client._Wire.call = real  # type: ignore[method-assign]
 
 
 def _size(value: Any) -> int:

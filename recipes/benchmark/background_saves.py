@@ -19,7 +19,7 @@ from recipes.benchmark import harness
 from recipes.benchmark.background_contenders import DCP, NOTHING, OURS, Saving, saving_of
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import PeakMemory, gathered, wait_for_ranks
-from recipes.benchmark.tables import cores_and_rounds, draw, print_table, quotients, summarized, with_range
+from recipes.benchmark.tables import cores_and_rounds, draw, print_table, quotients, rows_of, summarized
 from recipes.benchmark.training_step import TrainingStep
 from recipes.benchmark.workloads import Workload, described, facts_of, prepared
 
@@ -245,15 +245,9 @@ def compared(rounds: Mapping[str, Sequence[Figures]]) -> dict[str, Any]:
 
 def show(result: Mapping[str, Any]) -> None:
     """Print the figures and the ratios as tables."""
-    rows = []
-    for name, medians in result["medians"].items():
-        first, stall, *others = [with_range(name, column, result) for column in COLUMNS]
-        parts = [f"{medians[part]:.3f}" for part in ("call_s", "wait_s")]
-        rows.append(
-            (name, first, stall, *parts, *others, f"{medians['peak_mib']:.0f}", f"{medians['written_bytes'] / 1e9:.2f}")
-        )
-    first, stall, *others = COLUMNS.values()
-    print_table(_title(result) + " (least .. most)", ["", first, stall, "call", "wait", *others, "MiB", "GB"], rows)
+    columns = {heading: figure for figure, heading in COLUMNS.items()}
+    columns |= {"call / wait": "call_s wait_s", "peak MiB": "peak_mib"}
+    print_table(f"{_title(result)} (least .. most)", *rows_of(result, columns))
     ratios = result["ratios"]
     if any(ratios.values()):
         seconds = [column for column in COLUMNS if column.endswith("_s")]

@@ -17,7 +17,7 @@ from ckpt.ranks.topology import Topology
 from recipes.benchmark import harness
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import PeakMemory, forget_cache, gathered, make_durable, timed
-from recipes.benchmark.tables import cores_and_rounds, print_table, quotients, summarized, with_range
+from recipes.benchmark.tables import cores_and_rounds, print_table, quotients, rows_of, summarized
 from recipes.commands.converting import DESTINATIONS, ConvertKeys, convert_on_ranks, run_of
 
 COPY = "cp -r"
@@ -67,20 +67,9 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
 
 def show(result: Mapping[str, Any]) -> None:
     """Print seconds, shares of the copy's speed, and memory, as a table."""
-    rows = [
-        (
-            name,
-            with_range(name, "convert_s", result),
-            f"{ratio['convert_s']:.2f}",
-            f"{result['medians'][name]['peak_mib']:.0f}",
-        )
-        for name, ratio in result["ratios"].items()
-    ]
-    print_table(
-        f"{result['bytes'] / 1e9:.2f} GB of {result['from']}, saved by {result['ranks']} ranks, {cores_and_rounds(result)}",
-        ["to", "s", "of cp's speed", "MiB of a rank"],
-        rows,
-    )
+    title = f"{result['bytes'] / 1e9:.2f} GB of {result['from']}, saved by {result['ranks']} ranks, {cores_and_rounds(result)}"
+    columns = {"s": "convert_s", "of cp's speed": "convert_s_ratio", "MiB of a rank": "peak_mib"}
+    print_table(title, *rows_of(result, columns))
 
 
 def _tensors(keys: Mapping[str, Any], topology: Topology) -> dict[str, torch.Tensor]:

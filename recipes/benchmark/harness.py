@@ -101,7 +101,12 @@ class Measurement:
             ConfigurationError: there is no such key, it has another type, or is missing; a whole number, always a count, is less than 1; a
                 contender is unknown, or named twice, or there is none; a plot is asked for and matplotlib is missing; or as `check` says.
         """
-        keys = typed_keys(self.keys, wanted)
+        try:
+            typed = OmegaConf.merge(OmegaConf.structured(self.keys), wanted)
+            keys: dict[str, Any] = OmegaConf.to_container(typed, throw_on_missing=True)  # type: ignore[assignment]
+        except OmegaConfBaseException as error:
+            known = ", ".join(f"benchmark.{one.name}" for one in fields(self.keys))
+            raise ConfigurationError(f"{wrong_value(error, f'benchmark.{error.full_key}')}; the benchmark has {known}") from error
         for key, value in by_dotted_key({"benchmark": keys}).items():
             if any(type(one) is int and one < 1 for one in (value if isinstance(value, list) else [value])):
                 raise ConfigurationError(f"{key}={value}: expected at least 1")
@@ -110,8 +115,7 @@ class Measurement:
             raise ConfigurationError(f"benchmark.contenders={names}: expected some of {', '.join(self.contenders)}, each once")
         if keys.get("plot") and not has_matplotlib():
             raise ConfigurationError(
-                f"benchmark.plot=true needs the package matplotlib, which is not installed: {EXTRA}; or leave the plot out with "
-                "benchmark.plot=false"
+                f"benchmark.plot=true needs the package matplotlib, which is not installed: {EXTRA}; or give benchmark.plot=false"
             )
         self.check(keys)
         return keys
@@ -170,20 +174,6 @@ def checked_folder(cfg: DictConfig) -> dict[str, Any]:
     run = resolved(FolderKeys, cfg)
     make_absolute(run, "run_dir")
     return run | {"launch": {"nproc_per_node": 1}, "agree": {"timeout_s": 120.0}}
-
-
-def typed_keys(kind: type, wanted: Any) -> dict[str, Any]:
-    """Return the keys under `benchmark` with the types that a dataclass gives them.
-
-    Raises:
-        ConfigurationError: there is no such key, it has another type, or is missing.
-    """
-    try:
-        typed = OmegaConf.merge(OmegaConf.structured(kind), wanted)
-        return dict(OmegaConf.to_container(typed, throw_on_missing=True))  # type: ignore[arg-type]
-    except OmegaConfBaseException as error:
-        known = ", ".join(f"benchmark.{one.name}" for one in fields(kind))
-        raise ConfigurationError(f"{wrong_value(error, f'benchmark.{error.full_key}')}; the benchmark has {known}") from error
 
 
 def require_some(key: str, values: Sequence[str], choices: Collection[str]) -> None:

@@ -31,8 +31,9 @@ from recipes.benchmark import harness
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import PeakMemory, forget_cache, gathered, largest, timed, wait_for_ranks
 from recipes.benchmark.megatron_state import OPTIMIZERS, RankHoldings, Side, data_parallel_ranks, shards_of
-from recipes.benchmark.tables import cores_and_rounds, print_table, summarized
+from recipes.benchmark.tables import cores_and_rounds, print_table, rows_of, summarized
 from recipes.support.config import made
+from recipes.support.tables import console, full_line
 from recipes.training.gpt import SIZES
 
 PEER = "megatron"
@@ -312,24 +313,15 @@ def _ratios(medians: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, f
 
 def show(result: Mapping[str, Any]) -> None:
     """Print the figures, and megatron-core's over ours, as a table."""
-    contenders = result["contenders"]
     title = (
         f"{result['state_bytes'] / 1e9:.2f} GB of state, {result['layout']}, {cores_and_rounds(result)}: seconds to save "
-        "and to load (cold, warm), MiB taken on top of the state, and tensors that came back wrong"
+        "and to load (cold, warm), MiB taken on top of the state, and megatron-core's seconds / ours"
     )
-    rows = [
-        (
-            name,
-            *(f"{figures[c]:.2f}" if c.endswith("_s") else f"{figures[c]:.0f}" for c in COLUMNS),
-            str(contenders[name]["files"]),
-            str(len(contenders[name]["wrong"])),
-        )
-        for name, figures in result["medians"].items()
-    ]
-    for name, ratios in result["ratios"].items():
-        cells = ("" if ratios[c] is None else f"{ratios[c]:.2f}" for c in COLUMNS)
-        rows.append((f"{counterpart(name)} / {name}", *cells, "", ""))
-    print_table(title, ["", "save s", "cold s", "warm s", "save MiB", "load MiB", "files", "wrong"], rows)
+    columns = {"save s": "save_s", "cold s": "load_cold_s", "warm s": "load_warm_s", "save / load MiB": "save_peak_mib load_peak_mib"}
+    columns["megatron / ours"] = "save_s_ratio load_cold_s_ratio load_warm_s_ratio"
+    print_table(title, *rows_of(result, columns))
+    for name, one in result["contenders"].items():
+        console().print(full_line(f"{name}: {one['files']} files; {len(one['wrong'])} tensors came back wrong"))
 
 
 def _line(figures: Figures) -> str:

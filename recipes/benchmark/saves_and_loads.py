@@ -16,12 +16,12 @@ from recipes.benchmark import harness
 from recipes.benchmark.contenders import LIMITS, OURS, PEERS, RAW, contenders_of
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import PeakMemory, forget_cache, gathered, largest, timed, wait_for_ranks
-from recipes.benchmark.tables import cores_and_rounds, draw, print_table, quotients, summarized, with_range
+from recipes.benchmark.tables import cores_and_rounds, draw, print_table, quotients, rows_of, summarized
 from recipes.benchmark.workloads import SHARINGS, Contender, State, Workload, described, facts_of, prepared
 from recipes.support.tables import console, full_line
 
 SECONDS = {"save_s": "save s", "load_cold_s": "load s, cold", "load_warm_s": "load s, warm"}
-MEMORY = {"save_peak_mib": "save peak MiB", "load_peak_mib": "load peak MiB"}
+MEMORY = {"save / load peak MiB": "save_peak_mib load_peak_mib", "read / needed": "bytes_read bytes_needed"}
 
 
 @dataclass
@@ -115,59 +115,44 @@ def _measured(name: str, contender: Contender, folder: Path, workload: Workload,
 
 
 def compared(rounds: Mapping[str, list[Figures]]) -> dict[str, Any]:
-    """Return `medians`, `ranges` (least and most) and `ratios` of medians, by contender and column.
+    """Return `medians`, `ranges` (least and most) and `ratios` of medians: by heading, name of ours and column.
 
-    Ratios, by the name of ours: `peers`, each peer's time over ours; `limits`, our time over each limit's; `best_raw`, our time over
-    that of the fastest raw contender in each column; `two_stage`, direct loading's time over two-stage loading's.
+    "best raw" is the fastest raw contender in each column.
     """
     summary = summarized(rounds)
     medians = summary["medians"]
     ours = {name: row for name, row in medians.items() if name in OURS}
-    peers = {name: row for name, row in medians.items() if name in PEERS}
-    limits = {name: row for name, row in medians.items() if name in LIMITS}
-    raw = [row for name, row in limits.items() if name in RAW]
+    raw = [row for name, row in medians.items() if name in RAW]
     best = {c: min(row[c] for row in raw if c in row) for c in SECONDS if any(c in row for row in raw)}
     loads = [column for column in SECONDS if column != "save_s"]
     ratios = {
-        "peers": {n: {peer: quotients(row, own, SECONDS) for peer, row in peers.items()} for n, own in ours.items()},
-        "limits": {
-            n: {limit: quotients(own, row, SECONDS) for limit, row in limits.items()} for n, own in ours.items()
-        },
-        "best_raw": {name: quotients(own, best, SECONDS) for name, own in ours.items()},
-        "two_stage": {
-            name: quotients(own, ours[f"{name}/two-stage"], loads)
-            for name, own in ours.items()
-            if f"{name}/two-stage" in ours
-        },
+        f"{peer} / ours": {name: quotients(row, own, SECONDS) for name, own in ours.items()}
+        for peer, row in medians.items()
+        if peer in PEERS
     }
+    ratios["direct / two-stage"] = {
+        f"{name}/two-stage": quotients(own, ours[f"{name}/two-stage"], loads)
+        for name, own in ours.items()
+        if f"{name}/two-stage" in ours
+    }
+    for limit, row in {"best raw": best, **{name: row for name, row in medians.items() if name in LIMITS}}.items():
+        ratios[f"ours / {limit}"] = {name: quotients(own, row, SECONDS) for name, own in ours.items()}
     return {**summary, "ratios": ratios}
 
 
 def show(result: Mapping[str, Any]) -> None:
     """Print the figures and the ratios as tables."""
-    medians = result["medians"]
-    seconds = [column for column in SECONDS if any(column in row for row in medians.values())]
-    rows = [
-        (
-            name,
-            *(with_range(name, column, result) for column in seconds),
-            *(f"{row[column]:.0f}" if column in row else "" for column in MEMORY),
-            f"{row['bytes_read'] / row['bytes_needed']:.2f}" if "bytes_read" in row else "",
-        )
-        for name, row in medians.items()
-    ]
-    headings = ["", *(SECONDS[column] for column in seconds), *MEMORY.values(), "read / needed"]
-    print_table(_title(result) + " (least .. most); peak: of the rank that took most", headings, rows)
-    columns = {
-        heading: of_ours for heading, of_ours in _ratio_columns(result["ratios"]).items() if any(of_ours.values())
-    }
+    title = f"{_title(result)} (least .. most); peak: of the rank that took most"
+    print_table(title, *rows_of(result, {heading: figure for figure, heading in SECONDS.items()} | MEMORY))
+    left_out = {f"ours / {name}" for name in RAW}  # "best raw" stands for them
+    columns = {heading: of for heading, of in result["ratios"].items() if any(of.values()) and heading not in left_out}
     if columns:
         print_table(
             "ratios of medians: save, load cold, load warm",
-            ["ours", *(heading.replace(" / ", " /\n") for heading in columns)],
+            ["ours", *columns],
             [
                 (name, *(_cell(of_ours.get(name, {})) for of_ours in columns.values()))
-                for name in medians
+                for name in result["medians"]
                 if name in OURS
             ],
         )
@@ -179,20 +164,6 @@ def _title(result: Mapping[str, Any]) -> str:
     loaded = "" if result["load_ranks"] == result["ranks"] else f", loaded on {result['load_ranks']}"
     store = "" if result["store_mib_s"] is None else f", read through a store of {result['store_mib_s']:g} MiB/s"
     return f"{described(result)}{loaded}{store}, {cores_and_rounds(result)}"
-
-
-def _ratio_columns(ratios: Mapping[str, Any]) -> dict[str, dict[str, Mapping[str, float]]]:
-    """Return, by heading, the ratios of each of ours."""
-    found: dict[str, dict[str, Mapping[str, float]]] = {}
-    for name, peers in ratios["peers"].items():
-        for peer, of_peer in peers.items():
-            found.setdefault(f"{peer} / ours", {})[name] = of_peer
-    found["direct / two-stage"] = {f"{name}/two-stage": of_name for name, of_name in ratios["two_stage"].items()}
-    found["ours / best raw"] = dict(ratios["best_raw"])
-    for name, limits in ratios["limits"].items():
-        for limit in (limit for limit in limits if limit not in RAW):
-            found.setdefault(f"ours / {limit}", {})[name] = limits[limit]
-    return found
 
 
 def _cell(ratios: Mapping[str, float]) -> str:

@@ -52,6 +52,39 @@ def cores_and_rounds(result: Mapping[str, Any]) -> str:
     return f"{result['machine']['cores']} cores, {rounds_of(result)}"
 
 
+def rows_of(result: Mapping[str, Any], columns: Mapping[str, str], digits: int = 2) -> tuple[list[str], list[list[str]]]:
+    """Return headings and rows, one for each contender: of seconds the median with least and most.
+
+    Args:
+        columns: heading -> figures, several with spaces between; `<figure>_ratio` is that of `ratios`. One that no row has is left out.
+        digits: of seconds and ratios.
+    """
+    figures_of = {
+        name: {**medians, **{f"{figure}_ratio": ratio for figure, ratio in result.get("ratios", {}).get(name, {}).items()}}
+        for name, medians in result["medians"].items()
+    }
+    known = {figure for figures in figures_of.values() for figure in figures}
+    wanted = {heading: names.split() for heading, names in columns.items() if known.intersection(names.split())}
+    rows = [
+        [name, *(_cell(result, name, one, figures, digits) for one in wanted.values())] for name, figures in figures_of.items()
+    ]
+    return ["", *wanted], rows
+
+
+def _cell(result: Mapping[str, Any], name: str, wanted: Sequence[str], figures: Mapping[str, Any], digits: int) -> str:
+    if not any(figure in figures for figure in wanted):
+        return ""
+    if wanted == ["bytes_read", "bytes_needed"]:
+        return f"{figures['bytes_read'] / figures['bytes_needed']:.2f}"
+    if len(wanted) == 1 and wanted[0].endswith("_s"):
+        return with_range(name, wanted[0], result, digits)
+    return " / ".join(_shown(figure, figures[figure], digits) if figure in figures else "-" for figure in wanted)
+
+
+def _shown(figure: str, value: float, digits: int) -> str:
+    return f"{value:,.0f}" if figure.endswith(("_mib", "chunks")) else f"{value:.{digits}f}"
+
+
 def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table; on a narrow console as several below each other, each with the first column."""
     for part in tables_of(title, headings, rows, console().width):
@@ -61,7 +94,7 @@ def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str
 def tables_of(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], width: int) -> list[Table]:
     """Return tables of as many columns as fit `width` characters, with the first column in each."""
     columns = [*zip(headings, *rows, strict=True)]
-    first, *others = [max(cell_len(line) for cell in column for line in cell.split("\n")) + 3 for column in columns]
+    first, *others = [max(map(cell_len, column)) + 3 for column in columns]
     groups: list[list[int]] = [[]]
     room = width - first - 1
     for number, needed in enumerate(others, 1):
@@ -72,7 +105,7 @@ def tables_of(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]
     for group in groups:
         part = Table(title=title if not parts else None)
         for at in (0, *group):
-            width = max(cell_len(line) for cell in columns[at] for line in cell.split("\n"))
+            width = max(map(cell_len, columns[at]))
             part.add_column(columns[at][0], justify="right" if at else "left", min_width=width, no_wrap=True)
         for row in zip(*(columns[at][1:] for at in (0, *group)), strict=True):
             part.add_row(*row)

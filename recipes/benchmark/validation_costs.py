@@ -23,7 +23,7 @@ from ckpt.state.sharing import EQUAL_COPIES
 from recipes.benchmark import harness
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import timed
-from recipes.benchmark.tables import cores_and_rounds, print_table, with_range
+from recipes.benchmark.tables import cores_and_rounds, print_table, rows_of, summarized
 from recipes.training.training import Training
 
 LIMIT = "bare hash"
@@ -55,12 +55,15 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
             shutil.rmtree(cfg["checkpoint_root"], ignore_errors=True)
     held = _tensors(components)
     num_bytes = sum(one.nbytes for one in held)
+    rounds = with_cost(rounds, num_bytes)
+    medians = summarized(rounds)["medians"]
     return {
         "layout": training.layout.name,
         "ranks": topology.world_size,
         "bytes": num_bytes,  # of one rank, like the tensors
         "tensors": len(held),
-        "rounds": with_cost(rounds, num_bytes),
+        "rounds": rounds,
+        "ratios": {name: {"more_s": row["more_s"] / medians["save"]["total_s"]} for name, row in medians.items()},  # of a save
     }
 
 
@@ -81,21 +84,10 @@ def with_cost(rounds: Mapping[str, Sequence[Figures]], num_bytes: int) -> dict[s
 
 def show(result: Mapping[str, Any]) -> None:
     """Print the medians, and the time that each adds to a save without any comparison, as a table."""
-    medians = result["medians"]
     where = "on 1 rank" if result["ranks"] == 1 else f"on each of {result['ranks']} ranks"
-    rows = [
-        (
-            name,
-            *(with_range(name, figure, result, digits=4) for figure in ("total_s", "more_s", "per_gb_s")),
-            "" if name == "save" else f"{row['more_s'] / medians['save']['total_s']:.1%}",
-        )
-        for name, row in medians.items()
-    ]
-    print_table(
-        f"{result['bytes'] / 1e9:.2f} GB in {result['tensors']} tensors {where}, {result['layout']}, {cores_and_rounds(result)}",
-        ["", "s", "s more than none", "s per GB", "of a save"],
-        rows,
-    )
+    title = f"{result['bytes'] / 1e9:.2f} GB in {result['tensors']} tensors {where}, {result['layout']}, {cores_and_rounds(result)}"
+    columns = {"s": "total_s", "s more than none": "more_s", "s per GB": "per_gb_s", "of a save": "more_s_ratio"}
+    print_table(title, *rows_of(result, columns, digits=4))
 
 
 def _at(level: ValidationLevel, component: StateComponent) -> StateComponent:

@@ -45,12 +45,12 @@ SPEEDS = ("offload_s", "transfer_s", "reload_s", UPDATE)
 """The parts in which all bytes move."""
 
 RATIOS: dict[str, tuple[str, str, str]] = {
-    "of_raw": ("raw", "transfer_s", "transfer GB/s\n/ raw"),
-    "of_raw_all": ("raw-all", "transfer_s", "transfer GB/s\n/ raw-all"),
-    "offload": ("", "offload_s", "later offloads\n/ first"),
-    "reference": ("reference", UPDATE, "reference\n/ ours"),
-    "tuned": ("reference/tuned", UPDATE, "reference/tuned\n/ ours"),
-    "full": ("kimi", UPDATE, "everything\n/ changes"),
+    "of_raw": ("raw", "transfer_s", "transfer GB/s / raw"),
+    "of_raw_all": ("raw-all", "transfer_s", "transfer GB/s / raw-all"),
+    "offload": ("", "offload_s", "later offloads / first"),
+    "reference": ("reference", UPDATE, "reference / ours"),
+    "tuned": ("reference/tuned", UPDATE, "reference/tuned / ours"),
+    "full": ("kimi", UPDATE, "everything / changes"),
 }
 """Other contender, part, and heading, by the ratio's name. `offload` has no other: it is ours over our first one."""
 

@@ -215,14 +215,14 @@ def test_ratios_are_of_medians_the_peer_s_over_ours_and_ours_over_the_limit_s() 
     assert found["medians"]["zarr"] == {"save_s": 2.5, "load_cold_s": 4, "load_warm_s": 2}
     assert found["ranges"]["zarr"]["save_s"] == [2.0, 100]
     ratios = found["ratios"]
-    assert ratios["peers"]["zarr"] == {"dcp": {"save_s": 2.0, "load_cold_s": 2.0, "load_warm_s": 3.0}}
-    assert ratios["limits"]["zarr"]["raw"] == {"save_s": 1.25, "load_cold_s": 4.0, "load_warm_s": 4.0}
-    assert ratios["limits"]["zarr"]["broadcast"] == {"load_warm_s": 0.5}
-    assert ratios["best_raw"]["zarr"] == {"save_s": 2.5, "load_cold_s": 4.0, "load_warm_s": 4.0}
-    assert ratios["two_stage"] == {"zarr": {"load_cold_s": 2.0, "load_warm_s": 2.0}}
-    assert set(ratios["peers"]) == {"zarr", "zarr/two-stage"}
+    assert ratios["dcp / ours"]["zarr"] == {"save_s": 2.0, "load_cold_s": 2.0, "load_warm_s": 3.0}
+    assert ratios["ours / raw"]["zarr"] == {"save_s": 1.25, "load_cold_s": 4.0, "load_warm_s": 4.0}
+    assert ratios["ours / broadcast"]["zarr"] == {"load_warm_s": 0.5}
+    assert ratios["ours / best raw"]["zarr"] == {"save_s": 2.5, "load_cold_s": 4.0, "load_warm_s": 4.0}
+    assert ratios["direct / two-stage"] == {"zarr/two-stage": {"load_cold_s": 2.0, "load_warm_s": 2.0}}
+    assert set(ratios["dcp / ours"]) == {"zarr", "zarr/two-stage"}
 
 
 def test_without_others_and_limits_there_are_no_ratios_to_them() -> None:
     found = compared({"zarr": rows([1], [1], [1])})["ratios"]
-    assert found == {"peers": {"zarr": {}}, "limits": {"zarr": {}}, "best_raw": {"zarr": {}}, "two_stage": {}}
+    assert found == {"direct / two-stage": {}, "ours / best raw": {"zarr": {}}}
