@@ -244,9 +244,9 @@ class FolderCallback(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         if (command := _UNDER_WAY.get(None)) is not None:
-            folder = Path(str(config.hydra.sweep.dir)).absolute()
-            command.begin(folder, ("multirun.yaml",))
             try:
+                folder = Path(str(config.hydra.sweep.dir)).absolute()
+                command.begin(folder, ("multirun.yaml",))
                 command.begin_sweep(folder, config)
             except Exception as error:
                 raise _Refused from error
