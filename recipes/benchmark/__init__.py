@@ -8,7 +8,7 @@
     convert      conversions between formats                  conversions
     device       copies between device and host               device_copies
     validation   validation levels and the doctor             validation_costs
-    plan         the plan of a save of 10^12 parameters       plan_costs            metadata_costs (its records)
+    plan         the plan of a save of 10^12 parameters       plan_costs
     ranks        agreements of 4 to 16,384 ranks              agreements            reckoned_agreements
     compare      nothing: ratios of two results               comparison
 

@@ -23,7 +23,7 @@ from ckpt.planning.tables import Address, Table, TablePart, table_to_json
 from ckpt.ranks.topology import Phase, Topology
 from ckpt.state.collect import Comparison, DistinctRanks, RankState, digest_of_json, exchange_tables, settle_plain
 from ckpt.state.sharing import StateComponent
-from recipes.benchmark import harness, metadata_costs
+from recipes.benchmark import harness
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import PeakMemory
 from recipes.benchmark.tables import print_table, rounds_of
@@ -209,7 +209,6 @@ def measure(case: SyntheticGPT, distinct: DistinctRanks, recorded: Sequence[byte
         "bytes": sum(written),
         "max_to_mean": max(written) / mean,
         "min_to_mean": min(written) / mean,
-        **metadata_costs.measure(plan, _COMPONENTS, own, case.world_size),
     }
 
 
@@ -254,16 +253,6 @@ _ROWS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "later saves, s": lambda row: f"{row['cached_s']:.3f}",
     "busiest writer / mean": lambda row: f"{row['max_to_mean']:.4f}",
     "least busy / mean": lambda row: f"{row['min_to_mean']:.4f}",
-    "manifest, MB": lambda row: f"{row['manifest_bytes'] / 1e6:.1f}",
-    "indexes, MB": lambda row: f"{row['index_bytes'] / 1e6:.1f}",
-    "lead sees all indexes, s": lambda row: f"{row['await_s']:.3f}",
-    "manifest made, s": lambda row: f"{row['manifest_write_s']:.3f}",
-    "commit, all of it, s": lambda row: f"{row['commit_s']:.3f}",
-    "find latest, s": lambda row: f"{row['find_latest_s']:.3f}",
-    "manifest read, s": lambda row: f"{row['manifest_read_s']:.3f}",
-    "indexes that a rank reads": lambda row: f"{row['own_indexes']:,.0f}",
-    "read, s": lambda row: f"{row['own_indexes_s']:.3f}",
-    "all indexes read, s": lambda row: f"{row['all_indexes_s']:.3f}",
 }
 
 
