@@ -19,16 +19,9 @@ from ckpt.catalog.incremental import previous_of
 from ckpt.catalog.ledger import Ledger
 from ckpt.format import zarr_dtypes
 from ckpt.format.box import chunk_box, num_chunks
+from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import bits_of
-from ckpt.format.manifest import (
-    MANIFEST_NAME,
-    ArrayEntry,
-    CheckpointManifest,
-    ComponentManifest,
-    Index,
-    digest_of,
-    index_name,
-)
+from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry, CheckpointManifest, ComponentManifest, Index, index_name
 from ckpt.format.records import ArraySpec, stored_shape
 from ckpt.storage.stored import read_index, read_manifest
 from tests import plain_safetensors

@@ -10,12 +10,11 @@ import math
 from collections.abc import Callable, Collection, Sequence
 
 import torch
-import xxhash
 
 from ckpt.backends.base import Previous, Written, staged_digests
 from ckpt.backends.zarr_format import DOCUMENT, below, chunk_key, with_groups_above
 from ckpt.format.box import Box, chunk_box
-from ckpt.format.digests import EMPTY_DIGEST
+from ckpt.format.digests import EMPTY_DIGEST, digest_of
 from ckpt.format.records import ArraySpec, ChunkExtent, FileRecord, changed_in_memory
 from ckpt.storage.pieces import Pieces, padded_pieces
 from ckpt.storage.sink import Sink, SinkWriter
@@ -97,4 +96,4 @@ class DirectoryWriter(SinkWriter):
     def _write_description(self, path: str, document: bytes) -> None:
         file = below(path, DOCUMENT)
         self.add(file, document)
-        self._written.files[file] = FileRecord(len(document), xxhash.xxh3_128_hexdigest(document))
+        self._written.files[file] = FileRecord(len(document), digest_of(document))

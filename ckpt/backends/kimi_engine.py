@@ -13,7 +13,6 @@ from itertools import count, islice
 from pathlib import Path
 
 import torch
-import xxhash
 
 from ckpt.backends.base import Contents, Previous, Written, no_contents
 from ckpt.backends.linked_values import LinkedValues
@@ -31,6 +30,7 @@ from ckpt.backends.safetensors_format import (
 from ckpt.errors import CorruptCheckpointError, StorageError
 from ckpt.errors.imports import importing
 from ckpt.format.box import Box, chunk_box, overlap
+from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.names import encode_key
 from ckpt.format.places import Place
@@ -186,7 +186,7 @@ class _ShardFile:
             assert self._stream is not None
             header = self._header.to_bytes(self._placed)
             self._stream.close(header)
-            self._record = FileRecord(self.size, xxhash.xxh3_128_hexdigest(header))
+            self._record = FileRecord(self.size, digest_of(header))
         return self._record
 
 

@@ -22,7 +22,6 @@ from typing import Any, Literal
 import msgspec
 import tensorstore as ts
 import torch
-import xxhash
 
 from ckpt.backends.base import DATABASE, Contents, Previous, Writer, Written, database_files, no_contents
 from ckpt.backends.directory import DirectoryWriter
@@ -39,7 +38,7 @@ from ckpt.backends.zarr_format import (
 )
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError, free_bytes, needing
 from ckpt.format.box import Box, chunk_box
-from ckpt.format.digests import EMPTY_DIGEST
+from ckpt.format.digests import EMPTY_DIGEST, StreamDigest, digest_of
 from ckpt.format.dtypes import bits_of
 from ckpt.format.places import ObjectPath, Place
 from ckpt.format.records import ArraySpec, ChunkExtent, FileRecord
@@ -202,7 +201,7 @@ class OcdbtWriter(SinkWriter):
         self._unchanged = _DataFile(sink, self._folder)
         self._values: list[Value] = []
         self._linked = LinkedValues(previous, sink, root, f"{self._folder}/d/") if previous is not None else None
-        self._rest = xxhash.xxh3_128()
+        self._rest = StreamDigest()
         self._written = Written()
 
     def write(self, array: ArraySpec, chunk: int, host: torch.Tensor, digests: tuple[int, ...] | None = None) -> None:
@@ -249,7 +248,7 @@ class OcdbtWriter(SinkWriter):
             self.add(f"{self._folder}/{_MANIFEST}", manifest)
             self._written.files |= {
                 self._main.path: FileRecord(self._main.size, self._rest.hexdigest()),
-                f"{self._folder}/{_MANIFEST}": FileRecord(len(manifest), xxhash.xxh3_128_hexdigest(manifest)),
+                f"{self._folder}/{_MANIFEST}": FileRecord(len(manifest), digest_of(manifest)),
             }
         if self._unchanged.size:
             self._written.files[self._unchanged.path] = FileRecord(self._unchanged.size, EMPTY_DIGEST)

@@ -36,7 +36,8 @@ from ckpt.catalog.ledger import Commit, commit_after, require_valid_id, told, wa
 from ckpt.catalog.owner import OWNER_SUFFIX, about_process, has_ended
 from ckpt.catalog.retention import Retention, as_retention
 from ckpt.errors import CheckpointError, CheckpointExistsError, StorageError, logger_of, sentence
-from ckpt.format.manifest import MANIFEST_NAME, closing, digest_of, fence, is_fence
+from ckpt.format.digests import digest_of
+from ckpt.format.manifest import MANIFEST_NAME, closing, fence, is_fence
 from ckpt.format.places import ObjectPath, Place
 from ckpt.format.strict_json import parse
 from ckpt.storage.objects.files import side_by_side

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import xxhash
-
 from ckpt.backends.decoded_size import require_decodes_within
 from ckpt.backends.zarr_format import DOCUMENT, below, compressors_in, require_spec, spec_in
 from ckpt.errors import CheckpointError, CorruptCheckpointError, printable, sentence
 from ckpt.format.consistency import MAX_FILE_BYTES, check_whole
+from ckpt.format.digests import BlockDigests, StreamDigest
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.manifest import COMMON, MANIFEST_NAME, SHARDED, CheckpointManifest, Index
 from ckpt.format.names import PLAIN_NAME
@@ -240,7 +239,7 @@ class _RankFiles:
     def _check_bytes(
         self, path: str, file: OpenedFile, record: FileRecord, chunks: Sequence[tuple[str | None, ChunkExtent]]
     ) -> None:
-        rest = xxhash.xxh3_128()
+        rest = StreamDigest()
         at = 0
         for array, extent in chunks:
             for piece in self._read(file, at, max(at, extent.offset)):
@@ -259,10 +258,10 @@ class _RankFiles:
         for number, digest in enumerate(extent.digests):
             begin = extent.offset + number * extent.block_bytes
             end = min(begin + extent.block_bytes, extent.offset + extent.length)
-            state = xxhash.xxh3_64()
+            stream = BlockDigests(extent.block_bytes)
             for piece in self._read(file, begin, end):
-                state.update(piece)
-            if state.intdigest() != digest:
+                stream.update(piece)
+            if stream.close() != (digest,):
                 bad.append((begin, end))
         for begin, end in _joined(bad):
             if array is None:

@@ -10,9 +10,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-import xxhash
-
 from ckpt.errors import StorageError
+from ckpt.format.digests import StreamDigest
 from ckpt.storage.files import WriteOnce, naming, read_once
 
 _READ_BACK_BYTES = 4 << 20
@@ -33,7 +32,7 @@ class WrittenRun:
     path: Path
     start: int
     end: int
-    digest: xxhash.xxh3_128
+    digest: StreamDigest
 
 
 def write_pieces(pieces: Iterable[PlacedBytes], progress: Callable[[int], None]) -> list[WrittenRun]:
@@ -53,7 +52,7 @@ def write_pieces(pieces: Iterable[PlacedBytes], progress: Callable[[int], None])
             out = WriteOnce(fd)
             for piece in of_file:
                 if not runs or (runs[-1].path, runs[-1].end) != (path, piece.start):
-                    runs.append(WrittenRun(path, piece.start, piece.start, xxhash.xxh3_128()))
+                    runs.append(WrittenRun(path, piece.start, piece.start, StreamDigest()))
                 runs[-1].digest.update(piece.data)
                 with naming(path):
                     out.write(piece.data, piece.start)
@@ -76,7 +75,7 @@ def require_read_back(runs: Iterable[WrittenRun], dst: Path, progress: Callable[
     for path, of_file in groupby(runs, attrgetter("path")):
         with path.open("rb") as file:
             for run in of_file:
-                found, at = xxhash.xxh3_128(), run.start
+                found, at = StreamDigest(), run.start
                 while at < run.end and (num_bytes := read_once(file.fileno(), [memory[: run.end - at]], at)):
                     found.update(memory[:num_bytes])
                     at += num_bytes

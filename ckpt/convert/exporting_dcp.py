@@ -44,9 +44,10 @@ from ckpt.dist_checkpointing.serialization import load_common_state_dict
 from ckpt.dist_checkpointing.validation import verify_checkpoint_and_load_strategy
 from ckpt.errors import CheckpointError, ConfigurationError, StorageError
 from ckpt.format.box import Box, whole
+from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import item_bytes, torch_dtype, zarr_name
 from ckpt.format.export_records import RECORDS_NAME, ExportRecords
-from ckpt.format.manifest import SHARDED, STATE, ArrayEntry, CheckpointManifest, ComponentManifest, digest_of
+from ckpt.format.manifest import SHARDED, STATE, ArrayEntry, CheckpointManifest, ComponentManifest
 from ckpt.format.names import PLAIN_NAME
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.exported import records_of

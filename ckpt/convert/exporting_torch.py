@@ -31,9 +31,9 @@ from ckpt.convert.opened import (
 )
 from ckpt.errors import needing
 from ckpt.errors.imports import private_name
+from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
 from ckpt.format.export_records import RECORDS_NAME
-from ckpt.format.manifest import digest_of
 from ckpt.loading.exported import records_of
 from ckpt.loading.other_formats.torch_files import open_torch_file
 from ckpt.loading.sources import CheckpointSource

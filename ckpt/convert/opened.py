@@ -10,10 +10,10 @@ from itertools import accumulate, chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import xxhash
 
 from ckpt.errors import ConfigurationError
 from ckpt.format.box import Box
+from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
 from ckpt.format.manifest import STATE, ArrayEntry
 from ckpt.format.names import COMPONENT_KEY
@@ -308,7 +308,7 @@ def share_of(pieces: Sequence[Result], sizes: Sequence[int], topology: Topology)
 def digest_of_piece(piece: torch.Tensor) -> str:
     """The digest of a tensor's bytes, to compare them with what is read back."""
     bits: Any = raw_bytes(piece.reshape(-1)).numpy()
-    return xxhash.xxh3_128_hexdigest(bits)
+    return digest_of(bits)
 
 
 def slabs(entry: ArrayEntry, most_bytes: int) -> Iterator[Box]:

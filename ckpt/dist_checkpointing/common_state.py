@@ -17,7 +17,7 @@ from ckpt.dist_checkpointing.dict_utils import Path, has_bits, path_name
 from ckpt.dist_checkpointing.integrity import named_ranks
 from ckpt.dist_checkpointing.mapping import CommonStateDict, StateDict
 from ckpt.errors import logger_of
-from ckpt.format.manifest import digest_of
+from ckpt.format.digests import digest_of
 from ckpt.loading.report import some_of
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology

@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt.engine.wire.layout import WeightLayout
 from ckpt.errors import ConfigurationError, ReplicationError
-from ckpt.format.manifest import digest_of
+from ckpt.format.digests import digest_of
 
 OPERATION = "the weight update"
 """Name of the operation, before the step is agreed on."""

@@ -6,8 +6,26 @@ from collections.abc import Sequence
 
 import xxhash
 
-EMPTY_DIGEST: str = xxhash.xxh3_128_hexdigest(b"")
+StreamDigest = xxhash.xxh3_128
+"""The digest of a stream of bytes."""
+
+EMPTY_DIGEST: str = StreamDigest().hexdigest()
 """The `FileRecord.rest` of a file whose bytes all lie in chunks."""
+
+
+def digest_of(data: bytes | memoryview) -> str:
+    """Return the xxh3-128 of some bytes as 32 lower-case hex digits, as manifests hold it for whole files."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def digest_bytes_of(data: bytes | memoryview) -> bytes:
+    """Return the xxh3-128 of some bytes as 16 bytes."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def block_digest_of(data: bytes | memoryview) -> int:
+    """Return the xxh3-64 of some bytes."""
+    return xxhash.xxh3_64_intdigest(data)
 
 
 class BlockDigests:

@@ -11,7 +11,7 @@ import json
 import logging
 from dataclasses import asdict, dataclass, replace
 
-from ckpt.format.manifest import digest_of
+from ckpt.format.digests import digest_of
 from ckpt.format.strict_json import Digest, corrupt, read
 
 _log = logging.getLogger("ckpt")

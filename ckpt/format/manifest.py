@@ -21,9 +21,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
-import xxhash
 
 from ckpt.format.box import Box
+from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.gc_pause import gc_paused
 from ckpt.format.names import PLAIN_NAME
@@ -59,11 +59,6 @@ def index_generation(path: str) -> int:
     match = _INDEX.fullmatch(path)
     assert match is not None, path
     return int(match["generation"] or 0)
-
-
-def digest_of(data: bytes | memoryview) -> str:
-    """Return the xxh3-128 of some bytes as 32 lower-case hex digits, as manifests hold it for whole files."""
-    return xxhash.xxh3_128_hexdigest(data)
 
 
 @dataclass(frozen=True, slots=True)

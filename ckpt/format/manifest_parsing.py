@@ -21,6 +21,7 @@ from ckpt.format.consistency import (
     checked_place,
     hex_digits,
 )
+from ckpt.format.digests import digest_of
 from ckpt.format.gc_pause import gc_paused
 from ckpt.format.manifest import (
     COMMON,
@@ -32,7 +33,6 @@ from ckpt.format.manifest import (
     Index,
     PackedPiece,
     closing,
-    digest_of,
 )
 from ckpt.format.records import ChunkExtent, FileRecord
 from ckpt.format.strict_json import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from urllib.parse import quote
 
-import xxhash
+from ckpt.format.digests import digest_of
 
 PLAIN_NAME = "plain.json"
 MAX_NAME_CHARS = 150
@@ -35,7 +35,7 @@ def encode_key(key: str) -> str:
     if encoded.startswith("packed-") or encoded in _OURS:
         encoded = f"%{ord(encoded[0]):02X}{encoded[1:]}"
     if len(encoded) > MAX_NAME_CHARS:
-        return f"{encoded[:100]}~{xxhash.xxh3_128_hexdigest(key.encode(errors='surrogatepass'))}"
+        return f"{encoded[:100]}~{digest_of(key.encode(errors='surrogatepass'))}"
     return encoded or "%"
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from ckpt.format.box import whole
+from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import raw_bytes, torch_dtype
 from ckpt.format.export_records import RECORDS_NAME, ExportRecords
-from ckpt.format.manifest import SHARDED, STATE, ArrayEntry, CheckpointManifest, digest_of
+from ckpt.format.manifest import SHARDED, STATE, ArrayEntry, CheckpointManifest
 from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.format.names import PLAIN_NAME
 from ckpt.format.strict_json import Refused, refusing

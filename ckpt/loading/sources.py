@@ -14,8 +14,9 @@ import torch
 from ckpt.catalog.verify import TensorNames
 from ckpt.errors import CorruptCheckpointError, MissingStateError, WorldSizeError, describe
 from ckpt.format.box import num_chunks, whole
+from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import raw_bytes, torch_dtype
-from ckpt.format.manifest import ArrayEntry, CheckpointManifest, digest_of
+from ckpt.format.manifest import ArrayEntry, CheckpointManifest
 from ckpt.format.names import PLAIN_NAME
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.strategy import LoadingStrategy, Reading, ReadRequest, StoredCheckpoint

@@ -26,8 +26,9 @@ from typing import Any
 import torch
 
 from ckpt.errors import CheckpointNotFoundError, MissingStateError, WorldSizeError
+from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import raw_bytes, zarr_name
-from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry, digest_of
+from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry
 from ckpt.format.places import Place
 from ckpt.format.unpickling import require_repeats_within, unpickle_state_dict
 from ckpt.loading.sources import CheckpointSource, Rows, require_same_kind

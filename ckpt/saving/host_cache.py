@@ -17,7 +17,8 @@ import torch
 
 from ckpt.backends.base import Backend
 from ckpt.errors import ConfigurationError
-from ckpt.format.manifest import CheckpointManifest, digest_of
+from ckpt.format.digests import digest_of
+from ckpt.format.manifest import CheckpointManifest
 from ckpt.format.records import Expected
 from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings

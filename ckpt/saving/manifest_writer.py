@@ -16,14 +16,8 @@ from ckpt.backends.base import Backend, Contents, no_contents
 from ckpt.catalog.ledger import Commit
 from ckpt.errors import StorageError
 from ckpt.format.consistency import MAX_FILE_BYTES
-from ckpt.format.manifest import (
-    CONFIG_NAME,
-    ArrayEntry,
-    CheckpointManifest,
-    ComponentManifest,
-    digest_of,
-    index_name,
-)
+from ckpt.format.digests import digest_of
+from ckpt.format.manifest import CONFIG_NAME, ArrayEntry, CheckpointManifest, ComponentManifest, index_name
 from ckpt.format.manifest_parsing import parse_index
 from ckpt.format.names import PLAIN_NAME
 from ckpt.format.places import Place

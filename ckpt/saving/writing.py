@@ -11,14 +11,14 @@ from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple
 
 import torch
-import xxhash
 
 from ckpt.backends.base import Backend, Previous, Writer, Written, staged_digests
 from ckpt.errors import needing
 from ckpt.format.box import whole
+from ckpt.format.digests import StreamDigest, digest_of
 from ckpt.format.dtypes import contiguous, item_bytes, torch_dtype
 from ckpt.format.gc_pause import gc_paused
-from ckpt.format.manifest import Index, PackedPiece, digest_of, index_name
+from ckpt.format.manifest import Index, PackedPiece, index_name
 from ckpt.format.names import PLAIN_NAME, encode_key
 from ckpt.format.places import Place
 from ckpt.format.records import ArraySpec, Content, Expected, FileRecord, changed_in_memory, stored_shape
@@ -418,7 +418,7 @@ def checksums_of(index: Index, plain: Mapping[str, str], components: Iterable[st
     Args:
         plain: path -> digest of this rank's files of plain values.
     """
-    states = {key: xxhash.xxh3_128() for key in components}
+    states = {key: StreamDigest() for key in components}
     for path in sorted(index.chunks):
         for number, extent in sorted(index.chunks[path].items()):
             states[_component_of(path)].update(f"{path} {number} {extent.digests}\n".encode())
@@ -429,7 +429,7 @@ def checksums_of(index: Index, plain: Mapping[str, str], components: Iterable[st
 
 def joined_checksum(of_writers: Iterable[str]) -> str:
     """One digest over those of all writers, in rank order."""
-    return xxhash.xxh3_128_hexdigest("".join(of_writers).encode())
+    return digest_of("".join(of_writers).encode())
 
 
 def _cut(tasks: Iterable[PackTask], most: int) -> Iterator[list[PackTask]]:

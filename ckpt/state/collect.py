@@ -15,9 +15,9 @@ import torch
 from ckpt.errors import ConfigurationError, ReplicationError, ShardingError, describe, rebuild, sentence
 from ckpt.format import strict_json
 from ckpt.format.box import Box
+from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import zarr_name
 from ckpt.format.gc_pause import gc_paused
-from ckpt.format.manifest import digest_of
 from ckpt.memory.device import Device, device_of, wait_for_all
 from ckpt.planning.tables import Address, Table, TablePart, piece_from_json, table_of_pieces, table_to_json
 from ckpt.ranks.merging import Alike, alike, alike_by_name, first

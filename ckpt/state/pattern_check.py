@@ -11,7 +11,7 @@ import msgspec
 
 from ckpt.errors import ConfigurationError, ReplicationError
 from ckpt.format import strict_json
-from ckpt.format.manifest import digest_of
+from ckpt.format.digests import digest_of
 from ckpt.ranks.merging import Alike, alike
 from ckpt.ranks.topology import Topology
 from ckpt.state.collect import DistinctRanks

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-import xxhash
 
 from ckpt.errors import ConfigurationError, ReplicationError
+from ckpt.format.digests import StreamDigest, digest_of
 from ckpt.format.dtypes import as_integers, is_dtensor, raw_bytes, real_numbers
 from ckpt.state.abilities import RankPrivate, offers
 from ckpt.state.address import address_of, local_tensor
@@ -418,8 +418,8 @@ def _place(leaf: TensorLeaf) -> str | None:
 
 def _digest_of_all(local: torch.Tensor) -> str:
     if local.device.type == "cpu" and local.is_contiguous():
-        return xxhash.xxh3_128_hexdigest(raw_bytes(_host(local)).numpy().data)
-    state = xxhash.xxh3_128()
+        return digest_of(raw_bytes(_host(local)).numpy().data)
+    state = StreamDigest()
     for cut in _cuts(tuple(local.shape), local.element_size()):
         state.update(raw_bytes(_host(local[cut])).numpy().data)
     return state.hexdigest()
@@ -437,7 +437,7 @@ def _digest_of_sample(local: torch.Tensor) -> str:
             index = np.unravel_index(positions, tuple(local.shape))
         whole = local if local.is_conj() or local.is_neg() else as_integers(local)
         local = whole[tuple(torch.from_numpy(at).to(local.device) for at in index)]
-    return xxhash.xxh3_128_hexdigest(raw_bytes(_host(local)).numpy().data)
+    return digest_of(raw_bytes(_host(local)).numpy().data)
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from ckpt.format.box import Box, whole
+from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import raw_bytes
-from ckpt.format.manifest import digest_of
 from ckpt.planning.plan import settled_aliases
 from ckpt.planning.tables import Address, Holdings, Table, TablePart, Whereabouts, table_to_json
 from ckpt.ranks.merging import total

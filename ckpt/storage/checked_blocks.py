@@ -22,8 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from mmap import mmap
 
-import xxhash
-
+from ckpt.format.digests import block_digest_of
 from ckpt.format.records import ChunkExtent
 from ckpt.storage.held import MemoryFile
 from ckpt.storage.host_memory import can_be_shared, mapped, mapped_at, shared
@@ -89,4 +88,4 @@ def _marks_of(file: os.stat_result, chunk: ChunkExtent, numbers: range) -> Itera
         at = chunk.offset + number * chunk.block_bytes
         times = file.st_mtime_ns & _NO_SIGN, file.st_ctime_ns & _NO_SIGN  # programs can set the first back, not the second
         facts = file.st_dev, file.st_ino, *times, file.st_size, at, chunk.digests[number]
-        yield xxhash.xxh3_64_intdigest(_FACTS.pack(*facts)) or 1  # an empty place holds 0
+        yield block_digest_of(_FACTS.pack(*facts)) or 1  # an empty place holds 0

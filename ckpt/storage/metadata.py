@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, sentence
-from ckpt.format.manifest import COMMON, OBJECTS, SHARDED, digest_of
+from ckpt.format.digests import digest_of
+from ckpt.format.manifest import COMMON, OBJECTS, SHARDED
 from ckpt.format.places import ObjectPath, Place, as_place
 from ckpt.format.strict_json import parse
 from ckpt.storage.durable import replace_durably

@@ -6,11 +6,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
-import xxhash
-
 from ckpt.errors import CheckpointGoneError, CheckpointNotFoundError, CorruptCheckpointError
 from ckpt.format.consistency import MAX_FILE_BYTES, check_index
-from ckpt.format.manifest import MANIFEST_NAME, CheckpointManifest, Index, digest_of, index_name, is_fence
+from ckpt.format.digests import StreamDigest, digest_of
+from ckpt.format.manifest import MANIFEST_NAME, CheckpointManifest, Index, index_name, is_fence
 from ckpt.format.manifest_parsing import parse_index, parse_manifest
 from ckpt.format.places import ObjectPath, Place
 from ckpt.format.records import ChunkExtent, FileRecord
@@ -305,7 +304,7 @@ def _digest_of_rest(
         at = max(at, extent.offset + extent.length)
     if at < size:
         gaps.append((at, size - at))
-    state = xxhash.xxh3_128()
+    state = StreamDigest()
     if gaps:
         buffer = memoryview(bytearray(min(max(length for _, length in gaps), _PIECE_BYTES)))
         with open_file() as opened:

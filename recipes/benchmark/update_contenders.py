@@ -17,8 +17,8 @@ import torch.distributed as dist
 from ckpt.engine import CheckpointEngineRegistry, LiveModel
 from ckpt.engine.wire.layout import WeightLayout
 from ckpt.engine.wire.transfer import IN_FLIGHT
+from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import raw_bytes
-from ckpt.format.manifest import digest_of
 from ckpt.memory.device import Device, wait_for
 from ckpt.ranks.topology import Topology
 from recipes.benchmark.weights import NamedTensors, Row

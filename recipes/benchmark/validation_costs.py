@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import xxhash
 from hydra.utils import instantiate
 
 from ckpt import StateComponent
+from ckpt.format.digests import digest_bytes_of
 from ckpt.format.dtypes import raw_bytes
 from ckpt.ranks.topology import Topology
 from ckpt.state.address import local_tensor
@@ -116,7 +116,7 @@ def _compare(components: Sequence[StateComponent], topology: Topology, *, look: 
 def _hash(components: list[StateComponent]) -> None:
     """Hash the same bytes by the same function, and do nothing else: the machine's limit."""
     for tensor in _tensors(components):
-        xxhash.xxh3_128_digest(raw_bytes(tensor.cpu().contiguous()).numpy().data)
+        digest_bytes_of(raw_bytes(tensor.cpu().contiguous()).numpy().data)
 
 
 def _tensors(components: list[StateComponent]) -> list[Any]:

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import raw_bytes, torch_dtype, zarr_name
-from ckpt.format.manifest import ArrayEntry, digest_of
+from ckpt.format.manifest import ArrayEntry
 
 VOCABULARY = 16
 """Rows of the embedding for each of the model's columns."""

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from hydra.utils import instantiate
 
 from ckpt import StateComponent
 from ckpt.errors import ConfigurationError
+from ckpt.format.digests import StreamDigest
 from ckpt.format.dtypes import raw_bytes
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
@@ -85,7 +85,7 @@ class State:
 
     def fingerprint(self) -> str:
         """Return a digest of every byte that this rank holds."""
-        digest = xxhash.xxh3_128()
+        digest = StreamDigest()
         for tensor in self.places.values():
             digest.update(raw_bytes(tensor).cpu().numpy().data)
         return digest.hexdigest()

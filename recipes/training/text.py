@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed
-import xxhash
 
 from ckpt.errors import ConfigurationError
+from ckpt.format.digests import StreamDigest, block_digest_of
 from ckpt.ranks.topology import Topology
 
 DEFAULT_BYTES = 4 << 20
@@ -99,7 +99,7 @@ class Corpus:
 
     def digest(self) -> str:
         """Return a digest of the files' names, sizes, first and last bytes; equal digests mean, very probably, equal text."""
-        state = xxhash.xxh3_128()
+        state = StreamDigest()
         for path, begin, end in zip(self.files, [0, *self.ends], self.ends, strict=False):
             size = end - begin
             state.update(f"{os.path.relpath(path, self.root)}\0{size}\0".encode())
@@ -227,7 +227,7 @@ def shuffled(at: int, num: int, key: str) -> int:
     while True:
         left, right = at >> half, at & mask
         for turn in range(4):
-            left, right = right, left ^ (xxhash.xxh3_64_intdigest(f"{key}/{turn}/{right}".encode()) & mask)
+            left, right = right, left ^ (block_digest_of(f"{key}/{turn}/{right}".encode()) & mask)
         at = left << half | right
         if at < num:
             return at

@@ -27,8 +27,9 @@ from ckpt import StateComponent
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import ReplicationError, ShardingError
 from ckpt.format.box import Box, num_chunks, whole
+from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import item_bytes, torch_dtype, zarr_name
-from ckpt.format.manifest import ArrayEntry, CheckpointManifest, Index, digest_of
+from ckpt.format.manifest import ArrayEntry, CheckpointManifest, Index
 from ckpt.planning.plan import plan_save
 from ckpt.ranks.topology import Topology
 from ckpt.state.flatten import flatten

@@ -19,7 +19,7 @@ from ckpt.errors import (
     CorruptCheckpointError,
     WorldSizeError,
 )
-from ckpt.format.manifest import digest_of
+from ckpt.format.digests import digest_of
 from ckpt.ranks.topology import Topology
 from ckpt.storage.stored import read_manifest
 from recipes.training.training import Training, learning_rate_factor

@@ -16,8 +16,8 @@ from verl.utils.import_utils import import_external_libs
 from verl.workers.config import CheckpointEngineConfig
 from verl.workers.rollout import BaseRollout, RolloutReplica
 
+from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import raw_bytes
-from ckpt.format.manifest import digest_of
 
 
 def model(seed: int) -> torch.nn.Module:

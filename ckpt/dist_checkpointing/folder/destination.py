@@ -22,7 +22,8 @@ from ckpt.backends.zarr_format import DOCUMENT
 from ckpt.dist_checkpointing.folder.save_marker import INDEX, Making, SaveMarker, given_mark, lines_of
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
 from ckpt.format.consistency import MAX_FILE_BYTES
-from ckpt.format.manifest import COMMON, MANIFEST_NAME, OBJECTS, SHARDED, ArrayEntry, CheckpointManifest, digest_of
+from ckpt.format.digests import digest_of
+from ckpt.format.manifest import COMMON, MANIFEST_NAME, OBJECTS, SHARDED, ArrayEntry, CheckpointManifest
 from ckpt.ranks.topology import Topology
 from ckpt.saving.manifest_writer import ManifestWriter
 from ckpt.saving.prepared_save import Destination, PreparedSave, Written, require_reachable

@@ -17,13 +17,13 @@ from ckpt.dist_checkpointing.folder.save_marker import INDEX, dead_marks, is_bes
 from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr, is_megatron_zarr
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.format.consistency import MAX_FILE_BYTES
+from ckpt.format.digests import digest_of
 from ckpt.format.manifest import (
     MANIFEST_NAME,
     SHARDED,
     ArrayEntry,
     CheckpointManifest,
     Index,
-    digest_of,
     index_generation,
     index_name,
 )

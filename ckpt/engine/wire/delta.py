@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import xxhash
 
 from ckpt.engine.wire.layout import WeightLayout
 from ckpt.errors import ConfigurationError
+from ckpt.format.digests import digest_bytes_of, digest_of
 
 BLOCK_KIB = 128
 """Size of a block. To digest 128 MiB on one core takes, in ms (medians of 9; as one block: 6.3), in blocks of 16 KiB 14.2, 32 KiB 11.1,
@@ -45,9 +45,9 @@ class Digested(NamedTuple):
 
 def digested(host: memoryview, block_bytes: int) -> Digested:
     """Digest a bucket by its blocks."""
-    digest = xxhash.xxh3_128_digest
+    digest = digest_bytes_of
     blocks = b"".join([digest(host[start : start + block_bytes]) for start in range(0, len(host), block_bytes)])
-    return Digested(xxhash.xxh3_128_hexdigest(blocks), blocks)
+    return Digested(digest_of(blocks), blocks)
 
 
 class BlockHistory:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt.errors import ConfigurationError
+from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import torch_dtype, zarr_name
-from ckpt.format.manifest import digest_of
 
 ALIGNED = 256
 

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Iterator
 
 import torch
-import xxhash
 
 from ckpt.engine.wire.delta import BlockHistory, digested
 from ckpt.engine.wire.layout import Weight, WeightLayout, aligned
 from ckpt.format.box import flat_boxes
+from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import as_integers, contiguous, raw_bytes
 from ckpt.memory.device import pinned, uses_accelerator, wait_for
 from ckpt.memory.huge_pages import HostMemory, staging_memory
@@ -204,7 +204,7 @@ class ReceivedStream:
 def digest_of_bucket(host: torch.Tensor, block_bytes: int | None = None) -> str:
     """Return the xxh3-128 of flat bytes, or of the digests of their blocks, in hex."""
     data = raw_bytes(host).numpy().data
-    return xxhash.xxh3_128_hexdigest(data) if block_bytes is None else digested(data, block_bytes).whole
+    return digest_of(data) if block_bytes is None else digested(data, block_bytes).whole
 
 
 def _pieces(tensor: torch.Tensor, first: int, last: int) -> Iterator[tuple[torch.Tensor, int]]:

@@ -24,7 +24,7 @@ from ckpt.engine.wire.delta import Runs, bytes_of, without
 from ckpt.engine.wire.group import Groups, OwnGroup
 from ckpt.engine.wire.pool import digest_of_bucket
 from ckpt.errors import CheckpointError, CorruptCheckpointError, RankAbsentError, RankLeftError, sentence
-from ckpt.format.manifest import digest_of
+from ckpt.format.digests import digest_of
 from ckpt.memory.device import same_device
 from ckpt.ranks.topology import Topology
 from ckpt.ranks.waiting import poll_until, start

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt.errors import ConfigurationError
-from ckpt.format.manifest import digest_of
+from ckpt.format.digests import digest_of
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 

@@ -28,7 +28,8 @@ from ckpt.catalog.committed import Committed
 from ckpt.catalog.ledger import Ledger
 from ckpt.catalog.owner import Owner, owner_file
 from ckpt.errors import ConfigurationError, StorageError
-from ckpt.format.manifest import MANIFEST_NAME, CheckpointManifest, digest_of
+from ckpt.format.digests import digest_of
+from ckpt.format.manifest import MANIFEST_NAME, CheckpointManifest
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -31,7 +31,8 @@ from ckpt.errors import (
     ConfigurationError,
     FolderInUseError,
 )
-from ckpt.format.manifest import MANIFEST_NAME, digest_of
+from ckpt.format.digests import digest_of
+from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.ranks.topology import Topology
 from ckpt.saving import manifest_writer
 from ckpt.storage.stored import read_manifest

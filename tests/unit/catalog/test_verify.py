@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from ckpt import StateComponent
 from ckpt.catalog.verify import examine, verify_checkpoint
 from ckpt.errors import CheckpointGoneError, CheckpointNotFoundError, ConfigurationError
-from ckpt.format.manifest import MANIFEST_NAME, Index, digest_of, index_name
+from ckpt.format.digests import digest_of
+from ckpt.format.manifest import MANIFEST_NAME, Index, index_name
 from ckpt.ranks.topology import Topology
 from ckpt.storage.stored import read_index, read_manifest
 from tests.states import BACKENDS, Held, coordinator

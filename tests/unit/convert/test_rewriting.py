@@ -27,8 +27,9 @@ from ckpt.dist_checkpointing.serialization import (
     remove_sharded_tensors,
 )
 from ckpt.errors import CheckpointError, CheckpointExistsError, ConfigurationError, CorruptCheckpointError, StorageError
+from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import raw_bytes
-from ckpt.format.manifest import ArrayEntry, CheckpointManifest, Index, digest_of, index_name
+from ckpt.format.manifest import ArrayEntry, CheckpointManifest, Index, index_name
 from ckpt.format.records import CLIPPED_STORES
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology

@@ -34,7 +34,8 @@ from ckpt.errors import (
     CorruptCheckpointError,
     MissingStateError,
 )
-from ckpt.format.manifest import MANIFEST_NAME, Index, digest_of
+from ckpt.format.digests import digest_of
+from ckpt.format.manifest import MANIFEST_NAME, Index
 from ckpt.format.manifest_parsing import parse_index
 from ckpt.ranks.default_topology import use_topology
 from ckpt.storage.stored import read_manifest

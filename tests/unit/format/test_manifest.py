@@ -13,15 +13,8 @@ from hypothesis import strategies as st
 
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import Box
-from ckpt.format.manifest import (
-    MANIFEST_NAME,
-    ArrayEntry,
-    CheckpointManifest,
-    ComponentManifest,
-    Index,
-    PackedPiece,
-    digest_of,
-)
+from ckpt.format.digests import digest_of
+from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry, CheckpointManifest, ComponentManifest, Index, PackedPiece
 from ckpt.format.manifest_parsing import parse_index, parse_manifest
 from ckpt.format.names import encode_key
 from ckpt.format.records import ChunkExtent, FileRecord
