@@ -1,7 +1,7 @@
 """The whole error family on one screen.
 
 Every class is a `CheckpointError`, so one `except` catches what a checkpoint can do to a run, and most are also the
-built-in they resemble. `Topology.agree` carries an error from the rank that met it to all others: `describe` turns it into
+built-in they resemble. `Topology.phase` carries an error from the rank that met it to all others: `describe` turns it into
 plain JSON, `rebuild` makes the same class with the same sentence on every rank.
 
 Names in a checkpoint may hold any character, and reach terminals and logs by messages: every message of an error of this
