@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt.format.manifest import ArrayEntry, CheckpointManifest, ComponentManifest
 
-_VOID = {"meta", "input"}
+_VOID = {"meta", "input", "wbr"}
 
 
 @dataclass

@@ -1,50 +1,123 @@
-"""A checkpoint as a page: components, a treemap of its tensors, a table of them, and which rank wrote which box."""
+"""What the page of a checkpoint shows: components, a treemap of its tensors, a table of them, and which rank wrote which box."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from rich.filesize import decimal
 
 from ckpt.catalog.incremental import DiskUse
 from ckpt.errors import printable
 from ckpt.format.manifest import ArrayEntry, CheckpointManifest, ComponentManifest
-from recipes.commands.checkpoint_pictures import (
-    MOST_CARDS,
-    Group,
-    Item,
-    Tensor,
-    cards_of,
-    num_tensors,
-    treemap,
-    writers,
-)
 from recipes.commands.reading import ranks_text, shape_text, where_text
-from recipes.commands.sharding_pictures import alike
-from recipes.support.page import (
-    Cell,
-    Column,
-    Content,
-    Markup,
-    Row,
-    dotted,
-    facts,
-    hue,
-    joined,
-    section,
-    table,
-    tag,
-)
+from recipes.commands.sharding_pictures import Alike, Rectangle, alike
+from recipes.commands.treemap import Tile, divided
+from recipes.support.page import figure, hue
+from recipes.support.tables import counted
 
 _MOST_ITEMS = 500
 """Tensors that are shown one by one; more are grouped, into as many groups at most."""
+_MOST_CARDS = 40
+_MOST_RECTANGLES = 8000
+_MOST_NAMES = 12
+_MOST_COLUMNS = 256
+_MOST_LABELS = 24
+_MAP = Tile(0, 0, 1080, 520)
+"""The treemap on a wide screen, in pixels."""
+_CARD = 200
+"""Width of a picture of boxes, at least."""
 _NUMBER = re.compile(r"\d+")
 
 
-def checkpoint_sections(manifests: Mapping[str, CheckpointManifest], use: DiskUse) -> Markup:
-    """Return the sections about one checkpoint.
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of the checkpoint, or of one inside of it.
+
+    Attributes:
+        name: `<component>/<prefix><key>`, with control characters escaped.
+        card: id of the picture that shows its cuts; None: there is none.
+    """
+
+    name: str
+    component: str
+    entry: ArrayEntry
+    card: str | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it adds to the checkpoint: none for a second name."""
+        return 0 if self.entry.alias_of is not None else self.entry.num_bytes
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor, or tensors of a component that the page shows as one: their names differ in numbers only, which are `*` in its name."""
+
+    name: str
+    tensors: Sequence[Tensor]
+    num_bytes: int
+    color: str
+
+    @property
+    def short_name(self) -> str:
+        return self.name.removeprefix(f"{self.tensors[0].component}/")
+
+    @property
+    def number(self) -> str:
+        return num_tensors(len(self.tensors)) if len(self.tensors) > 1 else ""
+
+    @property
+    def card(self) -> str | None:
+        """The picture of all of them."""
+        cards = {one.card for one in self.tensors}
+        return cards.pop() if len(cards) == 1 else None
+
+    @property
+    def dtype(self) -> str:
+        return _few(one.entry.dtype for one in self.tensors)
+
+    @property
+    def shape(self) -> str:
+        return _few(shape_text(one.entry.shape) for one in self.tensors)
+
+    @property
+    def written(self) -> str:
+        return "" if self.number else where_text(self.tensors[0].entry, self.name)
+
+    @property
+    def tip(self) -> str:
+        kind = self.number or f"{self.dtype} {self.shape}"
+        return f"{self.name}\n{kind}, {decimal(self.num_bytes)}" + ("" if self.number else f"\n{self.written}")
+
+
+class Component(NamedTuple):
+    """A component and the number of its tensors."""
+
+    key: str
+    color: str
+    about: ComponentManifest
+    num_tensors: int
+
+    @property
+    def written_by(self) -> str:
+        return ranks_text(self.about.ranks)
+
+    @property
+    def equal_on(self) -> str:
+        return "" if self.about.replicated_across is None else ranks_text(self.about.replicated_across)
+
+
+def num_tensors(number: int) -> str:
+    """Return such as "1 tensor" or "20,000 tensors"."""
+    return counted(number, "tensor")
+
+
+def checkpoint_values(manifests: Mapping[str, CheckpointManifest], use: DiskUse) -> dict[str, Any]:
+    """Return the value `checkpoint` of the template checkpoint.html.
 
     Args:
         manifests: its own under the name "", and those of checkpoints inside of it by their folders.
@@ -58,89 +131,47 @@ def checkpoint_sections(manifests: Mapping[str, CheckpointManifest], use: DiskUs
         entries |= {f"{above}{name}": entry for name, entry in one.arrays.items()}
         component_of |= {f"{above}{name}": f"{above}{name.partition('/')[0]}" for name in one.arrays}
     cuts = alike(entries)
-    cards = {name: f"cut-{number}" for number, cut in enumerate(cuts[:MOST_CARDS]) for name in cut.names}
+    cards = {name: f"cut-{number}" for number, cut in enumerate(cuts[:_MOST_CARDS]) for name in cut.names}
     tensors = [Tensor(printable(name), component_of[name], entry, cards.get(name)) for name, entry in entries.items()]
     tensors.sort(key=lambda one: (-one.num_bytes, one.name))
-    items = tensors if len(tensors) <= _MOST_ITEMS else _groups(tensors)
-    hues = {key: hue(number) for number, key in enumerate(components)}
-    manifest = manifests[""]
-    return joined(
-        _facts(manifest, tensors, use),
-        _components(components, tensors, hues),
-        treemap(items, hues),
-        writers(manifest.world_size, tensors),
-        cards_of(cuts, entries),
-        _tensors(len(tensors), items, hues),
-        _topology(manifest),
-    )
+    colors = {key: hue(number) for number, key in enumerate(components)}
+    counts = Counter(component_of.values())
+    items = _items(tensors, colors)
+    return {
+        "manifest": manifests[""],
+        "use": use,
+        "metrics": [(name, figure(value, "number")) for name, value in list(manifests[""].metrics.items())[:8]],
+        "num_bytes": sum(one.num_bytes for one in tensors),
+        "num_tensors": len(tensors),
+        "components": [Component(key, colors[key], one, counts[key]) for key, one in components.items()],
+        "regions": _regions(items),
+        "ranks": _ranks(manifests[""].world_size, tensors),
+        "cards": _cards(cuts, entries),
+        "num_left_out": max(len(cuts) - _MOST_CARDS, 0),
+        "tensors": items,
+        "groups": _groups(manifests[""]),
+    }
 
 
-def _facts(manifest: CheckpointManifest, tensors: Sequence[Tensor], use: DiskUse) -> Markup:
-    pairs: list[tuple[str, Content]] = [
-        ("checkpoint id", manifest.checkpoint_id),
-        ("committed (UTC)", manifest.timestamp.isoformat(" ", "seconds").removesuffix("+00:00")),
-        ("ranks", str(manifest.world_size)),
-        ("tensors", f"{len(tensors):,}"),
-        ("bytes of tensors", decimal(sum(one.num_bytes for one in tensors))),
-        ("in files", decimal(use.apparent_bytes)),
-        ("files of its own", decimal(use.unique_bytes)),
-        ("ckpt", manifest.ckpt_version or "-"),
-        ("torch", manifest.pytorch_version or "-"),
-        ("format", f"version {manifest.format_version}"),
+def _items(tensors: Sequence[Tensor], colors: Mapping[str, str]) -> list[Item]:
+    """Group many tensors whose names differ in numbers only; of the smallest groups, all of a component become one."""
+    found: dict[tuple[str, str], list[Tensor]] = {}
+    for one in tensors:
+        name = one.name if len(tensors) <= _MOST_ITEMS else _NUMBER.sub("*", one.name)
+        found.setdefault((one.component, name), []).append(one)
+    others: dict[tuple[str, str], list[Tensor]] = {}
+    for (component, name), members in sorted(found.items(), key=lambda group: -sum(one.num_bytes for one in group[1])):
+        group = (component, name if len(others) < _MOST_ITEMS else f"{component}/…")
+        others.setdefault(group, []).extend(members)
+    return [
+        Item(
+            members[0].name if len(members) == 1 else name,
+            members,
+            sum(one.num_bytes for one in members),
+            colors.get(component, hue(0)),
+        )
+        for (component, name), members in others.items()
     ]
-    pairs += [(name, "-" if value is None else f"{value:.6g}") for name, value in list(manifest.metrics.items())[:8]]
-    return facts(pairs)
-
-
-def _components(
-    components: Mapping[str, ComponentManifest], tensors: Sequence[Tensor], hues: Mapping[str, str]
-) -> Markup:
-    counts = Counter(one.component for one in tensors)
-    columns = [
-        Column("component"),
-        Column("pattern", tip="How the ranks shared it when it was saved"),
-        Column("group", tip="The process group whose members shared it"),
-        Column("written by"),
-        Column("equal on", tip="The ranks that held equal copies"),
-        Column("tensors", is_number=True, greatest_first=True),
-        Column("size", is_number=True, greatest_first=True, tip="Tensors, each counted once, and plain values"),
-    ]
-    rows = []
-    for key, one in components.items():
-        equal_on = "" if one.replicated_across is None else ranks_text(one.replicated_across)
-        texts = (one.sharing_pattern, one.group_name or "", ranks_text(one.ranks), equal_on)
-        numbers = Cell(f"{counts[key]:,}", counts[key]), Cell(decimal(one.size_bytes), one.size_bytes)
-        rows.append(Row([Cell(dotted(hues[key], key), key), *map(Cell, texts), *numbers]))
-    return section("Components", table(columns, rows, name="components"))
-
-
-def _tensors(number: int, items: Sequence[Item], hues: Mapping[str, str]) -> Markup:
-    columns = [
-        Column("tensor"),
-        Column("dtype"),
-        Column("shape"),
-        Column("size", is_number=True, greatest_first=True),
-        Column("written", tip="Storage format, folder, and the ranks that wrote it"),
-    ]
-    note = "Tensors whose names differ in numbers only share a row." if len(items) < number else ""
-    rows = [_row(one, hues.get(one.component, hue(0))) for one in items]
-    made = table(columns, rows, name="tensors", filters=len(rows) > 8)
-    return section(num_tensors(number), made, note=note)
-
-
-def _row(one: Item, color: str) -> Row:
-    tensors = [one] if isinstance(one, Tensor) else one.tensors
-    name = tag("a", one.name, href=f"#{one.card}") if one.card else one.name
-    number = tag("small", f" {num_tensors(len(tensors))}") if isinstance(one, Group) else ""
-    texts = (
-        [tensor.entry.dtype for tensor in tensors],
-        [shape_text(tensor.entry.shape) for tensor in tensors],
-        [where_text(tensor.entry, tensor.name) for tensor in tensors] if isinstance(one, Tensor) else [""],
-    )
-    dtype, shape, where = (Cell(_few(text)) for text in texts)
-    return Row(
-        [Cell(dotted(color, name, number), one.name), dtype, shape, Cell(decimal(one.num_bytes), one.num_bytes), where]
-    )
 
 
 def _few(texts: Iterable[str]) -> str:
@@ -148,37 +179,119 @@ def _few(texts: Iterable[str]) -> str:
     return ", ".join(distinct[:3]) + (", …" if len(distinct) > 3 else "")
 
 
-def _groups(tensors: Sequence[Tensor]) -> list[Item]:
-    """Group tensors whose names differ in numbers only; of the smallest groups, all of a component become one."""
-    found: dict[tuple[str, str], list[Tensor]] = {}
-    for one in tensors:
-        found.setdefault((one.component, _NUMBER.sub("*", one.name)), []).append(one)
-    by_bytes = sorted(found.items(), key=lambda group: -sum(one.num_bytes for one in group[1]))
-    items: list[Item] = [
-        members[0] if len(members) == 1 else Group(name, component, members)
-        for (component, name), members in by_bytes[:_MOST_ITEMS]
+def _regions(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """The treemap: a rectangle for each component, divided into its tensors."""
+    by_component: dict[str, list[Item]] = {}
+    for one in sorted(items, key=lambda one: -one.num_bytes):
+        if one.num_bytes:
+            by_component.setdefault(one.tensors[0].component, []).append(one)
+    sizes = {key: sum(one.num_bytes for one in own) for key, own in by_component.items()}
+    shown = sorted(sizes, key=lambda key: -sizes[key])
+    return [
+        {
+            "name": key,
+            "size": sizes[key],
+            "part": sizes[key] / sum(sizes.values()),
+            "place": _part_of(_MAP, area),
+            "tiles": [
+                (one, _part_of(area, tile))
+                for one, tile in zip(by_component[key], divided([one.num_bytes for one in by_component[key]], area), strict=True)
+            ],
+        }
+        for key, area in zip(shown, divided([sizes[key] for key in shown], _MAP), strict=True)
     ]
-    others: dict[str, list[Tensor]] = {}
-    for (component, _), members in by_bytes[_MOST_ITEMS:]:
-        others.setdefault(component, []).extend(members)
-    return [*items, *(Group(f"{component}/…", component, members) for component, members in others.items())]
 
 
-def _topology(manifest: CheckpointManifest) -> Markup:
-    groups = manifest.topology.get("groups")
-    if not isinstance(groups, dict) or not groups:
-        return Markup("")
-    columns = [Column("group"), Column("instances", is_number=True), Column("ranks of each")]
-    rows = []
-    for name, instances in list(groups.items())[:64]:
-        shown = ["[" + ", ".join(map(str, one[:8])) + (", …]" if len(one) > 8 else "]") for one in instances[:16]]
-        rows.append(
-            Row(
-                [
-                    Cell(name),
-                    Cell(str(len(instances)), len(instances)),
-                    Cell(" ".join(shown) + (" …" if len(instances) > 16 else "")),
-                ]
-            )
+def _part_of(area: Tile, tile: Tile) -> Tile:
+    """A tile in parts, from 0 to 1, of the area around it."""
+    x, y = (tile.x - area.x) / area.width, (tile.y - area.y) / area.height
+    return Tile(x, y, tile.width / area.width, tile.height / area.height)
+
+
+def _ranks(world_size: int, tensors: Sequence[Tensor]) -> dict[str, Any] | None:
+    """The bytes that each rank wrote; None where there is nothing to compare.
+
+    The manifest does not say them of tensors that several ranks packed.
+    """
+    written, unknown = Counter[int](), 0
+    in_chunks = Counter[tuple[tuple[int, int, int], ...]]()  # many tensors have the same writers
+    for one in tensors:
+        packed_in = one.entry.packed_in
+        if len(packed_in) == 1:
+            written[packed_in[0]] += one.num_bytes
+        elif packed_in:
+            unknown += one.num_bytes
+        in_chunks[one.entry.writers] += one.num_bytes
+    for runs, num_bytes in in_chunks.items():
+        num_chunks = sum(count for _, _, count in runs)
+        for rank, _, count in runs:
+            written[rank] += num_bytes * count // num_chunks
+    if world_size < 2 or not written.total():
+        return None
+    each = -(-world_size // _MOST_COLUMNS)
+    bins = [range(at, min(at + each, world_size)) for at in range(0, world_size, each)]
+    means = [sum(written[rank] for rank in ranks) / len(ranks) for ranks in bins]
+    all_written = [written[rank] for rank in range(world_size)]
+    return {
+        "most": max(all_written),
+        "least": min(all_written),
+        "unknown": unknown,
+        "columns": [
+            {
+                "first": ranks[0],
+                "part": mean / max(means),
+                "tip": f"{ranks_text(ranks)}: {decimal(round(mean))}{' each' if each > 1 else ''}",
+                "label": f"rank {ranks[0]}" if len(bins) <= 6 else ranks[0] if len(bins) <= _MOST_LABELS else "",
+            }
+            for ranks, mean in zip(bins, means, strict=True)
+        ],
+    }
+
+
+def _cards(cuts: Sequence[Alike], entries: Mapping[str, ArrayEntry]) -> list[dict[str, Any]]:
+    """A card for each way in which tensors are cut: its picture and its tensors."""
+    cards, room = [], _MOST_RECTANGLES
+    for number, cut in enumerate(cuts[:_MOST_CARDS]):
+        picture, names, entry = cut.picture, cut.names, entries[cut.names[0]]
+        room -= len(picture.rectangles)
+        sides = [entry.shape[dim] for dim in picture.dims]
+        height = 40 if len(sides) == 1 else round(min(max(_CARD * sides[0] / sides[1], 96), 260))
+        of = "" if len(picture.dims) == len(entry.shape) else f" of {_dims(picture.dims)}"
+        marked = " x ".join(f"{side}{'*' if dim in picture.dims else ''}" for dim, side in enumerate(entry.shape))
+        listed = [f"{printable(name)} ({shape_text(entries[name].shape)})" for name in names[:_MOST_NAMES]]
+        cards.append(
+            {
+                "id": f"cut-{number}",
+                "heading": f"{counted(len(cut.ranks), 'rank')} along {_dims(cut.dims)}",
+                "size": f"{num_tensors(len(names))}, {decimal(sum(entries[name].num_bytes for name in names))}",
+                "height": height,
+                "boxes": [(one, _written(one) + of, _label(one, height)) for one in picture.rectangles if room >= 0],
+                "note": "" if picture.is_whole else f"Of {marked} the sides marked * are shown, and not every cut.",
+                "names": listed + ([f"and {len(names) - _MOST_NAMES:,} more"] if len(names) > _MOST_NAMES else []),
+            }
         )
-    return section("Process groups", table(columns, rows, name="groups"))
+    return cards
+
+
+def _dims(dims: Sequence[int]) -> str:
+    return f"dimension{'' if len(dims) == 1 else 's'} {' and '.join(map(str, dims))}"
+
+
+def _written(one: Rectangle) -> str:
+    return f"{ranks_text(one.ranks)} wrote [{', '.join(f'{first}:{last + 1}' for first, last in one.box)}]"
+
+
+def _label(one: Rectangle, height: int) -> str:
+    if one.width * _CARD <= 18 or one.height * height <= 14:
+        return ""
+    return str(one.ranks[0]) if len(one.ranks) == 1 else f"{one.ranks[0]}, …"
+
+
+def _groups(manifest: CheckpointManifest) -> list[dict[str, Any]]:
+    """The process groups of the run, the first instances of each."""
+    groups = manifest.topology.get("groups")
+    found = []
+    for name, instances in list(groups.items())[:64] if isinstance(groups, dict) else ():
+        shown = ["[" + ", ".join(map(str, one[:8])) + (", …]" if len(one) > 8 else "]") for one in instances[:16]]
+        found.append({"name": name, "num": len(instances), "ranks": " ".join(shown) + (" …" if len(instances) > 16 else "")})
+    return found

@@ -18,13 +18,13 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from rich.console import Group
-from rich.filesize import decimal
 
 from ckpt.errors import printable
 from ckpt.storage.durable import replace_durably
+from recipes.support.page import figure
 from recipes.support.report import SUMMARY_NAME
 from recipes.support.sweep_advice import differing
-from recipes.support.sweep_page import seconds, sweep_page
+from recipes.support.sweep_page import sweep_page
 from recipes.support.tables import DataConsole, add_row, full_line, table_of
 
 COLUMNS = ("save s", "load s", "blocked", "written", "read", "digest")
@@ -142,8 +142,8 @@ _WIDTH = 200
 def _cells(row: dict[str, Any], digest_digits: int) -> list[str]:
     if row["error"]:
         return ["failed", *[""] * (len(COLUMNS) - 1)]
-    times = [_seconds(row[name]) for name in ("save_s", "load_s", "blocked_s")]
-    sizes = ["-" if row[name] is None else decimal(row[name]) for name in ("bytes_written", "bytes_read")]
+    times = [figure(row[name], "seconds") for name in ("save_s", "load_s", "blocked_s")]
+    sizes = [figure(row[name], "bytes") for name in ("bytes_written", "bytes_read")]
     return [*times, *sizes, row["state_digest"][:digest_digits]]
 
 
@@ -151,10 +151,6 @@ def _digest_digits(rows: list[dict[str, Any]]) -> int:
     """The number of digits that make all digests of the table distinct: nearly always 8."""
     digests = {row["state_digest"] for row in rows if not row["error"]}
     return next(n for n in range(8, 33) if n == 32 or len({digest[:n] for digest in digests}) == len(digests))
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else seconds(value)
 
 
 def _leave_table(folder: Path) -> list[dict[str, Any]]:

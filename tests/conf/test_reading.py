@@ -412,8 +412,8 @@ def test_inspect_leaves_a_page_of_a_folder_with_its_commits_and_shared_bytes(
     assert sum(new) == tree["on_disk_bytes"] and new[0] == tree["checkpoints"][0]["apparent_bytes"]
     shared = [cell.attributes["data-value"] for cell in found.by_id("shared").all("td", "heat")]
     assert shared == ["400000"] * 3
-    (timeline,) = found.all("svg", "timeline")
-    tips = [str(one.attributes["data-tip"]).splitlines() for one in timeline.all("g")]
+    (timeline,) = found.all("div", "timeline")
+    tips = [str(one.attributes["data-tip"]).splitlines() for one in timeline.all("i")]
     assert [tip[0] for tip in tips] == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
     assert found.all("h2", "part")[0].text == "The newest: checkpoint-3" and len(found.rows("tensors")) == 2
 

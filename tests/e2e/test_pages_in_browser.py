@@ -14,7 +14,7 @@ from ckpt import StateComponent
 from ckpt.catalog.incremental import DiskUse
 from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings
-from recipes.commands.checkpoint_page import checkpoint_sections
+from recipes.commands.checkpoint_page import checkpoint_values
 from recipes.commands.inspect_page import folder_page
 from recipes.support.page import page
 from recipes.support.sweep import short_names
@@ -71,7 +71,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     texts = {
         "sweep": sweep_page(jobs, short_names(differing(jobs)), 8),
         "checkpoint": page(
-            "checkpoint-1", checkpoint_sections({"": manifest(sharded, world_size=4)}, DiskUse(5000, 1000))
+            "inspect.html",
+            "checkpoint-1",
+            checkpoint=checkpoint_values({"": manifest(sharded, world_size=4)}, DiskUse(5000, 1000)),
         ),
         "folder": folder_page(folder / "run"),
     }
@@ -132,7 +134,7 @@ def test_the_page_of_a_sweep_sorts_and_shows_tips(browser: Any, pages: dict[str,
     assert tab.hover("th button >> text=load s") == "Seconds to load the last checkpoint"
     tab.page.keyboard.press("Escape")
     assert not tab.page.locator(".tip").is_visible()
-    assert tab.page.locator("tr.failed").inner_text().endswith(SENTENCE)
+    assert tab.page.locator("td.failed").inner_text().endswith(SENTENCE)
     tab.close()
 
 
@@ -153,7 +155,7 @@ def test_the_page_of_a_checkpoint_filters_sorts_and_leads_to_pictures(browser: A
         "zarr model/w by rank 3",
     ]
     assert tab.hover(".treemap a[data-tip*='onerror']").splitlines()[0] == SHOWN
-    assert tab.hover(".picture rect:nth-of-type(2)") == "rank 1 wrote [125:250, 0:100]"
+    assert tab.hover(".picture i:nth-of-type(2)") == "rank 1 wrote [125:250, 0:100]"
     tab.page.locator(".treemap a[href]").first.click()
     assert tab.page.locator(".card:target h3").inner_text() == "4 ranks along dimension 0"
     tab.close()
@@ -164,7 +166,7 @@ def test_the_page_of_a_folder_has_its_commits_in_time(browser: Any, pages: dict[
     assert tab.column("checkpoints", "checkpoint") == ["checkpoint-1", "checkpoint-2", "checkpoint-3 newest"]
     tab.click("checkpoints", "committed")
     assert tab.column("checkpoints", "checkpoint")[0] == "checkpoint-3 newest"
-    assert tab.hover(".timeline g >> nth=0").startswith("checkpoint-1\ncommitted ")
+    assert tab.hover(".timeline i >> nth=0").startswith("checkpoint-1\ncommitted ")
     assert tab.hover("#shared .heat").startswith("checkpoint-2 shares ")
     tab.close()
 

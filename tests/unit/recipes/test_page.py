@@ -10,36 +10,41 @@ import pytest
 
 from ckpt.errors import ConfigurationError
 from ckpt.format.manifest import MANIFEST_NAME
-from recipes.support.page import Cell, Column, Row, bar, hue, page, table, tag, write_page
-from tests.pages import parsed
+from recipes.support.page import hue, page, write_page
+from recipes.support.sweep_page import sweep_page
+from tests.pages import job, parsed
 
-HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\x00\u202e\ud800 `${x}`"
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\x00\u202e\ud800 `${x}` {{ 7 * 7 }}"
+SHOWN = HOSTILE.replace("\x00", "\\x00").replace("\u202e", "\\u202e").replace("\ud800", "\\ud800")
+
+
+def empty(title: str, lead: str = "") -> str:
+    return page("page.html", title, lead)
 
 
 def test_a_hostile_text_is_shown_and_never_an_element_or_an_attribute() -> None:
-    columns = [Column(HOSTILE, tip=HOSTILE)]
-    rows = [Row([Cell(HOSTILE, HOSTILE, tip=HOSTILE)]), Row([Cell([HOSTILE, tag("b", HOSTILE)])])]
-    whole = parsed(page(HOSTILE, HOSTILE, table(columns, rows, name="one", filters=True)))
-    shown = HOSTILE.replace("\x00", "\\x00").replace("\u202e", "\\u202e").replace("\ud800", "\\ud800")
+    key = HOSTILE.replace("=", " ")
+    overrides = [f"all={HOSTILE}", f"{key}={HOSTILE}"]
+    jobs = [job("") | {"overrides": overrides, "state_digest": HOSTILE}, {"overrides": overrides[:1], "error": HOSTILE}]
+    text = sweep_page(jobs, {key: HOSTILE}, len(HOSTILE))
+    whole = parsed(text)
     assert not whole.all("img") and len(whole.all("script")) == 1
-    assert whole.all("title")[0].text == whole.all("h1")[0].text == shown
-    first, second = whole.by_id("one").all("tbody")[0].all("td")
-    assert first.text == first.attributes["data-value"] == first.attributes["data-tip"] == shown
-    assert second.text == shown * 2
-    page(HOSTILE, HOSTILE).encode()
+    (head,) = (one for one in whole.by_id("jobs").all("button") if one.text == SHOWN)
+    assert head.attributes["data-tip"] == SHOWN.replace("=", " ")
+    first, second = whole.rows("jobs")
+    assert first[SHOWN].text == first[SHOWN].attributes["data-label"] == SHOWN
+    assert first["digest"].text == first["digest"].attributes["data-value"] == first["digest"].attributes["data-tip"] == SHOWN
+    assert second["save s"].text == f"failed: {SHOWN}" and whole.all("span", "chip")[0].text == f"all={SHOWN}"
+    text.encode()
 
 
-def test_attributes_have_their_names_and_absent_ones_are_left_out() -> None:
-    made = tag("td", "a < b", class_="number", data_value=3, data_tip=None, hidden=True, colspan=False)
-    assert made == '<td class="number" data-value="3" hidden>a &lt; b</td>'
-    assert tag("p", ["a", [tag("b", "c"), iter(["d"])]], "e") == "<p>a<b>c</b>de</p>"
-
-
-def test_a_bar_has_the_length_of_its_value_and_a_line_over_its_spread() -> None:
-    assert '<i style="width:25%">' in bar(1, 4) and "<b" not in bar(1, 4)
-    assert '<b style="left:12.5%;width:37.5%">' in bar(1, 4, low=0.5, high=2)
-    assert "<b" not in bar(1, 4, low=1, high=1)
-    assert '<i style="width:0%">' in bar(0, 0)
+def test_a_title_and_the_sentence_below_it_are_escaped_but_for_line_breaks() -> None:
+    text = empty(HOSTILE, f"{HOSTILE}\nsecond line")
+    whole = parsed(text)
+    assert not whole.all("img") and len(whole.all("script")) == 1
+    assert whole.all("title")[0].text == whole.all("h1")[0].text == SHOWN
+    assert whole.all("p", "lead")[0].text == f"{SHOWN}\nsecond line"
+    text.encode()
 
 
 def test_neighbors_have_colors_that_differ() -> None:
@@ -50,17 +55,17 @@ def test_neighbors_have_colors_that_differ() -> None:
 
 def test_a_page_is_replaced_and_any_other_file_is_kept(tmp_path: Path) -> None:
     target = tmp_path / "out.html"
-    write_page(target, page("one"))
-    write_page(target, page("two"))
+    write_page(target, empty("one"))
+    write_page(target, empty("two"))
     assert "two" in target.read_text() and [one.name for one in tmp_path.iterdir()] == ["out.html"]
     notes = tmp_path / "notes.html"
     notes.write_text("<title>mine</title>")
     with pytest.raises(ConfigurationError, match="notes.html exists and is not a page of this command; remove it"):
-        write_page(notes, page("one"))
+        write_page(notes, empty("one"))
     assert notes.read_text() == "<title>mine</title>"
     os.mkfifo(tmp_path / "pipe")  # nobody writes to it: to read it would take forever
     with pytest.raises(ConfigurationError, match="pipe exists and is not a page of this command"):
-        write_page(tmp_path / "pipe", page("one"))
+        write_page(tmp_path / "pipe", empty("one"))
 
 
 def test_a_folder_and_the_inside_of_a_checkpoint_are_refused(tmp_path: Path) -> None:
@@ -74,5 +79,5 @@ def test_a_folder_and_the_inside_of_a_checkpoint_are_refused(tmp_path: Path) -> 
         (inside / "model" / "out.html", "is inside of .*checkpoint-1: a checkpoint holds no other files"),
     ):
         with pytest.raises(ConfigurationError, match=said):
-            write_page(target, page("one"))
+            write_page(target, empty("one"))
         assert not target.is_file()

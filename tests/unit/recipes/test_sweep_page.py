@@ -72,6 +72,12 @@ def test_a_sweep_of_failed_jobs_a_job_without_saves_and_hostile_overrides_are_pa
     assert texts[2]["rng"] == "yes"
 
 
+def test_a_bar_of_no_time_at_all_is_empty() -> None:
+    for row in page_of([job("ckpt=zarr", 0.0), job("ckpt=tensorstore", 0.0)]).rows("jobs"):
+        (bar,) = row["save s"].all("i")
+        assert bar.attributes["style"] == "width:0%" and not row["save s"].all("b")
+
+
 def test_rows_of_an_older_sweep_have_no_figures_of_single_saves() -> None:
     old = {key: value for key, value in job("ckpt=zarr").items() if not key.endswith("_each") and key != "bytes_needed"}
     (row,) = page_of([old]).rows("jobs")
