@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import count, islice, product
 
 from ckpt.format.box import num_chunks
 from ckpt.format.manifest import ArrayEntry
@@ -110,26 +110,24 @@ def picture_of(entry: ArrayEntry) -> Picture:
     assert entry.grid is not None
     counts = num_chunks(entry.shape, entry.grid)
     dims = shown_dims(counts)
+    strides = [math.prod(counts[dim + 1 :]) for dim in range(len(counts))]
+    hidden = [
+        [chunk * strides[dim] for chunk in _spread(count, _MOST_BEHIND)]
+        for dim, count in enumerate(counts)
+        if dim not in dims
+    ]
+    behind = [sum(place) for place in islice(product(*hidden), _MOST_BEHIND)]
     steps = [_spread(counts[dim], MOST_CELLS if len(dims) == 2 else MOST_CELLS**2) for dim in dims]
-    hidden = [_spread(count, _MOST_BEHIND) if dim not in dims else [0] for dim, count in enumerate(counts)]
-    num_hidden = math.prod(count for dim, count in enumerate(counts) if dim not in dims)
-    behind = [at for at, _ in zip(product(*hidden), range(_MOST_BEHIND), strict=False)]
+    rows, columns = ([[0]] + [[chunk * strides[dim] for chunk in step] for step, dim in zip(steps, dims, strict=True)])[-2:]
     cells = {
-        place: _writers(entry, counts, dims, [step[at] for step, at in zip(steps, place, strict=True)], behind)
-        for place in product(*(range(len(step)) for step in steps))
+        (row, column): tuple(sorted({entry.writer_of(above + left + number) for number in behind}))
+        for (row, above), (column, left) in product(enumerate(rows), enumerate(columns))
     }
     borders = [
-        [
-            min(step[at] * entry.grid[dim], entry.shape[dim]) if at < len(step) else entry.shape[dim]
-            for at in range(len(step) + 1)
-        ]
-        for step, dim in zip(steps, dims, strict=True)
+        [*(chunk * entry.grid[dim] for chunk in step), entry.shape[dim]] for step, dim in zip(steps, dims, strict=True)
     ]
-    rectangles = tuple(
-        _rectangle(ranks, spans, borders) for ranks, spans in _merged(cells, [len(step) for step in steps])
-    )
-    is_whole = num_hidden == 1 and all(len(step) == counts[dim] for step, dim in zip(steps, dims, strict=True))
-    return Picture(dims, rectangles, is_whole)
+    is_whole = all(dim in dims or count == 1 for dim, count in enumerate(counts)) and len(cells) == math.prod(counts)
+    return Picture(dims, tuple(_rectangle(ranks, spans, borders) for ranks, spans in _merged(cells)), is_whole)
 
 
 def shown_dims(counts: Sequence[int]) -> tuple[int, ...]:
@@ -148,50 +146,20 @@ def _spread(count: int, most: int) -> list[int]:
     return list(range(count)) if count <= most else [at * count // most for at in range(most)]
 
 
-def _writers(
-    entry: ArrayEntry, counts: Sequence[int], dims: Sequence[int], at: Sequence[int], behind: Iterable[Sequence[int]]
-) -> tuple[int, ...]:
-    """The ranks that wrote the chunks of one cell."""
-    ranks = set()
-    for one in behind:
-        place = list(one)
-        for dim, chunk in zip(dims, at, strict=True):
-            place[dim] = chunk
-        number = 0
-        for chunk, count in zip(place, counts, strict=True):
-            number = number * count + chunk
-        ranks.add(entry.writer_of(number))
-    return tuple(sorted(ranks))
-
-
-_Span = tuple[int, int]
-
-
-def _merged(
-    cells: Mapping[tuple[int, ...], tuple[int, ...]], sides: Sequence[int]
-) -> list[tuple[tuple[int, ...], list[_Span]]]:
+def _merged(cells: dict[tuple[int, int], tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], tuple[range, range]]]:
     """Join neighbors of equal writers: along rows, then equal stretches of rows below each other."""
-    rows = sides[0] if len(sides) == 2 else 1
-    done: list[tuple[tuple[int, ...], list[_Span]]] = []
-    open_: dict[tuple[_Span, tuple[int, ...]], int] = {}
-    for row in range(rows):
-        stretches: list[tuple[_Span, tuple[int, ...]]] = []
-        for column in range(sides[-1]):
-            ranks = cells[(row, column)] if len(sides) == 2 else cells[(column,)]
-            if stretches and stretches[-1][1] == ranks:
-                stretches[-1] = (stretches[-1][0][0], column + 1), ranks
-            else:
-                stretches.append(((column, column + 1), ranks))
-        going_on = {stretch: open_.pop(stretch, row) for stretch in stretches}
-        done += [(ranks, [(first, row), span]) for (span, ranks), first in open_.items()]
-        open_ = going_on
-    done += [(ranks, [(first, rows), span]) for (span, ranks), first in open_.items()]
-    done.sort(key=lambda one: one[1])
-    return done if len(sides) == 2 else [(ranks, spans[1:]) for ranks, spans in done]
+    while cells:
+        (row, column), ranks = next(iter(cells.items()))
+        right = next(at for at in count(column) if cells.get((row, at)) != ranks)
+        below = next(at for at in count(row) if any(cells.get((at, one)) != ranks for one in range(column, right)))
+        rows, columns = range(row, below), range(column, right)
+        for place in product(rows, columns):
+            del cells[place]
+        yield ranks, (rows, columns)
 
 
-def _rectangle(ranks: tuple[int, ...], spans: Sequence[_Span], borders: Sequence[Sequence[int]]) -> Rectangle:
-    edges = [(border[first], border[last]) for (first, last), border in zip(spans, borders, strict=True)]
+def _rectangle(ranks: tuple[int, ...], spans: tuple[range, range], borders: Sequence[Sequence[int]]) -> Rectangle:
+    edges = [(border[span.start], border[span.stop]) for span, border in zip(spans[-len(borders) :], borders, strict=True)]
     parts = [(low / border[-1], (high - low) / border[-1]) for (low, high), border in zip(edges, borders, strict=True)]
-    (y, height), (x, width) = parts if len(parts) == 2 else [(0.0, 1.0), parts[0]]
+    (y, height), (x, width) = [(0.0, 1.0), *parts][-2:]
     return Rectangle(x, y, width, height, ranks, tuple((low, high - 1) for low, high in edges))
