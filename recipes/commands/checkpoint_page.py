@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.filesize import decimal
 
@@ -15,7 +15,7 @@ from ckpt.errors import printable
 from ckpt.format.manifest import ArrayEntry, CheckpointManifest, ComponentManifest
 from recipes.commands.reading import ranks_text, shape_text, where_text
 from recipes.commands.sharding_pictures import Alike, Rectangle, alike
-from recipes.commands.treemap import Tile, divided
+from recipes.commands.treemap import divided
 from recipes.support.page import figure, hue
 from recipes.support.tables import counted
 
@@ -26,8 +26,8 @@ _MOST_RECTANGLES = 8000
 _MOST_NAMES = 12
 _MOST_COLUMNS = 256
 _MOST_LABELS = 24
-_MAP = Tile(0, 0, 1080, 520)
-"""The treemap on a wide screen, in pixels."""
+_MAP_RATIO = 1080 / 520
+"""Width of the treemap to its height, on a wide screen."""
 _CARD = 200
 """Width of a picture of boxes, at least."""
 _NUMBER = re.compile(r"\d+")
@@ -51,69 +51,6 @@ class Tensor:
     def num_bytes(self) -> int:
         """Bytes that it adds to the checkpoint: none for a second name."""
         return 0 if self.entry.alias_of is not None else self.entry.num_bytes
-
-
-@dataclass(frozen=True)
-class Item:
-    """A tensor, or tensors of a component that the page shows as one: their names differ in numbers only, which are `*` in its name."""
-
-    name: str
-    tensors: Sequence[Tensor]
-    num_bytes: int
-    color: str
-
-    @property
-    def short_name(self) -> str:
-        return self.name.removeprefix(f"{self.tensors[0].component}/")
-
-    @property
-    def number(self) -> str:
-        return num_tensors(len(self.tensors)) if len(self.tensors) > 1 else ""
-
-    @property
-    def card(self) -> str | None:
-        """The picture of all of them."""
-        cards = {one.card for one in self.tensors}
-        return cards.pop() if len(cards) == 1 else None
-
-    @property
-    def dtype(self) -> str:
-        return _few(one.entry.dtype for one in self.tensors)
-
-    @property
-    def shape(self) -> str:
-        return _few(shape_text(one.entry.shape) for one in self.tensors)
-
-    @property
-    def written(self) -> str:
-        return "" if self.number else where_text(self.tensors[0].entry, self.name)
-
-    @property
-    def tip(self) -> str:
-        kind = self.number or f"{self.dtype} {self.shape}"
-        return f"{self.name}\n{kind}, {decimal(self.num_bytes)}" + ("" if self.number else f"\n{self.written}")
-
-
-class Component(NamedTuple):
-    """A component and the number of its tensors."""
-
-    key: str
-    color: str
-    about: ComponentManifest
-    num_tensors: int
-
-    @property
-    def written_by(self) -> str:
-        return ranks_text(self.about.ranks)
-
-    @property
-    def equal_on(self) -> str:
-        return "" if self.about.replicated_across is None else ranks_text(self.about.replicated_across)
-
-
-def num_tensors(number: int) -> str:
-    """Return such as "1 tensor" or "20,000 tensors"."""
-    return counted(number, "tensor")
 
 
 def checkpoint_values(manifests: Mapping[str, CheckpointManifest], use: DiskUse) -> dict[str, Any]:
@@ -143,7 +80,17 @@ def checkpoint_values(manifests: Mapping[str, CheckpointManifest], use: DiskUse)
         "metrics": [(name, figure(value, "number")) for name, value in list(manifests[""].metrics.items())[:8]],
         "num_bytes": sum(one.num_bytes for one in tensors),
         "num_tensors": len(tensors),
-        "components": [Component(key, colors[key], one, counts[key]) for key, one in components.items()],
+        "components": [
+            {
+                "key": key,
+                "color": colors[key],
+                "about": one,
+                "num_tensors": counts[key],
+                "written_by": ranks_text(one.ranks),
+                "equal_on": None if one.replicated_across is None else ranks_text(one.replicated_across),
+            }
+            for key, one in components.items()
+        ],
         "regions": _regions(items),
         "ranks": _ranks(manifests[""].world_size, tensors),
         "cards": _cards(cuts, entries),
@@ -153,25 +100,44 @@ def checkpoint_values(manifests: Mapping[str, CheckpointManifest], use: DiskUse)
     }
 
 
-def _items(tensors: Sequence[Tensor], colors: Mapping[str, str]) -> list[Item]:
+def _items(tensors: Sequence[Tensor], colors: Mapping[str, str]) -> list[dict[str, Any]]:
     """Group many tensors whose names differ in numbers only; of the smallest groups, all of a component become one."""
-    found: dict[tuple[str, str], list[Tensor]] = {}
+    by_name: dict[tuple[str, str], list[Tensor]] = {}
     for one in tensors:
         name = one.name if len(tensors) <= _MOST_ITEMS else _NUMBER.sub("*", one.name)
-        found.setdefault((one.component, name), []).append(one)
-    others: dict[tuple[str, str], list[Tensor]] = {}
-    for (component, name), members in sorted(found.items(), key=lambda group: -sum(one.num_bytes for one in group[1])):
-        group = (component, name if len(others) < _MOST_ITEMS else f"{component}/…")
-        others.setdefault(group, []).extend(members)
-    return [
-        Item(
-            members[0].name if len(members) == 1 else name,
-            members,
-            sum(one.num_bytes for one in members),
-            colors.get(component, hue(0)),
-        )
-        for (component, name), members in others.items()
-    ]
+        by_name.setdefault((one.component, name), []).append(one)
+    groups: dict[tuple[str, str], list[Tensor]] = {}
+    for (component, name), members in sorted(by_name.items(), key=lambda group: -_num_bytes(group[1])):
+        groups.setdefault((component, name if len(groups) < _MOST_ITEMS else f"{component}/…"), []).extend(members)
+    return [_item(name, members, colors.get(component, hue(0))) for (component, name), members in groups.items()]
+
+
+def _item(name: str, tensors: Sequence[Tensor], color: str) -> dict[str, Any]:
+    """A tensor, or tensors of a component that the page shows as one: the numbers in which their names differ are `*`."""
+    first, *others = tensors
+    name = name if others else first.name
+    number = counted(len(tensors), "tensor") if others else ""
+    size = _num_bytes(tensors)
+    dtype = _few(one.entry.dtype for one in tensors)
+    shape = _few(shape_text(one.entry.shape) for one in tensors)
+    written = "" if others else where_text(first.entry, name)
+    return {
+        "name": name,
+        "short_name": name.removeprefix(f"{first.component}/"),
+        "component": first.component,
+        "number": number,
+        "num_bytes": size,
+        "color": color,
+        "card": first.card if len({one.card for one in tensors}) == 1 else None,
+        "dtype": dtype,
+        "shape": shape,
+        "written": written,
+        "tip": f"{name}\n{number or f'{dtype} {shape}'}, {decimal(size)}\n{written}".rstrip("\n"),
+    }
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(one.num_bytes for one in tensors)
 
 
 def _few(texts: Iterable[str]) -> str:
@@ -179,33 +145,21 @@ def _few(texts: Iterable[str]) -> str:
     return ", ".join(distinct[:3]) + (", …" if len(distinct) > 3 else "")
 
 
-def _regions(items: Sequence[Item]) -> list[dict[str, Any]]:
+def _regions(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The treemap: a rectangle for each component, divided into its tensors."""
-    by_component: dict[str, list[Item]] = {}
-    for one in sorted(items, key=lambda one: -one.num_bytes):
-        if one.num_bytes:
-            by_component.setdefault(one.tensors[0].component, []).append(one)
-    sizes = {key: sum(one.num_bytes for one in own) for key, own in by_component.items()}
+    by_component: dict[str, list[Mapping[str, Any]]] = {}
+    for one in sorted(items, key=lambda one: -one["num_bytes"]):
+        if one["num_bytes"]:
+            by_component.setdefault(one["component"], []).append(one)
+    sizes = {key: sum(one["num_bytes"] for one in own) for key, own in by_component.items()}
     shown = sorted(sizes, key=lambda key: -sizes[key])
-    return [
-        {
-            "name": key,
-            "size": sizes[key],
-            "part": sizes[key] / sum(sizes.values()),
-            "place": _part_of(_MAP, area),
-            "tiles": [
-                (one, _part_of(area, tile))
-                for one, tile in zip(by_component[key], divided([one.num_bytes for one in by_component[key]], area), strict=True)
-            ],
-        }
-        for key, area in zip(shown, divided([sizes[key] for key in shown], _MAP), strict=True)
-    ]
-
-
-def _part_of(area: Tile, tile: Tile) -> Tile:
-    """A tile in parts, from 0 to 1, of the area around it."""
-    x, y = (tile.x - area.x) / area.width, (tile.y - area.y) / area.height
-    return Tile(x, y, tile.width / area.width, tile.height / area.height)
+    regions = []
+    for key, place in zip(shown, divided([sizes[key] for key in shown], _MAP_RATIO), strict=True):
+        ratio = _MAP_RATIO * place.width / place.height
+        tiles = divided([one["num_bytes"] for one in by_component[key]], ratio)
+        region = {"name": key, "size": sizes[key], "part": sizes[key] / sum(sizes.values()), "place": place}
+        regions.append(region | {"tiles": list(zip(by_component[key], tiles, strict=True))})
+    return regions
 
 
 def _ranks(world_size: int, tensors: Sequence[Tensor]) -> dict[str, Any] | None:
@@ -263,7 +217,7 @@ def _cards(cuts: Sequence[Alike], entries: Mapping[str, ArrayEntry]) -> list[dic
             {
                 "id": f"cut-{number}",
                 "heading": f"{counted(len(cut.ranks), 'rank')} along {_dims(cut.dims)}",
-                "size": f"{num_tensors(len(names))}, {decimal(sum(entries[name].num_bytes for name in names))}",
+                "size": f"{counted(len(names), 'tensor')}, {decimal(sum(entries[name].num_bytes for name in names))}",
                 "height": height,
                 "boxes": [(one, _written(one) + of, _label(one, height)) for one in picture.rectangles if room >= 0],
                 "note": "" if picture.is_whole else f"Of {marked} the sides marked * are shown, and not every cut.",
