@@ -18,7 +18,7 @@ from ckpt.storage.stored import noticing_removal, read_manifest
 from recipes.commands.checkpoint_page import checkpoint_values
 from recipes.commands.reading import InspectKeys, committed_below, is_checkpoint, manifests_below
 from recipes.commands.reading_others import other_at
-from recipes.support.page import hue, page, utc, write_page
+from recipes.support.page import page, utc, write_page
 
 _MOST_COMMITS = 400
 """Checkpoints on a page: the newest ones."""
@@ -55,9 +55,13 @@ class Commit:
         return self.one.timestamp.timestamp()
 
     @property
+    def size(self) -> int:
+        return self.use.apparent_bytes
+
+    @property
     def tip(self) -> str:
         run = f"\nrun {self.one.run_id}" if self.one.run_id else ""
-        sizes = f"{decimal(self.use.apparent_bytes)}, {decimal(self.new_bytes)} of them new"
+        sizes = f"{decimal(self.size)}, {decimal(self.new_bytes)} of them new"
         return f"{self.name}\ncommitted {utc(self.one.timestamp)} UTC\n{sizes}{run}"
 
 
@@ -109,8 +113,7 @@ def folder_page(root: Place) -> str:
         apparent_bytes=sum(use.apparent_bytes for use in each.values()),
         commits=commits,
         metrics=list(dict.fromkeys(name for one in commits if one.head for name in one.head.metrics))[:_MOST_METRICS],
-        timeline=_timeline(commits),
-        num_runs=len({one.one.run_id for one in commits}),
+        runs=list(dict.fromkeys(one.one.run_id for one in commits)),
         sharing=commits[-_MOST_SHARING:],
         shared=_shared(commits[-_MOST_SHARING:]),
         most_sharing=_MOST_SHARING,
@@ -137,24 +140,6 @@ def _commits(listed: Sequence[Committed[Place]], each: Mapping[Place, DiskUse]) 
         seen |= files.keys()
         found.append(Commit(one, each[one.path], files, new, num_arrays, head, problem))
     return found
-
-
-def _timeline(commits: Sequence[Commit]) -> list[dict[str, Any]]:
-    """A column for each commit: at its time, as high as its bytes; those it links from earlier checkpoints are paler."""
-    times = [one.time for one in commits]
-    first, span = min(times), max(times) - min(times)
-    most = max(one.use.apparent_bytes for one in commits) or 1
-    colors = {run: hue(number) for number, run in enumerate(dict.fromkeys(one.one.run_id for one in commits))}
-    return [
-        {
-            "at": (one.time - first) / span if span else 0.5,
-            "part": one.use.apparent_bytes / most,
-            "new": one.new_bytes / (one.use.apparent_bytes or 1),
-            "color": colors[one.one.run_id],
-            "tip": one.tip,
-        }
-        for one in commits
-    ]
 
 
 def _shared(commits: Sequence[Commit]) -> list[list[int]]:

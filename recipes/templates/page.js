@@ -53,15 +53,9 @@ for (const name of ["pointermove", "pointerdown"])
 document.addEventListener("scroll", follow, { capture: true, passive: true });
 document.addEventListener("focusin", (event) => {
   const target = event.target.closest?.("[data-tip]");
-  if (target?.matches(":focus-visible")) {
-    const box = target.getBoundingClientRect();
-    show(target, box.left, box.bottom);
-  }
+  const box = target?.getBoundingClientRect();
+  if (target?.matches(":focus-visible")) show(target, box.left, box.bottom);
 });
-document.documentElement.addEventListener("pointerleave", (event) => {
-  if (event.pointerType !== "mouse") return;  // a finger that is lifted leaves, too
-  pointer = null;
-  hide();
-});
+document.documentElement.addEventListener("mouseleave", () => { pointer = null; hide(); });  // not pointerleave: a lifted finger leaves, too
 document.addEventListener("focusout", hide);
 document.addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });
