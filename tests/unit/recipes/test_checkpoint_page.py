@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
+from ckpt import StateComponent
 from ckpt.catalog.incremental import DiskUse
+from ckpt.errors import CorruptCheckpointError
 from ckpt.format.manifest import ArrayEntry, CheckpointManifest
+from ckpt.ranks.topology import Topology
+from recipes.commands import inspect_page
 from recipes.commands.checkpoint_page import checkpoint_values
 from recipes.support.page import page
 from tests.pages import HOSTILE, SHOWN, Element, manifest, parsed, rows, whole
+from tests.states import Held, coordinator
+
+TEXT = "<script>alert(2)</script><img src=x onerror=alert(2)>\"'&\x1b\u202e\ud800"
+TEXT_SHOWN = "<script>alert(2)</script><img src=x onerror=alert(2)>\"'&\\x1b\\u202e\\ud800"
 
 
 def page_of(made: CheckpointManifest) -> Element:
@@ -114,15 +124,51 @@ def test_each_box_names_its_writer_and_each_rank_its_bytes() -> None:
 
 
 def test_a_hostile_name_is_shown_and_never_run() -> None:
-    made = manifest({HOSTILE: rows((300, 10)), "model/x": whole("float32", (1,))}, metrics={"<b>loss</b>": 1.0})
-    made.components["model"] = replace(made.components["model"], group_name="<img src=x>")
-    made.checkpoint_id = made.ckpt_version = "<script>alert(2)</script>"
+    entry = replace(rows((300, 10)), store=TEXT, path=TEXT)  # type: ignore[arg-type]
+    made = manifest({HOSTILE: rows((300, 10)), "model/x": whole("float32", (1,)), "model/y": entry}, metrics={TEXT: 1.0})
+    made.components = {TEXT: replace(made.components["model"], group_name=TEXT, sharing_pattern=TEXT)}  # type: ignore[arg-type]
+    made.checkpoint_id = made.ckpt_version = made.pytorch_version = TEXT
+    made.topology = {"groups": {TEXT: [[TEXT]]}}
     text = text_of(made)
     found = parsed(text)
     assert "<img" not in text and text.count("<script>") == 1
-    assert found.texts("tensors")[0]["tensor"] == SHOWN and found.texts("components")[0]["group"] == "<img src=x>"
+    tensors = {row["tensor"]: row for row in found.texts("tensors")}
+    assert SHOWN in tensors
+    assert tensors["model/y"]["written"].startswith(f"{TEXT_SHOWN} {TEXT_SHOWN} by ")
+    (component,) = found.texts("components")
+    assert component["component"] == component["group"] == component["pattern"] == TEXT_SHOWN
+    facts = {one.all("dt")[0].text: one.all("dd")[0].text for one in found.all("dl")[0].all("div")}
+    assert [facts[name] for name in ("checkpoint id", "ckpt", "torch", TEXT_SHOWN)] == [*[TEXT_SHOWN] * 3, "1"]
+    assert found.texts("groups") == [{"group": TEXT_SHOWN, "instances": "1", "ranks of each": f"[{TEXT_SHOWN}]"}]
     assert any(tip.startswith(f"{SHOWN}\n") for tip in found.tips())
-    assert found.all("article")[0].all("li")[0].text == f"{SHOWN} (300 x 10)"
+    listed = [one.text for card in found.all("article") for one in card.all("li")]
+    assert f"{SHOWN} (300 x 10)" in listed
+    text.encode()
+
+
+def test_hostile_names_of_a_folder_of_its_metrics_and_an_error_are_shown_and_never_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "<img src=x onerror=alert(1)>\u202e"
+    run = coordinator(Topology.alone(), root, [StateComponent("model", Held({"w": torch.zeros(20_000)}), "replicated")])
+    for checkpoint_id in ("1", "2"):
+        run.save_checkpoint(checkpoint_id=checkpoint_id)
+    made = manifest({"model/w": rows((300, 10))}, metrics={TEXT: 2.5})
+    made.components[TEXT] = made.components["model"]
+
+    def read(path: Path) -> CheckpointManifest:
+        if path.name == "checkpoint-2":
+            raise CorruptCheckpointError(TEXT)
+        return replace(made)
+
+    monkeypatch.setattr(inspect_page, "read_manifest", read)
+    text = inspect_page.folder_page(root)
+    found = parsed(text)
+    assert "<img" not in text and text.count("<script>") == 1
+    assert found.all("h1")[0].text == "Checkpoints of <img src=x onerror=alert(1)>\\u202e"
+    first, second = found.texts("checkpoints")
+    assert (first["components"], first[TEXT_SHOWN]) == (f"model, {TEXT_SHOWN}", "2.5")
+    assert second["ranks"].startswith(f"damaged: {TEXT_SHOWN}")
     text.encode()
 
 
