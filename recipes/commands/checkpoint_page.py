@@ -31,6 +31,8 @@ _MAP_RATIO = 1080 / 520
 _CARD = 200
 """Width of a picture of boxes, at least."""
 _NUMBER = re.compile(r"\d+")
+_BREAK = re.compile(r"(?<=[./_])(?=.)")
+"""A place at which a name is broken first."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def _item(name: str, tensors: Sequence[Tensor], color: str) -> dict[str, Any]:
     written = "" if others else where_text(first.entry, name)
     return {
         "name": name,
-        "short_name": name.removeprefix(f"{first.component}/"),
+        "name_parts": _BREAK.split(name.removeprefix(f"{first.component}/")),
         "component": first.component,
         "number": number,
         "num_bytes": size,
