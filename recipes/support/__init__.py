@@ -13,6 +13,8 @@ live_line       the line of a run on a terminal
 progress        bytes under way, on a terminal
 metrics         figures for TensorBoard or W&B
 sweep           the table of a sweep
+sweep_page, sweep_advice   its page
+page            HTML pages from recipes/templates
 tables          tables on the terminal
 """
 
