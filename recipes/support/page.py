@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Callable
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.filesize import decimal
 
@@ -31,7 +32,12 @@ if TYPE_CHECKING:
 _TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 _OURS = '<meta name="generator" content="ckpt '
 _HUES = (255, 160, 32, 335, 200, 95, 290, 10)
-_FORMS = {"count": "{:,}".format, "bytes": decimal, "number": "{:.6g}".format, "seconds": lambda value: seconds(value)}
+_FORMS: dict[str, Callable[[Any], str]] = {
+    "count": "{:,}".format,
+    "bytes": decimal,
+    "number": "{:.6g}".format,
+    "seconds": lambda value: f"{value:.3f}" if value < 100 else f"{value:.1f}",
+}
 
 
 def page(template: str, title: str, /, lead: str = "", **values: object) -> str:
@@ -69,13 +75,8 @@ def _environment() -> Environment:
 
 
 def figure(value: float | None, form: str) -> str:
-    """Return a number as a text: "count", "bytes", "number" or "seconds"."""
+    """Return a number as a text: "count", "bytes", "number", or "seconds" with milliseconds below 100."""
     return "-" if value is None else _FORMS[form](value)
-
-
-def seconds(value: float) -> str:
-    """Return seconds with milliseconds, below 100."""
-    return f"{value:.3f}" if value < 100 else f"{value:.1f}"
 
 
 def hue(number: int) -> str:

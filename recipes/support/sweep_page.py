@@ -3,39 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from recipes.support.page import figure, hue, page
+from recipes.support.page import hue, page
 from recipes.support.sweep_advice import advice, differing, overrides_of, spread_of
 from recipes.support.tables import counted
 
 _FIGURES = {
-    "save_s": ("save s", "Seconds of a save: mean over the saves of the job"),
-    "load_s": ("load s", "Seconds to load the last checkpoint"),
-    "blocked_s": ("blocked s", "Seconds that training waits for a save: mean over the saves of the job"),
-    "bytes_read": ("read", "Bytes that all ranks read to load the last checkpoint"),
-    "bytes_written": ("written", "Bytes of the last checkpoint"),
+    "save_s": ("save s", "seconds", "Seconds of a save: mean over the saves of the job"),
+    "load_s": ("load s", "seconds", "Seconds to load the last checkpoint"),
+    "blocked_s": ("blocked s", "seconds", "Seconds that training waits for a save: mean over the saves of the job"),
+    "bytes_read": ("read", "bytes", "Bytes that all ranks read to load the last checkpoint"),
+    "bytes_written": ("written", "bytes", "Bytes of the last checkpoint"),
 }
 _WITHOUT_BAR = "bytes_written"
 
 Job = Mapping[str, Any]
-
-
-class _Figure(NamedTuple):
-    """A figure of a job.
-
-    Attributes:
-        low, high: of its single saves.
-        full: what fills the bar; None: it has no bar.
-    """
-
-    value: float | None
-    text: str
-    tip: str | None = None
-    is_best: bool = False
-    low: float = 0
-    high: float = 0
-    full: float | None = None
 
 
 def sweep_page(jobs: Sequence[Job], names: Mapping[str, str], digest_digits: int) -> str:
@@ -52,7 +35,7 @@ def sweep_page(jobs: Sequence[Job], names: Mapping[str, str], digest_digits: int
     differ = f"They differ in {', '.join(keys)}." if keys else "They do not differ in a key."
     spreads = any(len(job.get("save_s_each") or ()) > 1 for job in jobs)
     line = " The line over a bar reaches from the fastest to the slowest save of the job." if spreads else ""
-    limits = {key: _limits(sound, key) for key in _FIGURES}
+    columns = {key: _column(jobs, key) for key in _FIGURES}
     return page(
         "sweep.html",
         f"Sweep of {counted(len(jobs), 'job')}",
@@ -60,7 +43,7 @@ def sweep_page(jobs: Sequence[Job], names: Mapping[str, str], digest_digits: int
         advice=advice(jobs),
         note=f"A bar is full at the greatest figure of its column; the least is green.{line} Click on a heading to sort.",
         jobs=[
-            {**job, "number": number, "choices": overrides_of(job), "figures": {key: _figure(job, key, limits[key]) for key in _FIGURES}}
+            {**job, "number": number, "choices": overrides_of(job), "figures": {key: cells[number] for key, cells in columns.items()}}
             for number, job in enumerate(jobs)
         ],
         keys=keys,
@@ -72,35 +55,27 @@ def sweep_page(jobs: Sequence[Job], names: Mapping[str, str], digest_digits: int
     )
 
 
-class _Limits(NamedTuple):
-    """The least and the greatest figure of a job, and the greatest of any single save."""
+def _column(jobs: Sequence[Job], key: str) -> list[dict[str, Any]]:
+    """The figures of all jobs. Bars are full at the greatest figure of any single save."""
+    known = [job for job in jobs if job.get(key) is not None]
+    least, greatest = (limit((job[key] for job in known), default=0) for limit in (min, max))
+    full = max((spread_of(job, key)[1] for job in known), default=0) or 1.0
+    cells = []
+    for job in jobs:
+        value = job.get(key)
+        low, high = (0, 0) if value is None else spread_of(job, key)
+        has_bar = value is not None and key != _WITHOUT_BAR
+        limits = {"low": low, "high": high, "full": full if has_bar else None}
+        cells.append({"value": value, "tip": _tip(job, key), "is_best": has_bar and value == least < greatest, **limits})
+    return cells
 
-    least: float
-    greatest: float
-    full: float
 
-
-def _limits(jobs: Sequence[Job], key: str) -> _Limits:
-    known = [job for job in jobs if job[key] is not None]
-    figures = [job[key] for job in known] or [0]
-    return _Limits(min(figures), max(figures), max((spread_of(job, key)[1] for job in known), default=0) or 1.0)
-
-
-def _figure(job: Job, key: str, limits: _Limits) -> _Figure:
-    value = job.get(key)
+def _tip(job: Job, key: str) -> str | None:
+    value, needed, each = job.get(key), job.get("bytes_needed"), job.get(f"{key}_each") or ()
     if value is None:
-        return _Figure(None, "-")
-    text = figure(value, "seconds" if key.endswith("_s") else "bytes")
-    if key == _WITHOUT_BAR:
-        return _Figure(value, text, f"{value} bytes")
-    is_best = value == limits.least < limits.greatest
-    return _Figure(value, text, _tip(job, key, value), is_best, *spread_of(job, key), limits.full)
-
-
-def _tip(job: Job, key: str, value: float) -> str:
-    if key == "bytes_read":
-        needed = job.get("bytes_needed")
-        return f"{value} bytes" + (f", {value / needed:.2f} times what the ranks needed" if needed else "")
-    low, high = spread_of(job, key)
-    each = job.get(f"{key}_each") or ()
-    return f"{value:.6f} s" + (f", {low:.3f} to {high:.3f} in {counted(len(each), 'save')}" if len(each) > 1 else "")
+        return None
+    if key.startswith("bytes"):
+        times = f", {value / needed:.2f} times what the ranks needed" if needed and key == "bytes_read" else ""
+        return f"{value} bytes{times}"
+    spread = f", {min(each):.3f} to {max(each):.3f} in {counted(len(each), 'save')}" if len(each) > 1 else ""
+    return f"{value:.6f} s{spread}"
