@@ -213,7 +213,7 @@ class Checkpointer:
         self._has_sigterm_come: Callable[[], bool] = lambda: False
         self._next_look, self._last_look = 0, (0, time.monotonic())
         self._open = ExitStack()
-        given = {name: one for name, one in objects.items() if one is not None}
+        given = {name: thing for name, thing in objects.items() if thing is not None}
         self._left_out = objects.keys() - given.keys() | (set() if save_rng else {"rng"} - given.keys())
         device = _device_of(given) if device is None else as_device(device)
         if save_rng:
@@ -380,17 +380,17 @@ class Checkpointer:
     def list(self) -> list[SavedStep]:
         """Return the committed checkpoints in the folder, the oldest first, without damaged ones. Not collective."""
         found = []
-        for one in self._ledger.committed():
+        for commit in self._ledger.committed():
             try:
-                manifest = read_manifest(one.path)
+                manifest = read_manifest(commit.path)
             except CheckpointNotFoundError:  # removed meanwhile
                 continue
             except CheckpointError as error:
-                _log.warning("%s is not listed: %s", one.path, error)
+                _log.warning("%s is not listed: %s", commit.path, error)
                 continue
             size = sum(component.size_bytes for component in manifest.components.values())
             found.append(
-                SavedStep(step_of(one.id), one.path, manifest.timestamp, size, manifest.metrics, manifest.metadata)
+                SavedStep(step_of(commit.id), commit.path, manifest.timestamp, size, manifest.metrics, manifest.metadata)
             )
         return found
 
@@ -519,14 +519,14 @@ def names_of_objects(given: Iterable[str]) -> list[str]:
 def _require_objects(objects: Mapping[str, Any]) -> None:
     """Refuse a misspelt argument, which Python takes for the name of an object."""
     known = sorted(inspect.signature(Checkpointer).parameters.keys() | _OPTIONS - _CALLED.keys())
-    for name, one in objects.items():
+    for name, thing in objects.items():
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-        if near and isinstance(one, bool | int | float | str):
-            raise ConfigurationError(f"{name}={one!r}: Checkpointer has no such argument; did you mean {near[0]}?")
+        if near and isinstance(thing, bool | int | float | str):
+            raise ConfigurationError(f"{name}={thing!r}: Checkpointer has no such argument; did you mean {near[0]}?")
 
 
 def _device_of(objects: Mapping[str, Any]) -> Device:
-    modules = [module for one in objects.values() if (module := module_of(one)) is not None]
+    modules = [module for thing in objects.values() if (module := module_of(thing)) is not None]
     return device_of(parameter for module in modules for parameter in module.parameters())
 
 
@@ -537,9 +537,9 @@ def auto_components(objects: Mapping[str, Any], patterns: Mapping[str, str]) -> 
             raise ConfigurationError(f"sharing_patterns: there is no object {name!r}; given were {', '.join(objects)}")
     return [
         replace(
-            one,
-            sharing_pattern=patterns.get(one.key, one.sharing_pattern),
-            elastic="derive" if isinstance(one.stateful, ProgramRNG) else None,
+            component,
+            sharing_pattern=patterns.get(component.key, component.sharing_pattern),
+            elastic="derive" if isinstance(component.stateful, ProgramRNG) else None,
         )
-        for one in components_of(objects, legacy_pattern=AUTO)
+        for component in components_of(objects, legacy_pattern=AUTO)
     ]

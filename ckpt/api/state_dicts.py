@@ -129,7 +129,7 @@ def load(
             given = None if into is None else _mapping("into", into)
             if run.topology.is_lead:
                 saved = components_of(folder)
-                phase.from_lead = {key: [one.pattern.value, one.group] for key, one in saved.items()}
+                phase.from_lead = {key: [sharing.pattern.value, sharing.group] for key, sharing in saved.items()}
         sharing = {key: Sharing(SharingPattern(name), group) for key, (name, group) in phase.from_lead.items()}
         is_one = list(sharing) == [STATE]
         with run.topology.phase("into"):
@@ -142,16 +142,16 @@ def load(
                 ]
             else:
                 parts = {STATE: given} if is_one else given
-                objects = {key: Filled(_mapping(f"into[{key!r}]", one)) for key, one in parts.items()}
-                components = [StateComponent(key, one, AUTO) for key, one in objects.items()]
+                objects = {key: Filled(_mapping(f"into[{key!r}]", part)) for key, part in parts.items()}
+                components = [StateComponent(key, thing, AUTO) for key, thing in objects.items()]
     loader = Loader(components, run.topology, strategy, device, verify=True, allow_pickle=allow_pickle)
     report = loader.load(
         folder, strict=strict, cast=cast, leave_out=sharing.keys() - objects.keys(), may_be_old=True
     )
     _log.info("%s: %.4g GB in %.3g s", folder, report.bytes_needed / 1e9, report.load_s)
-    for one in report.components:
-        _log.info("%s", one)
-    loaded = {one.key: objects[one.key].loaded for one in report.components if goes_on(one)}
+    for component in report.components:
+        _log.info("%s", component)
+    loaded = {component.key: objects[component.key].loaded for component in report.components if goes_on(component)}
     if into is not None:
         _set_plain(into, loaded[STATE] if is_one else loaded)
     return loaded[STATE] if is_one else loaded

@@ -220,7 +220,7 @@ class SafetensorsWriter(SinkWriter):
             StorageError: the names of a chunk's tensors do not fit a header.
         """
         by_kind: dict[_Kind, dict[_Place | None, list[Entry]]] = defaultdict(lambda: {None: []})
-        for array, chunk, contents in ((one.array, one.chunk, one.contents) for one in chunks):
+        for array, chunk, contents in ((expected.array, expected.chunk, expected.contents) for expected in chunks):
             expected = by_kind[array.path.rpartition("/")[0], array.dtype]
             entries = entries_of(array.dtype, contents, 0)
             expected[None] += [entry._replace(start=0) for entry in entries if 0 in entry.content.shape]
@@ -368,12 +368,12 @@ def _cut(expected: _Expected, most_bytes: int | None) -> Iterator[_Expected]:
         return
     some: list[tuple[_Place | None, list[Entry]]] = []
     size = 0
-    for one in expected:
-        added = Header(one[1]).num_bytes + sum(entry.num_bytes for entry in one[1])
+    for chunk in expected:
+        added = Header(chunk[1]).num_bytes + sum(entry.num_bytes for entry in chunk[1])
         if some and size + added > most_bytes:
             yield some
             some, size = [], 0
-        some.append(one)
+        some.append(chunk)
         size += added
     if some:
         yield some

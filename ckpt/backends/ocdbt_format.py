@@ -150,7 +150,7 @@ def _interior(children: Sequence[Node], file: str, at: int, *, is_root: bool) ->
 
 def _keys(keys: Sequence[bytes], prefix: int, between: bytes) -> Iterator[bytes]:
     """Yield the columns of keys: length shared with the previous key, length of the rest, `between`, the rests."""
-    common = [prefix, *(_common(one, other) for one, other in pairwise(keys))]
+    common = [prefix, *(_common(key, other) for key, other in pairwise(keys))]
     yield from (_varint(length - prefix) for length in common[1:])
     yield from (_varint(len(key) - length) for key, length in zip(keys, common, strict=True))
     yield between
@@ -166,7 +166,7 @@ def _files(files: Sequence[str]) -> bytes:
     """Encode a table of data files: for each path the length shared with the previous one, and the rest. No path is inherited by
     child nodes."""
     paths = [file.encode() for file in files]
-    common = [0, *(_common(one, other) for one, other in pairwise(paths))]
+    common = [0, *(_common(path, other) for path, other in pairwise(paths))]
     rests = [path[length:] for path, length in zip(paths, common, strict=True)]
     return b"".join(
         [

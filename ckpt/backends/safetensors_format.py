@@ -215,7 +215,7 @@ def read_shard(path: Place, root: Place | None = None) -> SafetensorsFile:
     """
     with _refusing(path):
         data_start, rows, notes, size = _read_rows(path, root or path.parent)
-        raw = {name: f"{one.dtype} {list(one.shape)}" for name, one in rows.items() if not _is_known(one)}
+        raw = {name: f"{row.dtype} {list(row.shape)}" for name, row in rows.items() if not _is_known(row)}
         return SafetensorsFile(data_start, _checked(rows, notes, size - data_start), raw)
 
 

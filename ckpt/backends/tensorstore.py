@@ -387,8 +387,8 @@ def _write_database(
         values.append(Value(key.encode(), name, len(data), len(document)))
         data += document
     nodes, node = tree_of(values, name, len(data))
-    for one in nodes:
-        data += one
+    for member in nodes:
+        data += member
     manifest = manifest_of(node, name, os.urandom(16), time.time_ns())
     made = {f"{DATABASE}/{name}": bytes(data), f"{DATABASE}/{_MANIFEST}": manifest}
     with files_below(root) as files:

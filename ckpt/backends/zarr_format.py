@@ -64,7 +64,7 @@ def spec_in(document: bytes, path: str) -> tuple[ArraySpec, list[str]]:
         CorruptCheckpointError: it does not describe an array as this package writes them.
     """
     said = read(document, _Document, below(path, DOCUMENT))
-    codecs = [one.name for one in said.codecs]
+    codecs = [codec.name for codec in said.codecs]
     return ArraySpec(path, said.data_type, said.shape, said.chunk_grid.configuration.chunk_shape), codecs
 
 

@@ -126,13 +126,13 @@ def placed(found: Sequence[Committed[Where]]) -> list[Committed[Where]]:
 
     The manifest is damaged if it says too little, or if its number contradicts its time and it does not match its digest.
     """
-    in_order = sorted((one for one in found if one.number != _UNKNOWN), key=lambda one: one.order)
+    in_order = sorted((commit for commit in found if commit.number != _UNKNOWN), key=lambda one: one.order)
     by_time = sorted(in_order, key=lambda one: one.timestamp)
-    known = {one.id: one for one, at in zip(in_order, by_time, strict=True) if one is at or _is_whole(one.path)}
+    known = {commit.id: commit for commit, at in zip(in_order, by_time, strict=True) if commit is at or _is_whole(commit.path)}
     return [*known.values()] + [
-        replace(one, number=max([0, one.number, *(k.number for k in known.values() if k.timestamp <= one.timestamp)]))
-        for one in found
-        if one.id not in known
+        replace(commit, number=max([0, commit.number, *(k.number for k in known.values() if k.timestamp <= commit.timestamp)]))
+        for commit in found
+        if commit.id not in known
     ]
 
 

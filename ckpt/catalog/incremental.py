@@ -56,10 +56,10 @@ def linked_with(root: Place, damaged: Place, files: Iterable[str]) -> list[Path]
     wanted = {file: inode for file in files if (inode := _shared_inode(damaged / file)) is not None}
     if not wanted:
         return []
-    committed = [one.path for one in Ledger(root, run_id="reader").committed()]
-    others = [one for one in committed if os.path.abspath(one) != os.path.abspath(damaged)]
+    committed = [commit.path for commit in Ledger(root, run_id="reader").committed()]
+    others = [path for path in committed if os.path.abspath(path) != os.path.abspath(damaged)]
     # A link has the same path in every checkpoint.
-    return [one for one in others if any(_shared_inode(one / file) == inode for file, inode in wanted.items())]
+    return [path for path in others if any(_shared_inode(path / file) == inode for file, inode in wanted.items())]
 
 
 def _shared_inode(file: Path) -> _Inode | None:

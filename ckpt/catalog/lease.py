@@ -128,7 +128,7 @@ class Lease:
             self.release()
             self.known.clear()
             with _ACQUIRING:
-                held = next((one for one in _HELD if one.stands and one.at == self._at), None) or self._take(progress)
+                held = next((lease for lease in _HELD if lease.stands and lease.at == self._at), None) or self._take(progress)
                 held.num_users += 1
                 _HELD.add(held)
             self._held, self._when_collected = held, weakref.finalize(self, _give_back, held)

@@ -90,10 +90,10 @@ class Commit(NamedTuple):
 def commit_after(found: Sequence[Committed[Where]]) -> Commit:
     """Return the place in the order of commits of a checkpoint that comes after all of these."""
     now = datetime.now(UTC)
-    number = 1 + max((one.number for one in found), default=0)
-    latest = max((one.timestamp for one in found), default=now)
-    credible = [one.timestamp + timedelta(microseconds=1) for one in found if not one.is_ahead]
-    runs = frozenset(one.run_id for one in found)
+    number = 1 + max((commit.number for commit in found), default=0)
+    latest = max((commit.timestamp for commit in found), default=now)
+    credible = [commit.timestamp + timedelta(microseconds=1) for commit in found if not commit.is_ahead]
+    runs = frozenset(commit.run_id for commit in found)
     return Commit(min(number, MAX_COMMIT_NUMBER), max([now, *credible]), latest - now, runs)
 
 
@@ -168,11 +168,11 @@ class Ledger:
         if not isinstance(checkpoint, Path):
             return None
         where, committed = os.path.realpath(checkpoint), self.committed()
-        at = next((number for number, one in enumerate(committed) if os.path.realpath(one.path) == where), None)
+        at = next((number for number, commit in enumerate(committed) if os.path.realpath(commit.path) == where), None)
         if at is not None:
             return committed[at + 1 :]
         this = look(Path(where)) if os.path.dirname(where) == os.path.realpath(self._root) else None
-        return None if this is None else [one for one in committed if one.order[:3] > this.order[:3]]
+        return None if this is None else [commit for commit in committed if commit.order[:3] > this.order[:3]]
 
     def next_commit(self) -> Commit:
         """Return number and time for a checkpoint that will be published. Lead rank only."""
@@ -398,7 +398,7 @@ class Ledger:
         found = self.committed()
         moved = []
         for path, reason in refused.items():
-            one = next((one for one in found if self._is(one.path, path)), None)
+            one = next((commit for commit in found if self._is(commit.path, path)), None)
             if one is not None and not self._is(one.path, keep):
                 with warned(f"cannot move {one.path} into quarantine"):
                     moved.append(self._put_in_quarantine(one.path, one.id, reason))
@@ -418,9 +418,9 @@ class Ledger:
         """
         moved = []
         with told(f"newer checkpoints in {self._root} cannot be set aside"):
-            for one in reversed(newer):
-                moved.append(self._aside("abandoned", one.id))
-                os.rename(one.path, moved[-1])
+            for commit in reversed(newer):
+                moved.append(self._aside("abandoned", commit.id))
+                os.rename(commit.path, moved[-1])
                 sync_folder(self._root)
         return moved
 

@@ -148,7 +148,7 @@ class ObjectLedger:
     def newer_than(self, checkpoint: Place) -> list[Committed[ObjectPath]] | None:
         """Return the checkpoints committed after this one, the oldest first; None: this one is not in the root."""
         committed = self.committed()
-        at = next((number for number, one in enumerate(committed) if one.path == checkpoint), None)
+        at = next((number for number, commit in enumerate(committed) if commit.path == checkpoint), None)
         return None if at is None else committed[at + 1 :]
 
     def next_commit(self) -> Commit:
@@ -295,7 +295,7 @@ class ObjectLedger:
         The newest is set aside first, so that a kill in between leaves a consistent, shorter history. Lead rank only.
         """
         with told(f"newer checkpoints in {self._root} cannot be set aside"):
-            return [at for one in reversed(newer) for at in self._set_aside(one.path, "abandoned", "")]
+            return [at for commit in reversed(newer) for at in self._set_aside(commit.path, "abandoned", "")]
 
     def discard(self, unpublished: ObjectPath) -> None:
         """Remove the objects of a failed save. Never raises: the next `open` of this run removes the rest.
@@ -353,10 +353,10 @@ class ObjectLedger:
             return []
         with told(f"checkpoint root {self._root} cannot be read"):
             committed, living = self._committed_among(self._listed), self.living()
-        newest = next((one for one in committed if one.path == keep), None)
-        found = [one for one in committed if one is not newest and one.says_id and one.run_id not in living]
-        ours = [one for one in found if one.run_id == self._saves_as or one.number <= history.get(one.run_id, -1)]
-        surplus = [one for one in found if one not in ours] if remove_others else []
+        newest = next((commit for commit in committed if commit.path == keep), None)
+        found = [commit for commit in committed if commit is not newest and commit.says_id and commit.run_id not in living]
+        ours = [commit for commit in found if commit.run_id == self._saves_as or commit.number <= history.get(commit.run_id, -1)]
+        surplus = [commit for commit in found if commit not in ours] if remove_others else []
         surplus += self._retention.surplus(ours, newest)
         return [old.path for old in surplus if self._remove(old.path, partial(_is_of_run, old.run_id))]
 
@@ -376,9 +376,9 @@ class ObjectLedger:
         if self._lock is None:
             listed.known.clear()
         unknown = sorted(id for id in listed.ids if self._at(id) not in listed.known)
-        for id, one in zip(unknown, side_by_side(lambda id: look_for(id, self._at(id)), unknown), strict=True):
-            if one is not None:
-                listed.known[self._at(id)] = one
+        for id, commit in zip(unknown, side_by_side(lambda id: look_for(id, self._at(id)), unknown), strict=True):
+            if commit is not None:
+                listed.known[self._at(id)] = commit
         found = [listed.known[at] for id in listed.ids if (at := self._at(id)) in listed.known]
         return sorted(placed(found), key=lambda one: one.order)
 
@@ -606,7 +606,7 @@ class ObjectLedger:
 
     def _remove_objects(self, place: ObjectPath) -> None:
         assert _is_nonce(place.name), f"{place} is not the place of an attempt"
-        self._store.delete([one.key for one in self._store.below(place.key)])
+        self._store.delete([found.key for found in self._store.below(place.key)])
 
 
 def _is_of_run(run_id: str | None, one: Committed[ObjectPath]) -> bool:

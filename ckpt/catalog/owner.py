@@ -303,7 +303,7 @@ _COLLECTED: SimpleQueue[_Claim] = SimpleQueue()
 
 def _open_claim_on(file: Path) -> _Claim | None:
     """Return this process's claim on a file; None: it has none."""
-    return next((one for one in list(_OPEN) if one.stands and _is_same_file(one.file, file)), None)
+    return next((owner for owner in list(_OPEN) if owner.stands and _is_same_file(owner.file, file)), None)
 
 
 def _give_back(claim: _Claim) -> None:

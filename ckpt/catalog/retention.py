@@ -97,18 +97,18 @@ class Retention:
         """
         if not self.removes:
             return []
-        kept = {one.id for one in older[max(0, len(older) + 1 - (self.keep_last or 1)) :]}
+        kept = {commit.id for commit in older[max(0, len(older) + 1 - (self.keep_last or 1)) :]}
         if self.keep_every is not None:
-            kept |= {one.id for one in older if (step := step_of(one.id)) is not None and step % self.keep_every == 0}
+            kept |= {commit.id for commit in older if (step := step_of(commit.id)) is not None and step % self.keep_every == 0}
         if self.keep_best is not None:
-            metrics = {one.id: metrics_of(one.path) for one in (*older, *([newest] if newest is not None else []))}
+            metrics = {commit.id: metrics_of(commit.path) for commit in (*older, *([newest] if newest is not None else []))}
             kept |= {id for id, found in metrics.items() if found is None}  # unreadable now, perhaps the best
             kept |= {id for id, _ in self._ranked(metrics)[: self.keep_best]}
-            unknown = [one for one in older if one.id not in kept and self.metric not in (metrics[one.id] or {})]
-            for one in unknown:
-                _tell_of_unknown(one.path, str(self.metric))
-            kept |= {one.id for one in unknown}
-        return [one for one in older if one.id not in kept]
+            unknown = [commit for commit in older if commit.id not in kept and self.metric not in (metrics[commit.id] or {})]
+            for commit in unknown:
+                _tell_of_unknown(commit.path, str(self.metric))
+            kept |= {commit.id for commit in unknown}
+        return [commit for commit in older if commit.id not in kept]
 
     def best(self, checkpoints: Sequence[Kind]) -> Kind | None:
         """Return the one with the best value of the metric, the newest of equal ones; None: none has the metric.
@@ -116,8 +116,8 @@ class Retention:
         Args:
             checkpoints: the oldest first.
         """
-        ranked = self._ranked({one.id: metrics_of(one.path) for one in checkpoints})
-        return next((one for one in checkpoints if ranked and one.id == ranked[0][0]), None)
+        ranked = self._ranked({checkpoint.id: metrics_of(checkpoint.path) for checkpoint in checkpoints})
+        return next((checkpoint for checkpoint in checkpoints if ranked and checkpoint.id == ranked[0][0]), None)
 
     def _ranked(self, metrics: Mapping[str, Mapping[str, float | None] | None]) -> list[tuple[str, float]]:
         """Return (id, value) of those that have the metric, the best first; of equal ones the newest first."""

@@ -62,23 +62,23 @@ def compare(
     """
     sources = [Opened(a), Opened(b)]
     if (sources[0].keys == [STATE]) != (sources[1].keys == [STATE]):
-        sources = [Opened(one, by_component=True) for one in (a, b)]
-    keys = [one.keys for one in sources]
+        sources = [Opened(place, by_component=True) for place in (a, b)]
+    keys = [source.keys for source in sources]
     for key in dict.fromkeys((*keys[0], *keys[1])):
         if missing := [name for name, held in zip("ba", reversed(keys), strict=True) if key not in held]:
             yield Difference(key, "", f"only in {'a' if missing == ['b'] else 'b'}")
             continue
-        of_a, of_b = (one.copies(key) for one in sources)
+        of_a, of_b = (source.copies(key) for source in sources)
         for prefix in dict.fromkeys((*of_a, *of_b)):
             where = f"{key}/{prefix}".removesuffix("/")
             if prefix not in of_a or prefix not in of_b:
                 yield Difference(where, "", f"only in {'a' if prefix in of_a else 'b'}")
                 continue
-            yield from _structure(where, *(one.paths(key, prefix) for one in sources))
+            yield from _structure(where, *(source.paths(key, prefix) for source in sources))
             if a.has_order and b.has_order:
-                yield from _order(where, *(one.in_order(key, prefix) for one in sources))
-            yield from _plain(where, *(one.plain(key, prefix) for one in sources))
-            a_tensors, b_tensors = (one.tensors(key, prefix) for one in sources)
+                yield from _order(where, *(source.in_order(key, prefix) for source in sources))
+            yield from _plain(where, *(source.plain(key, prefix) for source in sources))
+            a_tensors, b_tensors = (source.tensors(key, prefix) for source in sources)
             yield from _tensors(where, a_tensors, b_tensors, progress)
 
 
@@ -147,11 +147,11 @@ def _bits(
         if not torch.equal(raw_bytes(a), raw_bytes(b)):
             unlike = (raw_bytes(a).view(-1, item) != raw_bytes(b).view(-1, item)).any(1)
             num_differ += int(unlike.sum())
-            left, right = (real_numbers(as_integers(one.flatten())[unlike].view(one.dtype)) for one in (a, b))
+            left, right = (real_numbers(as_integers(side.flatten())[unlike].view(side.dtype)) for side in (a, b))
             largest = max(largest, float((left - right).abs().max()), key=lambda x: (math.isnan(x), x))
-        squares = [was + float(real_numbers(one).square().sum()) for was, one in zip(squares, (a, b), strict=True)]
+        squares = [was + float(real_numbers(side).square().sum()) for was, side in zip(squares, (a, b), strict=True)]
         progress(2 * a.nbytes)
     if not num_differ:
         return None
-    norm_a, norm_b = (math.sqrt(one) for one in squares)
+    norm_a, norm_b = (math.sqrt(square) for square in squares)
     return Difference(where, name, "bits", norm_a, norm_b, num_differ, largest)

@@ -162,7 +162,7 @@ class _Planner(SavePlanner):
             flat = Opened(source).tensors(SHARDED, "") | (_objects(sharded) if topology.is_lead else {})
         self._order = list(flat)
         self._source = source
-        self.tensors: dict[str, OpenedTensor] = {key: one for key, one in flat.items() if isinstance(one, OpenedTensor)}
+        self.tensors: dict[str, OpenedTensor] = {key: leaf for key, leaf in flat.items() if isinstance(leaf, OpenedTensor)}
         self._values = {key: value for key, value in flat.items() if key not in self.tensors}
         require_known(self._values)
         self.digests: dict[Piece, str] = {}
@@ -184,12 +184,12 @@ class _Planner(SavePlanner):
             raise ConfigurationError(
                 f"DCP joins keys by dots, and cannot hold two entries of one joined key: {error}"
             ) from None
-        flat = {key: self._opened.get(id(one), (one,))[0] for key, one in flattening.state_dict.items()}
+        flat = {key: self._opened.get(id(leaf), (leaf,))[0] for key, leaf in flattening.state_dict.items()}
         return flat, flattening.mappings
 
     def names(self) -> dict[str, str]:
         """Name of each tensor -> its name as a load has it (`OtherCheckpoint`), also of those inside of a value."""
-        names = {one.name: key for key, one in self.tensors.items()}
+        names = {tensor.name: key for key, tensor in self.tensors.items()}
         for key, value in self._values.items():
             for path, leaf in leaves_of(value, torch.Tensor):
                 if isinstance(leaf, torch.Tensor):
@@ -201,8 +201,8 @@ class _Planner(SavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """See `SavePlanner`."""
-        boxes = [(name, one, box) for name, one in self.tensors.items() for box in slabs(one.entry, PIECE_BYTES)]
-        sizes = [box.num_elements * item_bytes(one.entry.dtype) for _, one, box in boxes]
+        boxes = [(name, tensor, box) for name, tensor in self.tensors.items() for box in slabs(tensor.entry, PIECE_BYTES)]
+        sizes = [box.num_elements * item_bytes(tensor.entry.dtype) for _, tensor, box in boxes]
         items = [_item_of(*mine) for mine in share_of(boxes, sizes, self._topology)]
         if self._topology.is_lead:
             items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._values]
@@ -244,7 +244,7 @@ def _objects(src: Path) -> dict[str, list[Any]]:
     with use_topology(Topology.alone()):
         _, common = verify_checkpoint_and_load_strategy(str(src))
         found: dict[str, Any] = common.load_sharded_objects(dict(common.load_sharded_metadata(src)), src)
-    return {unique_key: [one] for unique_key, one in found.items()}
+    return {unique_key: [value] for unique_key, value in found.items()}
 
 
 def _write_common(src: Path, folder: Path) -> None:
@@ -268,9 +268,9 @@ def _write_records(source: CheckpointSource, names: Mapping[str, str], folder: P
         path, plain = f"{STATE}/{PLAIN_NAME}", plain_to_bytes(source.rows(component, ""))
         arrays = {
             f"{STATE}/{key}": ArrayEntry(
-                one.dtype, one.shape, store=None if one.alias_of else "zarr", alias_of=one.alias_of
+                entry.dtype, entry.shape, store=None if entry.alias_of else "zarr", alias_of=entry.alias_of
             )
-            for key, one in source.entries(component, "").items()
+            for key, entry in source.entries(component, "").items()
         }
         manifest = CheckpointManifest(
             source.checkpoint_id,
@@ -307,8 +307,8 @@ def _require_read_back(folder: Path, dst: Path, written: Mapping[Piece, str], to
     stored = open_dcp(folder, allow_pickle=True)
     for batch in batches(written):
         found = [piece.empty() for piece in batch]
-        requests = [ReadRequest(one.name, one.name, one.box, out) for one, out in zip(batch, found, strict=True)]
+        requests = [ReadRequest(piece.name, piece.name, piece.box, out) for piece, out in zip(batch, found, strict=True)]
         DirectLoad(read_at=read_once).prepare(requests, stored, topology, device_of(()), verify=False).run()
-        for piece, one in zip(batch, found, strict=True):
-            if digest_of_piece(one) != written[piece]:
+        for piece, tensor in zip(batch, found, strict=True):
+            if digest_of_piece(tensor) != written[piece]:
                 raise StorageError(f"what was written for {dst} is not what is read back: {piece.name} was changed")

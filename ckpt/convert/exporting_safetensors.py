@@ -170,7 +170,7 @@ def select_of_other(source: CheckpointSource, src: Place, component: str | None)
     opened = Opened(source, by_component=key != STATE)
     chosen = opened.tensors(key, "") if COMPONENT_KEY.fullmatch(key) else {}
     _require_some(src, component, chosen, opened.source.component_keys(), "/")
-    tensors = [ExportedTensor(name, one.name, one.entry.dtype, one.entry.shape) for name, one in chosen.items()]
+    tensors = [ExportedTensor(name, tensor.name, tensor.entry.dtype, tensor.entry.shape) for name, tensor in chosen.items()]
     return Selection(opened.source.prepare, tensors, {})
 
 
@@ -179,10 +179,10 @@ def values_beside(source: CheckpointSource, component: str | None) -> list[str]:
     opened = Opened(source, by_component=component not in (None, STATE))
     key, _, copy = (component or "").partition("/")
     found = [
-        (f"{one}/{prefix}" if component is None and opened.keys != [STATE] else "", opened.plain(one, prefix))
-        for one in opened.keys
-        if component is None or one == key
-        for prefix in opened.copies(one)
+        (f"{part}/{prefix}" if component is None and opened.keys != [STATE] else "", opened.plain(part, prefix))
+        for part in opened.keys
+        if component is None or part == key
+        for prefix in opened.copies(part)
         if prefix.startswith(copy)
     ]
     return [f"{start}{name}" for start, plain in found for name in plain]
@@ -275,11 +275,11 @@ def export(
     files = {_file_name(number, len(shards)): _in_order(few) for number, few in enumerate(shards, 1)}
     with topology.operation(f"export to {dst}"):
         with topology.phase("plan"):
-            ranges = [one for file, tensors in files.items() for one in _sections(file, tensors)]
-            mine = share_of(ranges, [one.num_bytes for one in ranges], topology)
+            ranges = [run for file, tensors in files.items() for run in _sections(file, tensors)]
+            mine = share_of(ranges, [run.num_bytes for run in ranges], topology)
         with shared_directory(dst, topology) as folder:
             what = f"the share of rank {topology.rank}"
-            with topology.phase("write"), needing(what, lambda: sum(one.num_bytes for one in mine)):
+            with topology.phase("write"), needing(what, lambda: sum(run.num_bytes for run in mine)):
                 runs = write_pieces(_pieces(selection.prepare, folder, mine), topology.progress)
             with topology.phase("read back"):
                 require_read_back(runs, dst, topology.progress)
@@ -392,8 +392,8 @@ def _pieces(
 ) -> Iterator[PlacedBytes]:
     """Yield the checked bytes of ranges, in order. While a piece is used, the next is read; each is valid until the next."""
     memories = Scratch(), Scratch()
-    jobs = (partial(_read, prepare, memories[number % 2], one) for number, one in enumerate(ranges))
-    return (PlacedBytes(folder / one.file, one.start, data) for one, data in zip(ranges, ahead(jobs), strict=True))
+    jobs = (partial(_read, prepare, memories[number % 2], run) for number, run in enumerate(ranges))
+    return (PlacedBytes(folder / run.file, run.start, data) for run, data in zip(ranges, ahead(jobs), strict=True))
 
 
 def _read(prepare: Callable[[Sequence[ReadRequest]], Reading], memory: Scratch, one: _Section) -> memoryview:

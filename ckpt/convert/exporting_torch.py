@@ -70,7 +70,7 @@ def export_torch(source: CheckpointSource, dst: Path, topology: Topology) -> Non
                     make_durable(file.parent, {file.name: 0}, [], topology.progress)
             with (
                 topology.phase("write"),
-                needing(dst.name, lambda: sum(one.entry.num_bytes for one in tensors.values())),
+                needing(dst.name, lambda: sum(tensor.entry.num_bytes for tensor in tensors.values())),
             ):
                 runs = write_pieces(_pieces(source, file, tensors, topology), topology.progress)
             with topology.phase("read back"):
@@ -130,8 +130,8 @@ class _Parameter(NamedTuple):
 def _add_records(source: CheckpointSource, tensors: Mapping[str, OpenedTensor], file: Path) -> None:
     """Add what the format has no place for as a last member of the zip, which `torch.load` does not read."""
     with zipfile.ZipFile(file, "a") as archive:
-        described = next(one for one in archive.namelist() if one.endswith("/data.pkl"))
-        names = {one.name: name for name, one in tensors.items()}
+        described = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+        names = {tensor.name: name for name, tensor in tensors.items()}
         records = records_of(source, names, digest_of(archive.read(described)))
         if records is not None:
             member = zipfile.ZipInfo(described.removesuffix("data.pkl") + RECORDS_NAME)  # dated 1980, so that equal states are equal files
@@ -140,8 +140,8 @@ def _add_records(source: CheckpointSource, tensors: Mapping[str, OpenedTensor], 
 
 def _by_name(state: Any) -> dict[str, OpenedTensor]:
     """Return the tensors by their names in the file, tied ones once."""
-    found = [(repr(path), one) for path, one in leaves_of(state) if isinstance(one, OpenedTensor)]
-    named = {one.name: (path, one) for path, one in reversed(found)}
+    found = [(repr(path), leaf) for path, leaf in leaves_of(state) if isinstance(leaf, OpenedTensor)]
+    named = {leaf.name: (path, leaf) for path, leaf in reversed(found)}
     return dict(named.values())
 
 

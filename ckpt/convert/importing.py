@@ -74,19 +74,19 @@ def _state_of(source: CheckpointSource, topology: Topology) -> RankState:
         pattern = SharingPattern.SHARDED if copies == [""] else SharingPattern.PER_RANK
         component = StateComponent(key, Given(), pattern)
         entries = {
-            f"{key}/{prefix}{name}": one
+            f"{key}/{prefix}{name}": entry
             for prefix in copies
-            for name, one in source.entries(component, prefix).items()
+            for name, entry in source.entries(component, prefix).items()
             if holds
         }
         parts.append(
             TablePart.of(
-                Address(name, one.dtype, one.shape, whole(one.shape))
-                for name, one in entries.items()
-                if one.alias_of is None
+                Address(name, entry.dtype, entry.shape, whole(entry.shape))
+                for name, entry in entries.items()
+                if entry.alias_of is None
             )
         )
-        aliases += [(name, one.alias_of) for name, one in entries.items() if one.alias_of is not None]
+        aliases += [(name, entry.alias_of) for name, entry in entries.items() if entry.alias_of is not None]
         found.components[key] = component
         if not is_ours:
             found.plain[key] = dict(source.rows(component, ""))

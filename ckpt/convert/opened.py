@@ -78,7 +78,7 @@ class Opened:
                     "leave_out_unknown=true, leave objects out that are no tensors"
                 )
         start = f"{key}/{prefix}"
-        firsts = {name: one.alias_of or f"{start}{name}" for name, one in found.items()}
+        firsts = {name: entry.alias_of or f"{start}{name}" for name, entry in found.items()}
         return {
             name: OpenedTensor(self.source, first, found[first.removeprefix(start)]) for name, first in firsts.items()
         }
@@ -95,8 +95,8 @@ class Opened:
 
     def every_tensor(self) -> list[OpenedTensor]:
         """Each tensor of all components and copies once."""
-        found = (one for key in self.keys for prefix in self.copies(key) for one in self.tensors(key, prefix).values())
-        return list({one.name: one for one in found}.values())
+        found = (tensor for key in self.keys for prefix in self.copies(key) for tensor in self.tensors(key, prefix).values())
+        return list({tensor.name: tensor for tensor in found}.values())
 
     def state(self, *, optimizers_in_groups: bool = False) -> Any:
         """All of it as a nested state dict, with an `OpenedTensor` in the place of each tensor; tied tensors are one object.
@@ -131,9 +131,9 @@ class Opened:
         tensors = self.tensors(key, prefix)
         plain, paths = plain_and_paths(self.source.rows(self._component(key), prefix), key, tensors)
         leaves: dict[str, Any] = dict(plain)
-        for name, one in tensors.items():
+        for name, tensor in tensors.items():
             kind = kind_in(paths.setdefault(name, (name,)))
-            leaves[name] = self._once.setdefault((one.name, kind), one._replace(kind=kind))
+            leaves[name] = self._once.setdefault((tensor.name, kind), tensor._replace(kind=kind))
         return leaves, paths
 
     def _nested(self, key: str, prefix: str) -> Any:

@@ -144,16 +144,16 @@ class _Rewriting:
         self._backend = backend
         self._progress = progress
         self._components = {
-            key: StateComponent(key, Given({}), one.sharing_pattern, one.group_name)
-            for key, one in manifest.components.items()
+            key: StateComponent(key, Given({}), component.sharing_pattern, component.group_name)
+            for key, component in manifest.components.items()
         }
         _require_inner_names(manifest, self._components)
         arrays = {name: entry for name, entry in manifest.arrays.items() if entry.alias_of is None}
         self._name_of = {entry.path: name for name, entry in arrays.items() if entry.path is not None}
         self._plan = SavePlan(
             {
-                name: PlannedArray(one.dtype, one.shape, one.grid, [run[0] for run in one.writers])
-                for name, one in arrays.items()
+                name: PlannedArray(array.dtype, array.shape, array.grid, [run[0] for run in array.writers])
+                for name, array in arrays.items()
             },
             {},
         )
@@ -182,8 +182,8 @@ class _Rewriting:
 
     def _rank_plan(self, rank: int, items: Sequence[_StoredItem]) -> RankWritePlan:
         """Return the same writes for a rank as in `src`."""
-        packed = [task for one in items if isinstance(one.item, Pack) for task in one.item.tasks]
-        tasks = RankPlan([one.item for one in items if isinstance(one.item, ChunkTask)], packed)
+        packed = [task for item in items if isinstance(item.item, Pack) for task in item.item.tasks]
+        tasks = RankPlan([item.item for item in items if isinstance(item.item, ChunkTask)], packed)
         topology = Topology.supposed(rank, [""] * self._manifest.world_size, {})
         of_rank = self._plan
         if not topology.is_lead:  # the lead describes the groups of all arrays; for all ranks that costs ranks x arrays
@@ -192,7 +192,7 @@ class _Rewriting:
                 {name: self._plan.arrays[name] for name in [*self._first_written_by[rank], *written]}, {}
             )
         plan = RankWritePlan(of_rank, tasks, self._components, topology, store=self._backend.store)
-        plan.items = [one.item for one in items]  # with the packs of `src`
+        plan.items = [item.item for item in items]  # with the packs of `src`
         return plan
 
     def _chunks(self, index: Index) -> Iterator[_StoredItem]:
@@ -226,16 +226,16 @@ class _Rewriting:
 
     def _staged(self, items: Sequence[_StoredItem], reader: ExtentReader, names: TensorNames) -> Iterator[Staged]:
         """Read one item after the other into one reused buffer."""
-        for number, one in enumerate(items):
-            if one.extent is None:
-                yield Staged(number, [torch.empty(0, dtype=torch_dtype(one.array.dtype), device="cpu")])
+        for number, item in enumerate(items):
+            if item.extent is None:
+                yield Staged(number, [torch.empty(0, dtype=torch_dtype(item.array.dtype), device="cpu")])
                 continue
-            host = self._read(one, one.extent, reader, names)
-            if one.pieces and not _lie_end_to_end(one.pieces, one.array.shape[0]):
-                ends = ((piece.first, piece.first + piece.box.num_elements) for piece in one.pieces)
+            host = self._read(item, item.extent, reader, names)
+            if item.pieces and not _lie_end_to_end(item.pieces, item.array.shape[0]):
+                ends = ((piece.first, piece.first + piece.box.num_elements) for piece in item.pieces)
                 yield Staged(number, [torch.cat([host[first:end] for first, end in ends])])
                 continue
-            yield Staged(number, [host], self._digests(one, one.extent, tuple(host.shape)))
+            yield Staged(number, [host], self._digests(item, item.extent, tuple(host.shape)))
 
     def _read(self, one: _StoredItem, extent: ChunkExtent, reader: ExtentReader, names: TensorNames) -> torch.Tensor:
         """Read and check a chunk, without padding."""
@@ -266,8 +266,8 @@ class _Rewriting:
         """Return path -> (component, bytes) of the plain values that the rank wrote."""
         paths = {
             path: key
-            for key, one in self._manifest.components.items()
-            for path, writer in one.plain_paths().items()
+            for key, component in self._manifest.components.items()
+            for path, writer in component.plain_paths().items()
             if writer == index.rank
         }
         return {

@@ -18,7 +18,7 @@ OPERATION = "the weight update"
 
 def to_step(said: Sequence[Mapping[str, Any]]) -> str:
     """Return the name of the operation, with the step."""
-    return f"{OPERATION} to step {next(one['step'] for one in said if one['step'] is not None)}"
+    return f"{OPERATION} to step {next(offer['step'] for offer in said if offer['step'] is not None)}"
 
 
 def version_digest(layout: WeightLayout, digests: Mapping[int, str]) -> str:
@@ -28,12 +28,12 @@ def version_digest(layout: WeightLayout, digests: Mapping[int, str]) -> str:
 
 def agreed_step(said: Sequence[Mapping[str, Any]]) -> int:
     """Return the step of an update, which must be equal on all ranks that give one, and higher than the last one."""
-    steps = {one["step"]: rank for rank, one in reversed([*enumerate(said)]) if one["step"] is not None}
+    steps = {offer["step"]: rank for rank, offer in reversed([*enumerate(said)]) if offer["step"] is not None}
     if len(steps) > 1:
         (first, rank), (second, other) = sorted(steps.items(), key=lambda item: item[1])[:2]
         raise ConfigurationError(f"rank {rank} is at step {first} and rank {other} at step {second}")
     step = next(iter(steps))
-    held = max((one["held"] for one in said if one["held"] is not None), default=None)
+    held = max((offer["held"] for offer in said if offer["held"] is not None), default=None)
     if held is not None and step <= held:
         raise ConfigurationError(f"step {step}: expected a step higher than {held}, whose weights have been published")
     return int(step)
@@ -41,9 +41,9 @@ def agreed_step(said: Sequence[Mapping[str, Any]]) -> int:
 
 def require_one_layout(said: Sequence[Mapping[str, Any]]) -> None:
     """Check that all trainers send the same weights, given their offers."""
-    for rank, one in enumerate(said):
-        if one["layout"] != said[0]["layout"]:
-            (num, size), (num_0, size_0) = one["size"], said[0]["size"]
+    for rank, offer in enumerate(said):
+        if offer["layout"] != said[0]["layout"]:
+            (num, size), (num_0, size_0) = offer["size"], said[0]["size"]
             raise ConfigurationError(
                 f"trainers yield different weights: {num_0} tensors of {size_0} bytes on rank 0, {num} of {size} bytes on rank "
                 f"{rank}, or others, or in another order; each has to yield all of them, in one order"

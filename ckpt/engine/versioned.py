@@ -414,7 +414,7 @@ class VersionedEngine(CheckpointEngineWithCache):
             said, began, update = phase.payloads, time.perf_counter(), None
             with topology.operation(to_step(said)):
                 # Another rank may have seen a failure that this one has not.
-                self._reconnect(max(one["generation"] for one in said))
+                self._reconnect(max(offer["generation"] for offer in said))
                 is_new = self._is_new(said)
                 if is_new:
                     with topology.phase("layout") as phase:
@@ -422,7 +422,7 @@ class VersionedEngine(CheckpointEngineWithCache):
                             phase.from_lead = offloaded.layout.as_rows()
                     self._known = WeightLayout.from_rows(phase.from_lead)
                 sharing = agreed_sharing(said, topology.nodes)
-                fits = all(one["fits"] == said[0]["layout"] for one in said)
+                fits = all(offer["fits"] == said[0]["layout"] for offer in said)
                 if is_new or not fits or not self._receivers.are_settled(said, sharing):
                     with topology.phase("prepare") as phase:
                         self._require_wanted(topology)
@@ -431,7 +431,7 @@ class VersionedEngine(CheckpointEngineWithCache):
                             sink.check(update.layout)
                         phase.payload = self._receivers.make_room(update.layout, sharing)
                     held = self._receivers.settle(topology, update.layout, sharing, phase.payloads)
-                    said = [one | {"holds": version} for one, version in zip(said, held, strict=True)]
+                    said = [offer | {"holds": version} for offer, version in zip(said, held, strict=True)]
                     update = self._agreed(topology, said)
                     if is_new:
                         self.transport.ready(update)
@@ -540,7 +540,7 @@ class VersionedEngine(CheckpointEngineWithCache):
 
     def _is_new(self, said: Sequence[Mapping[str, Any]]) -> bool:
         """Whether the layout must be sent: some rank does not have it, or got it before a failure."""
-        return any((one["known"], one["generation"]) != (said[0]["layout"], self._generation) for one in said)
+        return any((offer["known"], offer["generation"]) != (said[0]["layout"], self._generation) for offer in said)
 
     def _agreed(self, topology: Topology, said: Sequence[Mapping[str, Any]]) -> Update:
         """Return the update that all offers make together; equal on all ranks, errors too, except for the memory."""

@@ -202,7 +202,7 @@ def hex_digits(digests: Sequence[str], length: int | None = None) -> None:
         Refused
     """
     if _HEX.fullmatch("".join(digests)) is None or not all(
-        len(one) == length if length is not None else len(one) % 16 == 0 for one in digests
+        len(digest) == length if length is not None else len(digest) % 16 == 0 for digest in digests
     ):
         raise Refused("a digest is no lower-case hex of its length")
 
@@ -235,7 +235,7 @@ def check_extents(index: Index) -> None:
             mixed.add(file)
         ends[file] = offset + length
     for file in sorted(mixed):
-        within = [(one.offset, one.offset + one.length) for one in extents if one.file == file]
+        within = [(chunk.offset, chunk.offset + chunk.length) for chunk in extents if chunk.file == file]
         require_apart(within, f"bytes of {file!r:.80}")
     for file, record in index.files.items():
         if record.size > MAX_FILE_BYTES and file not in ends:
@@ -275,10 +275,10 @@ def check_pieces(index: Index) -> None:
             ends[packed] = end
     for path in sorted(mixed):
         within = [
-            (one.first, one.first + one.box.num_elements)
+            (piece.first, piece.first + piece.box.num_elements)
             for pieces in index.pieces.values()
-            for one in pieces
-            if one.packed == path
+            for piece in pieces
+            if piece.packed == path
         ]
         require_apart(within, f"elements of {path!r:.80}")
 
@@ -290,7 +290,7 @@ def require_apart(ranges: Iterable[tuple[int, int]], what: str) -> None:
         Refused
     """
     at = 0
-    for begin, end in sorted(one for one in ranges if one[0] < one[1]):
+    for begin, end in sorted(pair for pair in ranges if pair[0] < pair[1]):
         if begin < at:
             raise Refused(f"{what} are used twice, from {begin} to {min(at, end)}")
         at = end

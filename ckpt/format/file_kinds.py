@@ -67,7 +67,7 @@ def _kind_of_zip(file: BinaryIO) -> str:
 def _kind_of_text(begin: bytes) -> str | None:
     """The kind of a file of text: UTF-8 without control characters, but for one that the limit cuts."""
     text = begin.decode("utf-8", "ignore").removeprefix("\ufeff").lstrip()
-    if not text or any(one < " " and one not in "\t\n\r\f\x1b" for one in text) or len(begin) - len(text.encode()) > 64:
+    if not text or any(character < " " and character not in "\t\n\r\f\x1b" for character in text) or len(begin) - len(text.encode()) > 64:
         return None
     if text.startswith("<"):
         return f"a web page, as a download without access leaves: {_AGAIN}"

@@ -217,16 +217,16 @@ class _Scan:
 
     def _made(self, args: list[_Value]) -> None:
         before = self._left
-        for one in args:
-            self._walk(one)
+        for arg in args:
+            self._walk(arg)
         self._stack.append([1 + before - self._left])
 
     def _build(self) -> None:
         """Objects copy their attributes, and the slots beside them."""
         state = self._stack.pop()
         if isinstance(state, list):
-            for one in chain([state], state[1:]):
-                self._charge(one[0] + len(one))
+            for inner in chain([state], state[1:]):
+                self._charge(inner[0] + len(inner))
         else:
             self._charge(state)
 
@@ -242,7 +242,7 @@ class _Scan:
             if len(node) > 1:
                 if depth > _MOST_DEPTH:
                     raise TooMuchError(f"it nests keys or arguments {depth} times")
-                todo += [(one, depth + 1) for one in node[1:]]
+                todo += [(inner, depth + 1) for inner in node[1:]]
 
     def _charge(self, size: int) -> None:
         self._left -= size
@@ -257,11 +257,11 @@ def _node(items: Iterable[_Value]) -> _Value:
 
 
 def _extend(node: list[Any], items: Iterable[_Value]) -> None:
-    for one in items:
-        if isinstance(one, int):
-            node[0] += one
+    for item in items:
+        if isinstance(item, int):
+            node[0] += item
         else:
-            node.append(one)
+            node.append(item)
 
 
 def _with(step: Callable[..., None], *args: Any) -> Callable[[_Scan], None]:

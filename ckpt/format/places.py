@@ -131,7 +131,7 @@ def as_place(given: str | os.PathLike[str] | ObjectPath, what: str) -> Place:
             f"{what} is {_shown(text)}, an address that has lost a slash, as in a Path: give it as a string, such as {scheme}://bucket/run"
         )
     if scheme not in SCHEMES:
-        known = ", ".join(f"{one}://" for one in SCHEMES)
+        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
         raise ConfigurationError(f"{what} is {_shown(text)}: expected the path of a folder, or an address that begins with {known} or file://")
     return _address(text, what)
 

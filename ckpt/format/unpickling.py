@@ -310,9 +310,9 @@ def _require_loadable(file: Path) -> None:
                 require_bounded(mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ), num_pickles=_OLD_PICKLES)
                 return
             archive = zipfile.ZipFile(stream)
-            if any(one.compress_type or one.file_size != one.compress_size for one in archive.infolist()):
+            if any(member.compress_type or member.file_size != member.compress_size for member in archive.infolist()):
                 raise TooMuchError("it is compressed")
-            (described,) = (one for one in archive.infolist() if one.filename.endswith("/data.pkl"))
+            (described,) = (member for member in archive.infolist() if member.filename.endswith("/data.pkl"))
             require_bounded(archive.read(described))
     except OSError as error:
         raise CorruptCheckpointError(f"{file} cannot be read: {sentence(error)}") from error
@@ -355,7 +355,7 @@ def _additions(file: Path) -> tuple[set[str], list[Any]]:
 
     The user's own entries are left out: torch would drop them together with ours afterwards. NumPy's names go together.
     """
-    users = {one[1] if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}" for one in get_safe_globals()}
+    users = {allowed[1] if isinstance(allowed, tuple) else f"{allowed.__module__}.{allowed.__qualname__}" for allowed in get_safe_globals()}
     known = {name: made for name, made in _HARMLESS.items() if name not in users}
     known |= {} if users & _NUMPY.keys() else _NUMPY
     try:
@@ -504,7 +504,7 @@ class _Size:
         if known is None:
             self._known[id(value)] = 0, _ENDLESS
             self.num_references += len(inner)
-            sizes = [self.of(one) for one in inner]
+            sizes = [self.of(part) for part in inner]
             nodes = sum(nodes for nodes, _ in sizes)
             known = self._known[id(value)] = 1 + nodes, nodes + sum(steps for _, steps in sizes)
         return known
@@ -561,13 +561,13 @@ def _plain_of(value: UnknownObject) -> Any:
     if given is None:
         return None
     try:
-        made = [_plain_of(one) if isinstance(one, UnknownObject) else one for one in given]
-        args = [was if one is None else one for one, was in zip(made, given, strict=True)]
+        made = [_plain_of(arg) if isinstance(arg, UnknownObject) else arg for arg in given]
+        args = [was if arg is None else arg for arg, was in zip(made, given, strict=True)]
         if value.name == "uuid.UUID":
             return uuid.UUID(int=state["int"])
         if value.name in _PLAIN:
             make, *kinds = _PLAIN[value.name]
-            return make(*args) if all(isinstance(one, kind) for one, kind in zip(args, kinds, strict=False)) else None
+            return make(*args) if all(isinstance(arg, kind) for arg, kind in zip(args, kinds, strict=False)) else None
         return _enum_member(value.name, *args) if len(args) == 1 else None
     except (ValueError, TypeError, KeyError, ArithmeticError, RuntimeError, AttributeError):
         return None
@@ -625,8 +625,8 @@ _HARMLESS: dict[str, Any] = {
     "builtins.frozenset": frozenset,
     "collections.defaultdict": lambda *_: {},
     **{
-        f"datetime.{one}": _made_by(f"datetime.{one}", getattr(datetime, one))
-        for one in ("date", "time", "datetime", "timedelta", "timezone")
+        f"datetime.{name}": _made_by(f"datetime.{name}", getattr(datetime, name))
+        for name in ("date", "time", "datetime", "timedelta", "timezone")
     },
     "pathlib.PosixPath": pathlib.Path,
     "pathlib.PurePosixPath": pathlib.PurePosixPath,
@@ -660,12 +660,12 @@ _NUMBERS = "biufc"
 _TIMES = ("m8", "M8")
 _FACTORIES: dict[str, Any] = {
     **{
-        f"builtins.{one.__name__}": one
-        for one in (list, dict, set, int, float, str, tuple, bool, bytes, complex, frozenset)
+        f"builtins.{kind.__name__}": kind
+        for kind in (list, dict, set, int, float, str, tuple, bool, bytes, complex, frozenset)
     },
-    **{f"collections.{one.__name__}": one for one in (OrderedDict, Counter, deque)},
+    **{f"collections.{kind.__name__}": kind for kind in (OrderedDict, Counter, deque)},
 }
-_LAYOUTS = {str(one): one for one in vars(torch).values() if isinstance(one, torch.layout)}
+_LAYOUTS = {str(constant): constant for constant in vars(torch).values() if isinstance(constant, torch.layout)}
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "builtins.range": (range, int, int, int),
     "builtins.xrange": (range, int, int, int),  # as the pickles of torch.save have it

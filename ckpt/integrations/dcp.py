@@ -215,7 +215,7 @@ class CkptReader(StorageReader):
             end = next((end for end in range(1, len(keys) + 1) if keys[:end] in names), None)
             if end is not None and not is_attribute(path[at:end]):  # those DCP drops
                 self._entries[names[keys[:end]]].append((path[end:] if end < len(steps) else (), leaf))
-        return Metadata({name: one.metadata() for name, one in self._entries.items()}, planner_data=planner.mappings)
+        return Metadata({name: row.metadata() for name, row in self._entries.items()}, planner_data=planner.mappings)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:
         """Do nothing: `read_metadata` has opened the checkpoint."""
@@ -336,9 +336,9 @@ def _rank_state(items: Iterable[WriteItem], paths: Mapping[str, tuple[Any, ...]]
             below = rows_of(leaves, STATE, paths_of=leaves.tensors)
             found = {key: [steps + path[1:], *plain] for key, (path, *plain) in below.items()}
             pieces += [
-                (key, one.shape, whole(tuple(one.shape)), one)
-                for key, one in leaves.tensors.items()
-                if isinstance(one, torch.Tensor)
+                (key, tensor.shape, whole(tuple(tensor.shape)), tensor)
+                for key, tensor in leaves.tensors.items()
+                if isinstance(tensor, torch.Tensor)
             ]
         else:
             assert item.tensor_data is not None
@@ -372,10 +372,10 @@ def _leaves_of(fqn: str, value: Any, *, is_flattened: bool) -> Leaves:
             "flatten_state_dict=True, or give its tensors names of their own"
         )
     leaves = flatten({fqn: value}, STATE)
-    for key, one in leaves.tensors.items():
-        if not isinstance(one, torch.Tensor) or is_dtensor(one):
+    for key, tensor in leaves.tensors.items():
+        if not isinstance(tensor, torch.Tensor) or is_dtensor(tensor):
             raise ConfigurationError(
-                f"{STATE}: {key} is a {type(one).__name__} inside of a {type(value).__name__}, of which DCP saves one rank's part: give "
+                f"{STATE}: {key} is a {type(tensor).__name__} inside of a {type(value).__name__}, of which DCP saves one rank's part: give "
                 "it in a dictionary or a list"
             )
     return leaves

@@ -131,11 +131,11 @@ class CkptTrainerMixin(_Base):
         self._ckpt_is_saving = False
         for name in filter(_GIVEN.__contains__, self._ckpt_options):
             raise ConfigurationError(f"ckpt[{name!r}] follows from {_GIVEN[name]}; leave it out")
-        for one in (*args, *kwargs.values()):  # before Trainer makes a folder of that name
-            if isinstance(one, TrainingArguments) and is_address(str(one.output_dir)):
+        for arg in (*args, *kwargs.values()):  # before Trainer makes a folder of that name
+            if isinstance(arg, TrainingArguments) and is_address(str(arg.output_dir)):
                 raise ConfigurationError(
-                    f"output_dir {one.output_dir} is a folder, in which Trainer itself writes; checkpoints go to an object store with "
-                    f"ckpt={{'folder': '{one.output_dir}'}}"
+                    f"output_dir {arg.output_dir} is a folder, in which Trainer itself writes; checkpoints go to an object store with "
+                    f"ckpt={{'folder': '{arg.output_dir}'}}"
                 )
         super().__init__(*args, **kwargs)
         require_covered(self.accelerator)
@@ -263,7 +263,7 @@ class CkptTrainerMixin(_Base):
                     phase.from_lead = [*read_manifest(path).components]
             state = self._training_state()
             state["optimizer"] = OptimizerState(state["optimizer"], self.model_wrapped)
-            saved = {name: one for name, one in state.items() if name in phase.from_lead}
+            saved = {name: component for name, component in state.items() if name in phase.from_lead}
             has_rng = "rng" in phase.from_lead
             if saved or has_rng:
                 self._ckpt_read(path, save_rng=has_rng, **saved)
@@ -412,7 +412,7 @@ def _not_covered(trainer: Any) -> str | None:
         return "enable_jit_checkpoint=True: ranks would save at different steps; SIGTERM saves without it"
     for kind, (variable, default, values) in _UPLOADS.items():
         value = os.getenv(variable, default)
-        if value.upper() in values and any(isinstance(one, kind) for one in trainer.callback_handler.callbacks):
+        if value.upper() in values and any(isinstance(callback, kind) for callback in trainer.callback_handler.callbacks):
             return f"{variable}={value}: {kind.__name__} would upload a checkpoint of Trainer's own; set it to false"
     return _hidden(type(trainer))
 
@@ -421,7 +421,7 @@ def _hidden(kind: type) -> str | None:
     """The first method of `_NOT_CALLED` that is overridden after the mixin, and not before it."""
     kinds = kind.__mro__
     for name in _NOT_CALLED:
-        owner = next(one for one in kinds if one is not CkptTrainerMixin and name in vars(one))
+        owner = next(base for base in kinds if base is not CkptTrainerMixin and name in vars(base))
         if owner is not Trainer and kinds.index(owner) > kinds.index(CkptTrainerMixin):
             return (
                 f"{owner.__name__}.{name} would not be called, for a checkpoint here has no files of that kind; leave that to "

@@ -161,7 +161,7 @@ class CkptAccelerator(Accelerator):
         """Return the newest checkpoint of `automatic_checkpoint_naming`, or None; also one of Accelerate's own. Not collective."""
         found = _numbered(self._ckpt_root)
         own = _own(self._ckpt_root)
-        return next((one for one in reversed(found) if one in own or _is_accelerates(one)), None)
+        return next((folder for folder in reversed(found) if folder in own or _is_accelerates(folder)), None)
 
     @property
     def _ckpt_root(self) -> Place:
@@ -175,7 +175,7 @@ class CkptAccelerator(Accelerator):
         """The next folder of `automatic_checkpoint_naming`, as the lead sees it. Collective."""
         with topology.operation("save_state"), topology.phase("number") as phase:
             if topology.is_lead:
-                least = max((_number(one) + 1 for one in _numbered(self._ckpt_root)), default=0)
+                least = max((_number(folder) + 1 for folder in _numbered(self._ckpt_root)), default=0)
                 phase.from_lead = str(self._ckpt_root / f"checkpoint_{max(self.project_configuration.iteration, least)}")
         return place_of(phase.from_lead)
 
@@ -210,17 +210,17 @@ class CkptAccelerator(Accelerator):
         """What is to be saved now. The sharing patterns of models and optimizers are found once."""
         kinds = {
             "model": self._models,
-            "optimizer": [one.optimizer for one in self._optimizers],
+            "optimizer": [optimizer.optimizer for optimizer in self._optimizers],
             "scheduler": self._schedulers,
             "dataloader": self._dataloaders,
             "object": self._custom_objects,
             "scaler": [self.scaler] if self.scaler is not None else [],
         }
-        named = {f"{kind}_{at}" if at else kind: one for kind, ones in kinds.items() for at, one in enumerate(ones)}
+        named = {f"{kind}_{at}" if at else kind: thing for kind, ones in kinds.items() for at, thing in enumerate(ones)}
         known = self._ckpt_known
         if known is None or [*map(id, known.objects.values())] != [*map(id, named.values())]:
             device = device_of(parameter for model in self._models for parameter in model.parameters())
-            own: dict[str, Any] = {n: _LoaderState(one) for n, one in named.items() if n.startswith("dataloader")}
+            own: dict[str, Any] = {n: _LoaderState(loader) for n, loader in named.items() if n.startswith("dataloader")}
             own["accelerator"] = _StepState(self)
             own["rng"] = ProgramRNG(device, seed=torch.initial_seed(), step=lambda: int(self.step))
             run = as_run(auto_components(named | own, {}), None, None, self._ckpt_backend, device)
@@ -305,7 +305,7 @@ def _seedable(loader: Any) -> Any:
 def _numbered(root: Place) -> list[Place]:
     """What has a number of automatic naming, the lowest first: checkpoints, and others. Without empty folders, whose place a save takes."""
     found = [root / name for name in names_below(root) if _NUMBERED.fullmatch(name)]
-    return sorted((one for one in found if not (isinstance(one, Path) and one.is_dir()) or any(one.iterdir())), key=_number)
+    return sorted((folder for folder in found if not (isinstance(folder, Path) and folder.is_dir()) or any(folder.iterdir())), key=_number)
 
 
 def _is_accelerates(folder: Place) -> bool:
@@ -315,7 +315,7 @@ def _is_accelerates(folder: Place) -> bool:
 
 def _own(root: Place) -> list[Place]:
     """The checkpoints of automatic naming, the oldest first, without links, copies and renamed ones, which are the user's."""
-    return [one for one in _numbered(root) if is_removable(one) and not (isinstance(one, Path) and one.is_symlink())]
+    return [folder for folder in _numbered(root) if is_removable(folder) and not (isinstance(folder, Path) and folder.is_symlink())]
 
 
 def _number(path: Place) -> int:

@@ -83,8 +83,8 @@ def _handlers_put_off() -> Iterator[None]:
     def note(number: int, _frame: FrameType | None) -> None:
         came.add(number)
 
-    found = {one: signal.getsignal(one) for one in signal.valid_signals() - _NOT_PUT_OFF}
-    handlers = {one: handler for one, handler in found.items() if callable(handler)}
+    found = {number: signal.getsignal(number) for number in signal.valid_signals() - _NOT_PUT_OFF}
+    handlers = {number: handler for number, handler in found.items() if callable(handler)}
     for one in handlers:
         signal.signal(one, note)
     try:
@@ -225,9 +225,9 @@ class CkptCheckpointIO(CheckpointIO):
         self._wait()
         objects = {TRAINER: Given(), MODEL: Filled(get_model_state_dict(model))}
         if optimizers:
-            states = _numbered([get_optimizer_state_dict(model, one) for one in optimizers])
+            states = _numbered([get_optimizer_state_dict(model, each) for each in optimizers])
             objects[OPTIMIZERS] = _OptimizerStates(states)
-        components = [StateComponent(key, one, AUTO) for key, one in objects.items()]
+        components = [StateComponent(key, thing, AUTO) for key, thing in objects.items()]
         device = device_of(model.parameters())
         loader = Loader(components, current_topology(), self._strategy, device, verify=True, allow_pickle=False)
         try:
@@ -456,7 +456,7 @@ class _Saves:
     def save(self, checkpoint: Mapping[str, Any], path: Place) -> None:
         """Save, or begin to. Collective."""
         step, unfinished = checkpoint.get("global_step"), self.folders.unfinished
-        self._steps = {one: self._steps.get(one) for one in unfinished}
+        self._steps = {loop: self._steps.get(loop) for loop in unfinished}
         if step is not None and self._steps.get(path.absolute()) == step:
             raise ConfigurationError(
                 f"{path} is to be saved twice at step {step}: two ModelCheckpoints have chosen one name, as Lightning finds no file "
@@ -468,7 +468,7 @@ class _Saves:
                 given = _parts_of(checkpoint)
                 for key, part in self._parts.items():
                     part.hold(given.get(key, {}))
-            components = [one for one in self._sharing.settle() if one.key in given]
+            components = [component for component in self._sharing.settle() if component.key in given]
             with self._topology.phase("leaves"):
                 return collect(components, self._topology)
 
@@ -521,9 +521,9 @@ def _require_plain_hyperparameters(trainer: Trainer, module: LightningModule) ->
     Raises:
         ConfigurationError: see `_require_plain`.
     """
-    for one in (module, trainer.datamodule):
-        if one is not None and trainer.state.fn == "fit":
-            _require_plain(one.CHECKPOINT_HYPER_PARAMS_KEY, one.hparams)
+    for hooked in (module, trainer.datamodule):
+        if hooked is not None and trainer.state.fn == "fit":
+            _require_plain(hooked.CHECKPOINT_HYPER_PARAMS_KEY, hooked.hparams)
 
 
 def _require_plain(key: str, hyperparameters: Mapping[str, Any]) -> None:
@@ -560,7 +560,7 @@ def _numbered(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _is_inside_epoch(trainer: Trainer) -> bool:
     """Whether a run that resumes here goes on with the epoch, if only to end it, or else begins the next one."""
     loop = trainer.fit_loop
-    epochs, batches = (cast(Any, one.current) for one in (loop.epoch_progress, loop.epoch_loop.batch_progress))
+    epochs, batches = (cast(Any, progress.current) for progress in (loop.epoch_progress, loop.epoch_loop.batch_progress))
     is_after_validation = epochs.processed < epochs.started and batches.completed == batches.processed
     return not trainer.is_last_batch or is_after_validation
 

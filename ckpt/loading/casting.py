@@ -47,16 +47,16 @@ def check_cast(cast: object, components: Collection[str]) -> None:
     """
     if isinstance(cast, bool):
         return
-    if isinstance(cast, str) or not isinstance(cast, Collection) or not all(one in components for one in cast):
+    if isinstance(cast, str) or not isinstance(cast, Collection) or not all(key in components for key in cast):
         raise ConfigurationError(f"cast={cast!r}: expected True, False, or keys of components, which are {', '.join(components)}")
 
 
 def batches_of(casts: Sequence[Cast]) -> list[list[Cast]]:
     """Divide what is to be converted into batches, the boxes of large tensors by rows. Of one rank: others may have more."""
-    limit = max(SCRATCH_BYTES, -(-sum(one.num_bytes for one in casts) // MOST_BATCHES))
+    limit = max(SCRATCH_BYTES, -(-sum(cast.num_bytes for cast in casts) // MOST_BATCHES))
     batches: list[list[Cast]] = []
     left = 0
-    for piece in (piece for one in casts for piece in _by_rows(one, limit)):
+    for piece in (piece for cast in casts for piece in _by_rows(cast, limit)):
         if not batches or piece.num_bytes > left:
             batches.append([])
             left = limit
@@ -73,8 +73,8 @@ def readings_of(batches: Sequence[Sequence[Cast]]) -> list[tuple[list[ReadReques
     """
     sizes: dict[torch.device, int] = {}
     for batch in batches:
-        for device in {one.request.out.device for one in batch}:
-            here = sum(one.num_bytes + _ALIGNED for one in batch if one.request.out.device == device)
+        for device in {cast.request.out.device for cast in batch}:
+            here = sum(cast.num_bytes + _ALIGNED for cast in batch if cast.request.out.device == device)
             sizes[device] = max(sizes.get(device, 0), here)
     scratch = {}
     for device, num_bytes in sizes.items():
@@ -94,7 +94,7 @@ def _reading_of(batch: Sequence[Cast], scratch: dict[torch.device, torch.Tensor]
         requests.append(replace(request, out=memory))
 
     def convert() -> None:
-        convert_into((one.request.out for one in batch), (request.out for request in requests))
+        convert_into((cast.request.out for cast in batch), (request.out for request in requests))
 
     return requests, convert
 

@@ -71,12 +71,12 @@ class ChunkReader:
         Within an open file the kernel reads ahead by itself. Does not wait, and does not fail.
         """
         chunk = parts[0].chunk
-        if not chunk.raw or sum([one.part.out.nbytes for one in parts]) >= chunk.length:
+        if not chunk.raw or sum([part.part.out.nbytes for part in parts]) >= chunk.length:
             self._extents.read_ahead(chunk, most_bytes)
 
     def read_soon(self, ranges: Iterable[tuple[StoredPart, int, int]]) -> None:
         """Tell which bytes [start, stop) of chunks will be read, in their order, so that an object store sends several at a time."""
-        self._extents.read_soon((one.chunk, start, stop) for one, start, stop in ranges if one.chunk.raw)
+        self._extents.read_soon((run.chunk, start, stop) for run, start, stop in ranges if run.chunk.raw)
 
     def is_cached(self, chunk: ChunkExtent, ranges: Sequence[tuple[int, int]]) -> bool:
         """Whether the page cache of this host seems to have these bytes [start, stop) of a chunk, as they are wanted. Does not fail."""
@@ -93,7 +93,7 @@ class ChunkReader:
             return None
         unit = self._extents.unit_of(chunk)
         step = max(most_bytes // unit, 1) * unit
-        wanted = WantedBytes(chunk, [one.part for one in parts]).stretches(unit)
+        wanted = WantedBytes(chunk, [part.part for part in parts]).stretches(unit)
         return [(at, min(at + step, stop)) for start, stop in wanted for at in range(start, stop, step)]
 
     def read(self, parts: Sequence[StoredPart], ranges: Sequence[tuple[int, int]] | None = None) -> None:
@@ -107,11 +107,11 @@ class ChunkReader:
             OSError: the file system failed.
         """
         if parts[0].chunk.raw:
-            self._extents.read(parts[0].chunk, [one.part for one in parts], ranges)
+            self._extents.read(parts[0].chunk, [part.part for part in parts], ranges)
             return
         self._check(parts[0])
-        for one in parts:
-            self._decode_part(one)
+        for part in parts:
+            self._decode_part(part)
 
     def fetch(self, one: StoredPart, start: int, memory: torch.Tensor, name_of: Callable[[int, int], str]) -> None:
         """Read bytes of the chunk that a part lies in, from byte `start` on, into host memory. A decoded chunk is kept for the next call.

@@ -74,7 +74,7 @@ def asked_for(
     components: Sequence[StateComponent], source: CheckpointSource, leave_out: Collection[str]
 ) -> list[StateComponent]:
     """The components that a load restores, each under the pattern that it is loaded with."""
-    return [as_saved(one, source) for one in components if one.key not in leave_out]
+    return [as_saved(component, source) for component in components if component.key not in leave_out]
 
 
 def passed_over(
@@ -88,7 +88,7 @@ def passed_over(
     Raises:
         MissingStateError: there are some, and the load is strict.
     """
-    declared = [one.key for one in components]
+    declared = [component.key for component in components]
     others = [key for key in source.only_saved(declared) if key not in leave_out]
     if others and strict:
         raise MissingStateError(

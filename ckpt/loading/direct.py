@@ -119,9 +119,9 @@ class DirectReading:
     def _read_side_by_side(self, order: Sequence[Sequence[StoredPart]]) -> None:
         """Read with one thread for each reader: each waits for the way to the store and back, and then there are bytes at once."""
         pieces: Iterator[tuple[Sequence[StoredPart], Sequence[tuple[int, int]] | None]] = (
-            (parts, one)
+            (parts, stretch)
             for parts in order
-            for one in _apart(self.readers[0].ranges_of(parts, RANGE_BYTES))
+            for stretch in _apart(self.readers[0].ranges_of(parts, RANGE_BYTES))
         )
         taking, failed = Lock(), Event()
 
@@ -150,7 +150,7 @@ def _apart(ranges: Sequence[tuple[int, int]] | None) -> Iterator[Sequence[tuple[
     if ranges is None:
         yield None
     else:
-        yield from ([one] for one in ranges)
+        yield from ([stretch] for stretch in ranges)
 
 
 def _chunk_at(chunks: Sequence[Sequence[StoredPart]], share: float) -> int:

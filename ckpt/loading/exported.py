@@ -68,7 +68,7 @@ class ExportedSource(ManifestSource):
 
     def entries(self, component: StateComponent, prefix: str) -> Mapping[str, ArrayEntry]:
         found = self.manifest.arrays_of(f"{component.key}/{prefix}".removesuffix("/"))
-        return {key: ArrayEntry(one.dtype, one.shape, alias_of=one.alias_of) for key, one in found.items()}
+        return {key: ArrayEntry(entry.dtype, entry.shape, alias_of=entry.alias_of) for key, entry in found.items()}
 
     def plain_file(self, key: str, prefix: str) -> bytes:
         """See `ManifestSource.plain_file`."""

@@ -87,12 +87,12 @@ class Forecast:
     @property
     def restored(self) -> set[str]:
         """The components that would be restored, or a part of them."""
-        return {one.key for one in self.components if one.report is not None and goes_on(one.report)}
+        return {component.key for component in self.components if component.report is not None and goes_on(component.report)}
 
     @property
     def loads(self) -> bool:
         """Whether the load would succeed."""
-        return not self.refusal and not any(one.refusal for one in self.components)
+        return not self.refusal and not any(component.refusal for component in self.components)
 
 
 def forecast(
@@ -139,16 +139,16 @@ def _forecast(
     declared = ranks[0].components
     loader = Loader((), Topology.alone(), DirectLoad(), device, verify=verify, allow_pickle=allow_pickle)
     opened = loader.open(path)  # one for all, so that each index is read once
-    opened = opened if STATE in [one.key for one in declared] else by_component_of(opened)
+    opened = opened if STATE in [component.key for component in declared] else by_component_of(opened)
     sources = [opened.for_rank(rank.topology) for rank in ranks]
-    optional = {one.key for one in declared if not one.required}
+    optional = {component.key for component in declared if not component.required}
     damaged = [source.check(optional) for source in sources]
     of_ranks = [asked_for(rank.components, source, leave_out) for rank, source in zip(ranks, sources, strict=True)]
     previews = [_preview(sources, ones, damaged, strict, cast) for ones in zip(*of_ranks, strict=True)]
     refusal, others = "", dict[str, ComponentReport]()
     try:
-        if not any(one.refusal for one in previews):
-            require_something({one.key: one.report for one in previews if one.report is not None})
+        if not any(preview.refusal for preview in previews):
+            require_something({preview.key: preview.report for preview in previews if preview.report is not None})
             others = passed_over(opened, declared, leave_out, strict=strict)
     except CheckpointError as error:
         refusal = str(error)
@@ -174,13 +174,13 @@ def _preview(
         if sources[0].holds(first.key):
             preview = LoadPreview(first, misfits=_misfits(sources, ones, cast), moved=sources[0].moved(first))
         matches = [
-            _matched(source, one, strict, cast, found.get(one.key))
-            for source, one, found in zip(sources, ones, damaged, strict=True)
+            _matched(source, component, strict, cast, found.get(component.key))
+            for source, component, found in zip(sources, ones, damaged, strict=True)
         ]
         report = settle(first, [match.to_json() for match in matches], matches[0].saved_keys, strict=strict)
         if report.changed:
-            copies = [copies_for_object(source, one) for source, one in zip(sources, ones, strict=True)]
-            matches = [match_changed(one, of_rank) for one, of_rank in zip(ones, copies, strict=True)]
+            copies = [copies_for_object(source, component) for source, component in zip(sources, ones, strict=True)]
+            matches = [match_changed(component, of_rank) for component, of_rank in zip(ones, copies, strict=True)]
             count = sum(match.restored for match in matches)
             report = replace(report, restored=count, wanted=count)
         if goes_on(report):
@@ -213,22 +213,22 @@ def _matched(
 
 def _misfits(sources: Sequence[CheckpointSource], ones: Sequence[StateComponent], cast: Components) -> Misfits:
     """The misfits of a load that would leave out whatever does not fit."""
-    optional = [replace(one, required=False) for one in ones]
-    matches = [_matched(source, one, strict=False, cast=cast) for source, one in zip(sources, optional, strict=True)]
-    return settle(optional[0], [one.to_json() for one in matches], matches[0].saved_keys, strict=False).misfits
+    optional = [replace(component, required=False) for component in ones]
+    matches = [_matched(source, component, strict=False, cast=cast) for source, component in zip(sources, optional, strict=True)]
+    return settle(optional[0], [match.to_json() for match in matches], matches[0].saved_keys, strict=False).misfits
 
 
 def _applied(matches: Sequence[Match], report: ComponentReport) -> ComponentReport:
     """Apply the matches to objects that need no tensor, or hold their tensors themselves."""
-    for rank, one in enumerate(matches):
-        if one.requests and (one.copies is not None or not takes_a_part(one.component.stateful)):
+    for rank, match in enumerate(matches):
+        if match.requests and (match.copies is not None or not takes_a_part(match.component.stateful)):
             continue
         try:
-            one.apply()
+            match.apply()
         except Exception as error:
-            if one.component.required:
+            if match.component.required:
                 raise
-            failed = report_of_trouble(one.key, rank, rebuild(describe(error)), len(matches))
+            failed = report_of_trouble(match.key, rank, rebuild(describe(error)), len(matches))
             return replace(failed, status=Status.FAILED)
     return report
 

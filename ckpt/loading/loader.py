@@ -98,7 +98,7 @@ def components_of(path: Place) -> dict[str, Sharing]:
     if format_at(path):
         return {STATE: Sharing(SharingPattern.SHARDED)}
     saved = parse_manifest(manifest_bytes_at(path), str(path / MANIFEST_NAME)).components
-    return {key: Sharing(SharingPattern(one.sharing_pattern), one.group_name) for key, one in saved.items()}
+    return {key: Sharing(SharingPattern(component.sharing_pattern), component.group_name) for key, component in saved.items()}
 
 
 def source_at(
@@ -157,7 +157,7 @@ class Loader:
         except _MAY_COME_OF_REMOVAL as error:
             self._require_still_there(path, before, error)
             raise
-        if any(one.status is Status.FAILED for one in report.components):
+        if any(component.status is Status.FAILED for component in report.components):
             self._require_still_there(path, before, None)
         self._tell(report)
         return report
@@ -184,13 +184,13 @@ class Loader:
         with self.topology.operation(f"load of {path.name}"), _forgetting_unless_loaded() as matches:
             asked = CountedRequests(path)
             source = self._open(path, may_be_old, share_checks=True)
-            if STATE not in [one.key for one in self.components]:
+            if STATE not in [component.key for component in self.components]:
                 with self.topology.phase("components"):
                     source = by_component_of(source)
             load = replace(self, components=asked_for(self.components, source, leave_out))
             with self.topology.phase("check") as phase:
                 load._match(source, strict, cast, phase, matches)
-                phase.to_lead = {key: one.to_json() for key, one in matches.items()}
+                phase.to_lead = {key: match.to_json() for key, match in matches.items()}
                 phase.answer = lambda: load._settled(matches, phase.gathered, strict)
             reports, batches = strict_json.convert(phase.from_lead, tuple[dict[str, ComponentReport], dict[str, int]])
             with self.topology.phase("compare keys"):
@@ -262,11 +262,11 @@ class Loader:
             with self.topology.phase("open"):
                 checkpoint = open_other(path, other, allow_pickle=self.allow_pickle)
             source = OtherSource(path, checkpoint, self.topology, self.strategy, self.device)
-            source.leaves_out_unknown = [one.key for one in self.components] == [STATE]
+            source.leaves_out_unknown = [component.key for component in self.components] == [STATE]
             if checkpoint.records is not None:
                 with self.topology.phase("open records"):
                     of_export = ExportedSource(checkpoint, checkpoint.records, self.topology, self.strategy, self.device)
-                if of_export.holds(STATE) or [one.key for one in self.components] != [STATE]:
+                if of_export.holds(STATE) or [component.key for component in self.components] != [STATE]:
                     return of_export
             return source
         if checked is None and (place := phase.payloads[ranks_here[0]]) is not None:
@@ -301,12 +301,12 @@ class Loader:
         """
         reports = {
             component.key: settle(
-                component, [one[component.key] for one in of_ranks], matches[component.key].saved_keys, strict=strict
+                component, [of_rank[component.key] for of_rank in of_ranks], matches[component.key].saved_keys, strict=strict
             )
             for component in self.components
         }
         require_something(reports)
-        batches = {key: max(one[key].get("batches", 0) for one in of_ranks) for key in matches}
+        batches = {key: max(of_rank[key].get("batches", 0) for of_rank in of_ranks) for key in matches}
         return msgspec.to_builtins((reports, batches))
 
     def _gather_copies(
@@ -318,7 +318,7 @@ class Loader:
             return
         with self.topology.phase("gather copies") as phase:
             if self.topology.is_lead:
-                phase.from_lead = {one.key: _rows_of_copies(source, one, phase) for one in changed}
+                phase.from_lead = {component.key: _rows_of_copies(source, component, phase) for component in changed}
                 phase.component = None
         for component in changed:
             key = component.key
@@ -345,19 +345,19 @@ class Loader:
             batches: component -> the most batches that any rank converts.
         """
         going = [matches[key] for key, report in reports.items() if goes_on(report)]
-        wait_for_all(request.out for one in going for request in one.requests)
-        required = [request for one in going if one.component.required for request in one.requests]
-        optional = [(one, beside_own_memory(one)) for one in going if not one.component.required]
+        wait_for_all(request.out for match in going for request in match.requests)
+        required = [request for match in going if match.component.required for request in match.requests]
+        optional = [(match, beside_own_memory(match)) for match in going if not match.component.required]
         readings: deque[_Step] = deque()
         try:
             readings.append(_Step(source.prepare(required)))
-            for one in going:
-                converted = batches_of(one.casts) if one.component.required else []
-                converted += [[] for _ in range(len(converted), batches[one.key])]
+            for match in going:
+                converted = batches_of(match.casts) if match.component.required else []
+                converted += [[] for _ in range(len(converted), batches[match.key])]
                 for requests, convert in readings_of(converted):
                     readings.append(_Step(source.prepare(requests), convert))
-            for one, requests in optional:
-                readings.append(_Step(source.prepare(requests), key=one.key))
+            for match, requests in optional:
+                readings.append(_Step(source.prepare(requests), key=match.key))
             with self.topology.phase("read") as phase:
                 began = time.perf_counter()
                 stats, failed = _run(readings)
@@ -373,9 +373,9 @@ class Loader:
                     closing.callback(step.reading.close)
         said = phase.merged
         _note_failures(reports, said["failed"], self.topology.world_size)
-        for one, requests in optional:
-            if goes_on(reports[one.key]):
-                convert_into(one.outs, (request.out for request in requests))
+        for match, requests in optional:
+            if goes_on(reports[match.key]):
+                convert_into(match.outs, (request.out for request in requests))
         return *said["bytes"], -said["slowest"][1] if self.topology.world_size > 1 else None
 
     def _apply(
@@ -383,18 +383,18 @@ class Loader:
     ) -> tuple[float, Counts]:
         """Give every object its state, random generators last; return the seconds of the slowest rank, and the requests of all ranks."""
         with self.topology.phase("apply") as phase:
-            going = [one for key, one in matches.items() if goes_on(reports[key])]
+            going = [match for key, match in matches.items() if goes_on(reports[key])]
             failed: dict[str, Any] = {}
-            for one in sorted(going, key=_is_restored_last):
-                phase.component = one.key
+            for match in sorted(going, key=_is_restored_last):
+                phase.component = match.key
                 try:
-                    one.apply()
+                    match.apply()
                 except Exception as error:
-                    if one.component.required:
+                    if match.component.required:
                         raise
-                    failed[one.key] = describe(error)
+                    failed[match.key] = describe(error)
                 else:
-                    del matches[one.key]
+                    del matches[match.key]
             phase.component = None
             phase.merge = {
                 "seconds": most(time.perf_counter() - started),
@@ -416,7 +416,7 @@ class Loader:
 
 def committed_newest_first(root: Place) -> list[Place]:
     """The committed checkpoints below a root, the newest commit first."""
-    return [one.path for one in reversed(catalog_at(root).committed())]
+    return [commit.path for commit in reversed(catalog_at(root).committed())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,8 +452,8 @@ def _run(readings: deque[_Step]) -> tuple[list[ReadStats], dict[str, Any]]:
             if step.convert is not None:
                 step.convert()
         except RankAbsentError:
-            for one in readings:
-                one.reading.close()  # so ranks that wait for this one in a later reading learn of it now
+            for reading in readings:
+                reading.reading.close()  # so ranks that wait for this one in a later reading learn of it now
             raise
         except Exception as error:
             if step.key is not None and isinstance(error, (CorruptCheckpointError, OSError)):
@@ -472,8 +472,8 @@ def _forgetting_unless_loaded() -> Iterator[dict[str, Match]]:
     try:
         yield matches
     finally:
-        for one in matches.values():
-            one.forget_prepared()
+        for match in matches.values():
+            match.forget_prepared()
 
 
 def _rows_of_copies(source: CheckpointSource, component: StateComponent, phase: Phase) -> list[Rows] | dict[str, Any]:

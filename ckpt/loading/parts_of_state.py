@@ -30,9 +30,9 @@ class PartsOfState(OtherSource):
         plain, paths = plain_and_paths(whole.rows(key, ""), STATE, entries)
         tensors = {
             name: OtherTensor(
-                without_kind(paths.get(name, (name,))), one.dtype, one.shape, _never, one.alias_of or f"{STATE}/{name}"
+                without_kind(paths.get(name, (name,))), entry.dtype, entry.shape, _never, entry.alias_of or f"{STATE}/{name}"
             )
-            for name, one in entries.items()
+            for name, entry in entries.items()
         }
         values = {paths[name]: partial(_itself, value) for name, value in plain.items()}
         in_order = [*map(without_kind, paths.values()), *((name,) for name in entries if name not in paths)]

@@ -215,8 +215,8 @@ class ManifestSource(CheckpointSource):
         """Path -> (component, content) of all files of plain values."""
         return {
             f"{key}/{prefix}{PLAIN_NAME}": (key, self.plain_file(key, prefix))
-            for key, one in self.manifest.components.items()
-            for prefix in one.plain_in
+            for key, component in self.manifest.components.items()
+            for prefix in component.plain_in
         }
 
     def _require_same_group(self, component: StateComponent, then: str | None) -> None:

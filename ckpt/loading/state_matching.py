@@ -133,7 +133,7 @@ class Match:
     @property
     def num_bytes(self) -> int:
         """The bytes to read."""
-        return bytes_of(self.requests) + sum(one.num_bytes for one in self.casts)
+        return bytes_of(self.requests) + sum(conversion.num_bytes for conversion in self.casts)
 
     def to_json(self) -> dict[str, Any]:
         """The part that other ranks need for `settle`; small where everything matches."""
@@ -144,7 +144,7 @@ class Match:
             row["fits"] = False
         if self.casts:
             row["batches"] = len(batches_of(self.casts)) if self.component.required else 0
-            row["converted"] = sorted({f"{zarr_name(one.dtype)} to {zarr_name(one.request.out.dtype)}" for one in self.casts})
+            row["converted"] = sorted({f"{zarr_name(cast.dtype)} to {zarr_name(cast.request.out.dtype)}" for cast in self.casts})
         if self.misfits:
             # Of a sharded component each rank leaves most keys to the others: it tells those that it claims.
             is_sharded = self.component.pattern is SharingPattern.SHARDED
@@ -332,14 +332,14 @@ def settle(
         MissingStateError: a required component does not match, and the load is strict, or nothing of it does.
     """
     key = component.key
-    for rank, one in enumerate(of_ranks):
-        if "trouble" in one:
-            return report_of_trouble(key, rank, rebuild(one["trouble"]), len(of_ranks))
-    if not all(one.get("fits", True) for one in of_ranks):
+    for rank, of_rank in enumerate(of_ranks):
+        if "trouble" in of_rank:
+            return report_of_trouble(key, rank, rebuild(of_rank["trouble"]), len(of_ranks))
+    if not all(of_rank.get("fits", True) for of_rank in of_ranks):
         return ComponentReport(key, Status.RESTORED, changed=True)
     misfits = _joined_misfits(component, of_ranks, saved_keys)
-    restored, wanted = (sum(one["count"][i] for one in of_ranks) for i in (0, 1))
-    converted = tuple(sorted({name for one in of_ranks for name in one.get("converted", ())}))
+    restored, wanted = (sum(of_rank["count"][i] for of_rank in of_ranks) for i in (0, 1))
+    converted = tuple(sorted({name for of_rank in of_ranks for name in of_rank.get("converted", ())}))
     if not misfits:
         return ComponentReport(key, Status.RESTORED, "", restored, wanted, converted=converted)
     nothing = restored == 0
@@ -471,15 +471,15 @@ def _joined_misfits(
     component: StateComponent, of_ranks: Sequence[Mapping[str, Any]], saved_keys: Sequence[str]
 ) -> Misfits:
     """The misfits of all ranks. A saved key of a SHARDED component is left over only if no rank claims it."""
-    misfits = [one.get("misfits", ((), (), {})) for one in of_ranks]
+    misfits = [of_rank.get("misfits", ((), (), {})) for of_rank in of_ranks]
     if component.pattern is SharingPattern.SHARDED:
-        only_saved = _claimed_by_none([one.get("claimed") for one in of_ranks], saved_keys)
+        only_saved = _claimed_by_none([of_rank.get("claimed") for of_rank in of_ranks], saved_keys)
     else:
-        only_saved = {key for one in misfits for key in one[0]}
+        only_saved = {key for misfit in misfits for key in misfit[0]}
     unfit: dict[str, str] = {}
-    for one in misfits:
-        unfit |= one[2]
-    return Misfits(tuple(sorted(only_saved)), tuple(dict.fromkeys(key for one in misfits for key in one[1])), unfit)
+    for misfit in misfits:
+        unfit |= misfit[2]
+    return Misfits(tuple(sorted(only_saved)), tuple(dict.fromkeys(key for misfit in misfits for key in misfit[1])), unfit)
 
 
 def _runs_without(left: Collection[str], keys: Sequence[str]) -> list[tuple[int, int]]:

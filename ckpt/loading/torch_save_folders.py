@@ -236,7 +236,7 @@ class OldSource(CheckpointSource):
             if offers(component.stateful, NamedFromPositions) and isinstance(state.get("param_groups"), list):
                 state = component.stateful.named_from_positions(state)
             leaves = self._leaves[at] = flatten(state, f"{component.key}: {name}")
-            num_bytes = sum({id(one): _plain_tensor(one).nbytes for one in leaves.tensors.values()}.values())
+            num_bytes = sum({id(tensor): _plain_tensor(tensor).nbytes for tensor in leaves.tensors.values()}.values())
             require_repeats_within(num_bytes, (self._folder / name).stat().st_size, f"{self._folder / name} repeats elements")
         return self._leaves[at]
 

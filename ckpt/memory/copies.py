@@ -103,7 +103,7 @@ class Staging:
 
     def _start(self, tensors: Sequence[torch.Tensor]) -> _Started:
         """Queue the copies of an item's tensors, one copy for each device."""
-        hosts: list[torch.Tensor | None] = [one if one.is_cpu else None for one in tensors]
+        hosts: list[torch.Tensor | None] = [tensor if tensor.is_cpu else None for tensor in tensors]
         on_device: dict[torch.device, list[int]] = {}
         for number, host in enumerate(hosts):
             if host is None:

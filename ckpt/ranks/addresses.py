@@ -45,7 +45,7 @@ def address_towards(host: str, port: int) -> str:
 def interface_of(address: str) -> str | None:
     """Return the name of the interface that has this address, or None."""
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == address for one in addresses):
+        if any(net_address.address.partition("%")[0] == address for net_address in addresses):
             return str(name)
     return None
 
@@ -67,5 +67,5 @@ def machine(namespace: str | None = None) -> str:
 
 def _address_of(interface: str) -> str | None:
     """Return the first address of an interface, IPv4 before IPv6; None: it has none."""
-    found = {one.family: str(one.address) for one in reversed(psutil.net_if_addrs().get(interface, []))}
+    found = {net_address.family: str(net_address.address) for net_address in reversed(psutil.net_if_addrs().get(interface, []))}
     return found.get(socket.AF_INET, found.get(socket.AF_INET6))

@@ -184,7 +184,7 @@ class Agreeing:
         """Look at ranks: at their heartbeats, and whether their processes are there, as far as any host has seen."""
         seen = sights(self.client, ranks)
         gone = self.mail.gone
-        return {rank: Sight(one.beat, one.has_ended or self.members[rank] in gone) for rank, one in seen.items()}
+        return {rank: Sight(sight.beat, sight.has_ended or self.members[rank] in gone) for rank, sight in seen.items()}
 
     def _done(self, dos: list[Do], answer: Callable[[Mapping[int, PhaseOutcome]], Answer]) -> bytes | None:
         """Do what the machine asks for, and what follows from it; return the result, once it is there."""

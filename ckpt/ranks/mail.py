@@ -76,7 +76,7 @@ class _Letter:
     @staticmethod
     def join(letters: Sequence[bytes]) -> bytes:
         """Return one letter that carries several."""
-        run = b"".join(_LENGTH.pack(len(one)) + one for one in letters)
+        run = b"".join(_LENGTH.pack(len(letter)) + letter for letter in letters)
         return letters[0] if len(letters) == 1 else _Letter.encode(_SEVERAL, data=run)
 
 
@@ -145,7 +145,7 @@ class Mail:
         self.gone: set[int] = set()
         self._rank = rank
         first: dict[str, int] = {}
-        self._hub_of = [first.setdefault(host, one) for one, host in enumerate(hosts)]
+        self._hub_of = [first.setdefault(host, first_rank) for first_rank, host in enumerate(hosts)]
         self._hub = self._hub_of[rank]
         self._has_neighbours = self._hub_of.count(self._hub) > 1 and sys.platform == "linux"
         self._where = f"\0ckpt-{life}-{self._hub}"

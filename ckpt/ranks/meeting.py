@@ -203,7 +203,7 @@ class _Lead(_Member):
         there = [self._client.peek(key) for key in self._arrivals]
         self._require_own_place(there[0])
         is_late = self._clock() - self._heard_s > self._timeout_s
-        missing = [rank for rank, one in enumerate(there) if one is None]
+        missing = [rank for rank, nonce in enumerate(there) if nonce is None]
         if dead := ended(self._client, missing):  # that somebody has vouched for, by a heartbeat
             error = RankAbsentError(f"phase join failed: {dead[min(dead)].cause}", rank=min(dead), phase="join")
         elif not is_late:
@@ -216,7 +216,7 @@ class _Lead(_Member):
             if not missing and (name := self.ask()) is not None:
                 return name  # the last one has just answered
             error = _absent(missing or [0], there[missing[0]] if missing else None, self._timeout_s)
-        self.nonces = [one.decode() for one in there if one is not None]
+        self.nonces = [nonce.decode() for nonce in there if nonce is not None]
         self._call(describe(error))
         raise error
 
@@ -236,7 +236,7 @@ def _displaced(rank: int, by: str) -> CheckpointError:
 
 
 def _absent(missing: list[int], arrival: bytes | None, timeout_s: float) -> RankAbsentError:
-    others = [f"rank {one}" for one in missing[1:4]] + (["..."] if len(missing) > 4 else [])
+    others = [f"rank {rank}" for rank in missing[1:4]] + (["..."] if len(missing) > 4 else [])
     ranks = f"rank {missing[0]}" + (f" and {', '.join(others)}" if others else "")
     last = "" if arrival is None else f"; the last process that came as rank {missing[0]} is {_who(arrival)}"
     return RankAbsentError(

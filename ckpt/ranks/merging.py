@@ -72,7 +72,7 @@ def slowest(seconds: float, rank: int) -> Merged:
 
 def first_difference(values: Mapping[str, Alike]) -> tuple[str, int, Any, Any] | None:
     """Return the first value that differs on a rank from that on the lowest one: name, rank, its value, that one's; None: all are alike."""
-    found = [(one.odd_rank, name, one.odd_value, one.value) for name, one in values.items() if one.odd_rank is not None]
+    found = [(merge.odd_rank, name, merge.odd_value, merge.value) for name, merge in values.items() if merge.odd_rank is not None]
     if not found:
         return None
     rank, name, value, there = min(found, key=lambda one: one[0])
@@ -116,9 +116,9 @@ def _sum(one: Any, other: Any) -> Any:
 
 def _times(value: Any, _rank: int, num_ranks: int) -> Any:
     if isinstance(value, Mapping):
-        return {key: _times(one, _rank, num_ranks) for key, one in value.items()}
+        return {key: _times(inner, _rank, num_ranks) for key, inner in value.items()}
     if isinstance(value, Sequence):
-        return [_times(one, _rank, num_ranks) for one in value]
+        return [_times(inner, _rank, num_ranks) for inner in value]
     return value * num_ranks
 
 

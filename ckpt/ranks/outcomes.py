@@ -104,7 +104,7 @@ def concluded(verdicts: Mapping[int, PhaseOutcome], answer: Callable[[Mapping[in
     except Exception as failure:
         failed = PhaseOutcome(own.what, own.phase, describe(failure), stands=own.stands)
         return Result(own.what, conclude(dict.fromkeys(range(world_size), failed), {}, world_size))
-    return Result(own.what, None, said, _each_once([verdicts[one].payload for one in range(world_size)]))
+    return Result(own.what, None, said, _each_once([verdicts[rank].payload for rank in range(world_size)]))
 
 
 def _each_once(payloads: Sequence[bytes]) -> bytes:

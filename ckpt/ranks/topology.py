@@ -94,14 +94,14 @@ class Phase:
     def conclude(self, verdicts: Mapping[int, PhaseOutcome]) -> Answer:
         """Return the lead's answer. Lead rank only."""
         by_rank = [verdicts[rank] for rank in range(len(verdicts))]
-        if any(one.to_lead for one in by_rank):
-            self.gathered = [_decoded(one.to_lead) for one in by_rank]
+        if any(verdict.to_lead for verdict in by_rank):
+            self.gathered = [_decoded(verdict.to_lead) for verdict in by_rank]
         else:
             self.gathered = [None] * len(by_rank)
         saying: dict[bytes, list[int]] = {}
-        for rank, one in enumerate(by_rank):
-            if one.merge:
-                saying.setdefault(one.merge, []).append(rank)
+        for rank, verdict in enumerate(by_rank):
+            if verdict.merge:
+                saying.setdefault(verdict.merge, []).append(rank)
         parts = merged((_decoded(said), ranks[0], len(ranks)) for said, ranks in saying.items())
         self.merged = ended(parts)
         if self.answer is None:
@@ -196,7 +196,7 @@ class Topology:
         topology = cls(rank, hosts, timeout_s=300.0, grace_s=20.0)
         for name, instances in groups.items():
             of_rank = {member: members for members in instances for member in members}
-            given = [of_rank.get(one) for one in range(len(hosts))]
+            given = [of_rank.get(rank) for rank in range(len(hosts))]
             topology.groups = {**topology.groups, name: group_of(name, given, rank)}
         return topology
 
@@ -379,8 +379,8 @@ class Topology:
             return None
         at = self._agreement.heartbeat.at
         try:
-            for one in (at, PhaseIndex(at.operation, at.phase + 1)):
-                result = self._agreement.settled_without_us(one)
+            for index in (at, PhaseIndex(at.operation, at.phase + 1)):
+                result = self._agreement.settled_without_us(index)
                 if result is not None and result.error is not None:
                     return rebuild(result.error)
         except StoreGoneError as error:

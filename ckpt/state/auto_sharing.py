@@ -49,7 +49,7 @@ class AutoSharing:
         self._components = list(components)
         self._topology = topology
         self._kept: dict[str, Sharing] = {}
-        self.settled = [one.with_sharing(_REPLICATED) if one.is_auto else one for one in self._components]
+        self.settled = [component.with_sharing(_REPLICATED) if component.is_auto else component for component in self._components]
         self.examined: set[str] = set()
 
     def settle(self) -> list[StateComponent]:
@@ -58,13 +58,15 @@ class AutoSharing:
         Raises:
             ReplicationError: a module's or optimizer's pattern cannot be known; on every rank.
         """
-        unknown = [one for one in self._components if one.is_auto and one.key not in self._kept]
+        unknown = [component for component in self._components if component.is_auto and component.key not in self._kept]
         self.examined = set()
-        found = self._kept | {one.key: _declared(one) or _REPLICATED for one in unknown}
-        unknown = [one for one in unknown if _declared(one) is None]
+        found = self._kept | {component.key: _declared(component) or _REPLICATED for component in unknown}
+        unknown = [component for component in unknown if _declared(component) is None]
         if unknown and self._topology.world_size > 1:
             found |= self._find(unknown)
-        self.settled = [self._settled(one, found[one.key]) if one.is_auto else one for one in self._components]
+        self.settled = [
+            self._settled(component, found[component.key]) if component.is_auto else component for component in self._components
+        ]
         return self.settled
 
     def _settled(self, component: StateComponent, sharing: Sharing) -> StateComponent:
@@ -102,9 +104,11 @@ class AutoSharing:
                 to_keep.add(key)
         if unlike:
             diagnoses = examine(
-                {one.key: one for one in unlike}, {one.key: seen[one.key] for one in unlike}, self._topology
+                {component.key: component for component in unlike},
+                {component.key: seen[component.key] for component in unlike},
+                self._topology,
             )
-            found |= {one.component: _pattern_of(one) for one in diagnoses}
+            found |= {diagnosis.component: _pattern_of(diagnosis) for diagnosis in diagnoses}
         self._kept |= {key: found[key] for key in to_keep}
         return found
 
@@ -134,9 +138,9 @@ def _seen(component: StateComponent, world_size: int) -> Mapping[str, Fingerprin
 
 def _kind_of(leaves: Mapping[str, Fingerprint]) -> str:
     """The kind of tensors: "piece" of larger ones, "whole", or "plain" for none."""
-    if not any(one.dtype for one in leaves.values()):
+    if not any(leaf.dtype for leaf in leaves.values()):
         return "plain"
-    return "piece" if any(one.place is not None for one in leaves.values()) else "whole"
+    return "piece" if any(leaf.place is not None for leaf in leaves.values()) else "whole"
 
 
 def _pattern_of(diagnosis: Diagnosis) -> Sharing:
@@ -146,7 +150,7 @@ def _pattern_of(diagnosis: Diagnosis) -> Sharing:
         ReplicationError: it may be parts of larger tensors, or copies that have diverged.
     """
     for wanted in (SharingPattern.REPLICATED, SharingPattern.SHARDED, SharingPattern.PER_GROUP):
-        fitting = [one for one in diagnosis.found if one.pattern is wanted]
+        fitting = [pattern for pattern in diagnosis.found if pattern.pattern is wanted]
         if fitting:
             return fitting[0]
     if diagnosis.found == (Sharing(SharingPattern.GLOBAL),):  # on rank 0 alone

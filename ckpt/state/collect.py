@@ -325,8 +325,8 @@ class Comparison:
         """Return what all ranks hear. Lead rank only."""
         said = phase.merged
         self._number += 1
-        differing = {tuple(json.loads(name)[:2]) for name, one in said["digests"].items() if not one.is_alike}
-        merged = [json.loads(name) for name, one in said["merged"].items() if one.is_alike and one.value]
+        differing = {tuple(json.loads(name)[:2]) for name, compared in said["digests"].items() if not compared.is_alike}
+        merged = [json.loads(name) for name, compared in said["merged"].items() if compared.is_alike and compared.value]
         planned: Alike = said["planned"]
         tables = None if planned.is_alike and planned.value else DistinctRanks.of(phase.gathered)
         failed = {key: f"{reason} (rank {rank})" for key, (rank, reason) in said["failed"].items()}
@@ -372,7 +372,7 @@ def settle_plain(
             },
         }
     said = phase.payloads
-    unlike = {key: _unequal_tensors(key, mine, [one["copies"].get(key) for one in said], topology) for key in copies}
+    unlike = {key: _unequal_tensors(key, mine, [offer["copies"].get(key) for offer in said], topology) for key in copies}
     merged = dict(mine.plain)
     with topology.phase("agree on copies"):
         for error in unlike.values():
@@ -380,11 +380,11 @@ def settle_plain(
                 raise error
         for key in equal:
             holders = holders_of(mine.components[key], topology)
-            found = plain_differences([one["plain"].get(key) or {} for one in said], holders)
+            found = plain_differences([offer["plain"].get(key) or {} for offer in said], holders)
             if found:
                 raise replication_error(key, holders, found)
         for key, merge in merging.items():
-            merge.take([one["plain"].get(key) or {} for one in said])
+            merge.take([offer["plain"].get(key) or {} for offer in said])
             merged[key] = merge.rows()
     for merge in merging.values():
         merge.remember(merges)
@@ -548,7 +548,7 @@ class _Merge:
         merges |= {(self._component, half): self._merged[half] for half in self.wanted}
 
     def _conflict_error(self, key: str, row: Any, rank: int, other: Any, other_rank: int) -> ReplicationError:
-        what, there = (repr(one[1]) if len(one) == 2 else "a tensor" for one in (row, other))
+        what, there = (repr(row_of[1]) if len(row_of) == 2 else "a tensor" for row_of in (row, other))
         return ReplicationError(
             f"component {self._component}: {key} is {what} on rank {rank} and {there} on rank {other_rank}; a plain value of "
             "a sharded component must be equal on all ranks that hold it"
@@ -648,7 +648,7 @@ def _unequal_tensors(key: str, mine: RankState, said: Sequence[Any], topology: T
     Raises:
         ConfigurationError: the ranks compare at different levels; on every rank.
     """
-    levels = ["none" if one is None else one[0] for one in said]
+    levels = ["none" if fingerprints is None else fingerprints[0] for fingerprints in said]
     for rank, level in enumerate(levels):
         if level != levels[0]:
             raise ConfigurationError(

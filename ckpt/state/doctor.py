@@ -62,7 +62,7 @@ class Diagnosis:
     ranks: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        found = [str(one) for one in self.found]
+        found = [str(pattern) for pattern in self.found]
         row: dict[str, Any] = msgspec.to_builtins(self)
         return row | {"declared": str(self.declared), "found": found, "ranks": list(self.ranks)}
 
@@ -83,7 +83,7 @@ def diagnose(component: str, declared: Sharing, seen: Sequence[Seen], ranks: Ran
     both = (first.reference, first.rank)
     verdict = PatternVerdict.LOSES_STATE
     if declared.pattern is SharingPattern.GLOBAL and not any(
-        leaves[one.key].dtype for one in conflicts for leaves in seen if one.key in leaves
+        leaves[conflict.key].dtype for conflict in conflicts for leaves in seen if conflict.key in leaves
     ):
         verdict = PatternVerdict.SUSPICIOUS
     sentence = f"{_contradiction(component, declared, conflicts, seen)}; {_remedy(component, found, conflicts, seen)}"
@@ -94,7 +94,7 @@ def candidates(seen: Sequence[Seen], ranks: Ranks) -> tuple[Sharing, ...]:
     """Return the patterns under which no value would be lost, the one with the fewest copies first."""
     if len(ranks.world) == 1 or not any(seen[1:]):
         return (Sharing(SharingPattern.GLOBAL),)
-    in_pieces = any(one.place is not None for leaves in seen for one in leaves.values())
+    in_pieces = any(leaf.place is not None for leaves in seen for leaf in leaves.values())
     found = []
     replicated, sharded = Sharing(SharingPattern.REPLICATED), Sharing(SharingPattern.SHARDED)
     if not in_pieces and not _conflicts(replicated, seen, ranks):
@@ -103,8 +103,8 @@ def candidates(seen: Sequence[Seen], ranks: Ranks) -> tuple[Sharing, ...]:
         found.append(sharded)
     per_set = [Sharing(SharingPattern.PER_GROUP, name) for name in sorted(ranks.groups)]
     per_set.append(Sharing(SharingPattern.PER_NODE))
-    per_set = [one for one in per_set if 1 < len(one.sets(ranks)) < len(ranks.world)]
-    per_set = [one for one in per_set if not _conflicts(one, seen, ranks)]
+    per_set = [pattern for pattern in per_set if 1 < len(pattern.sets(ranks)) < len(ranks.world)]
+    per_set = [pattern for pattern in per_set if not _conflicts(pattern, seen, ranks)]
     found += sorted(per_set, key=lambda one: len(one.sets(ranks)))
     if not in_pieces:
         found.append(Sharing(SharingPattern.PER_RANK))
@@ -136,7 +136,7 @@ def _contradiction(component: str, declared: Sharing, conflicts: Sequence[Differ
     entry = f"`{first.key}`" + (f" {first.place}" if first.place else "")
     pair = f"ranks {first.reference} and {first.rank}"
     how = f" ({first.how})" if first.how else ""
-    others = len({one.key for one in conflicts}) - 1
+    others = len({conflict.key for conflict in conflicts}) - 1
     total = len({key for leaves in seen for key in leaves})
     more = f" and {others} more of {total} entries" if others else ""
     where = f"{entry}{more}: {pair}{how}"
@@ -174,8 +174,8 @@ def _remedy_per_rank(to_declare: str, conflicts: Sequence[Difference], seen: Seq
             f"the ranks that agree are {shown}, which is no process group of this run: give them one in process_groups and "
             f"declare it per_group, or {to_declare}"
         )
-    size = {key: one.num_bytes for leaves in seen for key, one in leaves.items()}
-    differing = {one.key for one in conflicts}
+    size = {key: leaf.num_bytes for leaves in seen for key, leaf in leaves.items()}
+    differing = {conflict.key for conflict in conflicts}
     if 2 * sum(size[key] for key in differing) < sum(size.values()):
         return (
             f"the other {len(size) - len(differing)} entries agree, and are the larger part: list what differs in the object's "
@@ -186,7 +186,7 @@ def _remedy_per_rank(to_declare: str, conflicts: Sequence[Difference], seen: Seq
 
 def _remark(component: str, declared: Sharing, found: Sequence[Sharing], seen: Sequence[Seen], ranks: Ranks) -> str:
     """Return the suggestion of a pattern with fewer copies, or "". Plain values alone give none: they are often equal by chance."""
-    if len(ranks.world) == 1 or not any(one.dtype for leaves in seen for one in leaves.values()):
+    if len(ranks.world) == 1 or not any(leaf.dtype for leaves in seen for leaf in leaves.values()):
         return ""
     best = found[0]
     if declared.pattern is SharingPattern.GLOBAL:
@@ -214,14 +214,14 @@ def _saved_twice(copies: Sets, seen: Sequence[Seen]) -> tuple[tuple[int, int] | 
     again = None
     num_bytes = 0
     for ranks in copies:
-        tensors = {key: one for key, one in seen[ranks[0]].items() if one.dtype}
+        tensors = {key: leaf for key, leaf in seen[ranks[0]].items() if leaf.dtype}
         content = frozenset(tensors.items())
         if not content:
             continue
         first = first_with.setdefault(content, ranks[0])
         if first != ranks[0]:
             again = again or (first, ranks[0])
-            num_bytes += sum(one.num_bytes for one in tensors.values())
+            num_bytes += sum(tensor.num_bytes for tensor in tensors.values())
     return again, num_bytes
 
 

@@ -432,7 +432,7 @@ def _hand_options_on(given: Sequence[dict[str, Any]], taken: Sequence[dict[str, 
 def _loads_as_torch(optimizer: torch.optim.Optimizer) -> bool:
     """Whether nothing but torch's own code runs in an optimizer's `load_state_dict`."""
     is_own = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
-    return is_own and "load_state_dict" not in vars(optimizer) and not any(vars(optimizer).get(one) for one in _LOAD_HOOKS)
+    return is_own and "load_state_dict" not in vars(optimizer) and not any(vars(optimizer).get(hooks) for hooks in _LOAD_HOOKS)
 
 
 def _state_tensor(parameter: torch.Tensor, group: Mapping[str, Any], place: Path, entry: ArrayEntry) -> torch.Tensor:

@@ -20,7 +20,7 @@ class Optimizers:
 
     def __init__(self, components: Iterable[StateComponent]) -> None:
         found = (optimizer_of(component.stateful) for component in components)
-        self._optimizers = list({id(one): one for one in found if one is not None}.values())
+        self._optimizers = list({id(optimizer): optimizer for optimizer in found if optimizer is not None}.values())
         self._hooks: list[Any] = []
 
     def before_steps(self, wait: Callable[[], object]) -> None:
@@ -73,12 +73,12 @@ class Watched:
         """Record the write counts of a held tensor under a name."""
         at = _storage(tensor)
         if (name, at) not in self._versions:
-            self._versions[name, at] = [(one, _version(one)) for one in self._by_storage[at]]
+            self._versions[name, at] = [(tensor, _version(tensor)) for tensor in self._by_storage[at]]
 
     @torch.no_grad()
     def changed(self) -> list[str]:
         """Return the names of tensors that have been written to since `note`."""
-        return [name for (name, _), seen in self._versions.items() if any(_version(one) != then for one, then in seen)]
+        return [name for (name, _), seen in self._versions.items() if any(_version(tensor) != then for tensor, then in seen)]
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:
@@ -95,7 +95,7 @@ def _num_copies(parameter: Any, world_size: int) -> int:
     """The ranks that hold equal copies of a parameter's local part; of an ordinary tensor all are supposed to."""
     if not is_dtensor(parameter):
         return world_size
-    return math.prod(parameter.device_mesh.size(dim) for dim, one in enumerate(parameter.placements) if one.is_replicate())
+    return math.prod(parameter.device_mesh.size(dim) for dim, placement in enumerate(parameter.placements) if placement.is_replicate())
 
 
 def _calling(wait: Callable[[], object]) -> Callable[..., None]:
@@ -131,11 +131,11 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors_in(one)
+        for inner in value.values():
+            yield from _tensors_in(inner)
     elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors_in(one)
+        for inner in value:
+            yield from _tensors_in(inner)
 
 
 def _storage(tensor: torch.Tensor) -> int:

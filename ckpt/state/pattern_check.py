@@ -51,19 +51,19 @@ def examine(
     Raises:
         ConfigurationError: the ranks' declarations differ; on every rank.
     """
-    declared = {key: one.sharing for key, one in components.items()}
+    declared = {key: component.sharing for key, component in components.items()}
     first_with: dict[str, list[int]] = {}  # on the lead: component -> by rank, the lowest rank with equal entries
 
     def senders() -> dict[str, list[int]]:
         _require_one_declaration(phase.merged["declared"])
         distinct = {key: DistinctRanks.of([said[at] for said in phase.gathered]) for at, key in enumerate(components)}
-        first_with.update({key: one.first_with_each() for key, one in distinct.items()})
-        return {key: one.senders for key, one in distinct.items() if len(one.senders) > 1}
+        first_with.update({key: tables.first_with_each() for key, tables in distinct.items()})
+        return {key: tables.senders for key, tables in distinct.items() if len(tables.senders) > 1}
 
     with topology.phase("fingerprints") as phase:
         digests = {key: digest_of(json.dumps(leaves, sort_keys=True).encode()) for key, leaves in seen.items()}
         phase.to_lead = [digests.get(key) for key in components]
-        phase.merge = {"declared": alike({key: str(one) for key, one in declared.items()})}
+        phase.merge = {"declared": alike({key: str(sharing) for key, sharing in declared.items()})}
         phase.answer = senders
     held = _gather(seen, phase.from_lead, topology)
     with topology.phase("diagnose") as phase:
@@ -90,17 +90,17 @@ def act_on(
         ConfigurationError: one is wasteful or suspicious, and `pattern_check` is "error".
     """
     remarks = []
-    for one in diagnoses:
-        if one.verdict is PatternVerdict.OK:
+    for diagnosis in diagnoses:
+        if diagnosis.verdict is PatternVerdict.OK:
             continue
-        excused = components[one.component].validation_level == "none"
-        if one.verdict is PatternVerdict.LOSES_STATE and not excused:
-            raise ReplicationError(f"{one.sentence}. To save in spite of it, set pattern_check=off.")
-        remarks.append(one)
+        excused = components[diagnosis.component].validation_level == "none"
+        if diagnosis.verdict is PatternVerdict.LOSES_STATE and not excused:
+            raise ReplicationError(f"{diagnosis.sentence}. To save in spite of it, set pattern_check=off.")
+        remarks.append(diagnosis)
     if remarks and pattern_check == "error":
         raise ConfigurationError(f"{remarks[0].sentence}. To save in spite of it, set pattern_check=warn.")
-    for one in remarks if tell else ():
-        _log.warning("%s (%s)", one.sentence, one.verdict.value)
+    for remark in remarks if tell else ():
+        _log.warning("%s (%s)", remark.sentence, remark.verdict.value)
 
 
 def _gather(

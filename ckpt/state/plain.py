@@ -310,7 +310,7 @@ def _attributes(data: Any) -> dict[Any, Any]:
 def _isoformat(value: Any, label: str) -> str:
     text: str = value.isoformat()
     back = type(value).fromisoformat(text)
-    zones = [getattr(one, "tzinfo", None) for one in (value, back)]
+    zones = [getattr(time, "tzinfo", None) for time in (value, back)]
     has_fold = getattr(value, "fold", 0) != getattr(back, "fold", 0)
     if has_fold or repr(zones[0]) != repr(zones[1]):
         what = "with fold=1" if has_fold else f"of the time zone {zones[0]!r}"
@@ -367,7 +367,7 @@ def _by_name(kind: type[Any]) -> Callable[[Any], Any]:
 
     @functools.cache
     def table() -> Mapping[str, Any]:
-        return {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, kind)}
+        return {str(constant).removeprefix("torch."): constant for constant in vars(torch).values() if isinstance(constant, kind)}
 
     def found(name: Any) -> Any:
         one = table().get(name) if type(name) is str else None
@@ -475,9 +475,9 @@ def _reduce_unknown(member: UnknownObject) -> tuple[Any, ...]:
     return from_json, (to_json(member, "an enum member"),)
 
 
-_BY_TYPE = {one.type: one for one in KINDS}
+_BY_TYPE = {kind.type: kind for kind in KINDS}
 _BY_TAG: dict[str, Callable[[Any], Any]] = {
-    **{f"~{one.tag}": one.read for one in KINDS},
+    **{f"~{kind.tag}": kind.read for kind in KINDS},
     "~float": lambda data: _NOT_FINITE[data],
     "~scalar": _from_scalar,
     "~enum": _enum_from_json,

@@ -106,7 +106,7 @@ def _pattern_of(key: str, stateful: Any, legacy_pattern: str) -> str:
 
 def _with_names(components: Sequence[StateComponent]) -> list[StateComponent]:
     """Wrap each bare optimizer with the modules that hold its parameters."""
-    modules = {one.key: module for one in components if (module := module_of(one.stateful)) is not None}
+    modules = {part.key: module for part in components if (module := module_of(part.stateful)) is not None}
     return [
         dataclasses.replace(component, stateful=OptimizerState(component.stateful, modules))
         if isinstance(component.stateful, torch.optim.Optimizer)

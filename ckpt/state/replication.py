@@ -123,7 +123,7 @@ class Distance:
             self.num_differing += at.size
             chosen = torch.from_numpy(at)
             left, right = (
-                as_integers(one)[chosen].view(one.dtype) for one in (flat, other)
+                as_integers(bits)[chosen].view(bits.dtype) for bits in (flat, other)
             )  # torch 2.8 picks no float8
             self.largest = float(np.fmax(self.largest, _largest_difference(left, right)))
 
@@ -244,8 +244,8 @@ def replication_error(
     reference = found[0].reference
     ranks = next(ranks for ranks in holders if reference in ranks)
     entries: dict[tuple[str, str | None, int], list[Difference]] = {}
-    for one in found:
-        entries.setdefault((one.key, one.place, one.reference), []).append(one)
+    for comparison in found:
+        entries.setdefault((comparison.key, comparison.place, comparison.reference), []).append(comparison)
     named = []
     for (key, place, against), alike in list(entries.items())[:MAX_NAMED]:
         what = f"{key} {place}" if place else key
@@ -277,13 +277,13 @@ def measure(
         tensors: of this rank, by key.
     """
     wanted: dict[tuple[str, int], list[Difference]] = {}
-    for one in found:
-        if not one.how and (len(wanted) < MAX_NAMED or (one.key, one.reference) in wanted):
-            wanted.setdefault((one.key, one.reference), []).append(one)
+    for comparison in found:
+        if not comparison.how and (len(wanted) < MAX_NAMED or (comparison.key, comparison.reference) in wanted):
+            wanted.setdefault((comparison.key, comparison.reference), []).append(comparison)
     measured: dict[Difference, Distance] = {}
     for (key, reference), alike in wanted.items():
         alike = alike[:MAX_MEASURED_RANKS]
-        mine = next((one for one in alike if one.rank == topology.rank), None)
+        mine = next((comparison for comparison in alike if comparison.rank == topology.rank), None)
         held = local_tensor(tensors[key]) if mine is not None or topology.rank == reference else None
         if mine is not None:
             measured[mine] = Distance()
@@ -294,7 +294,7 @@ def measure(
             if topology.rank == reference:
                 assert host is not None
                 data = raw_bytes(host).numpy().tobytes()
-                outgoing = {one.rank: data for one in alike}
+                outgoing = {comparison.rank: data for comparison in alike}
             got = topology.exchange("values", outgoing, [reference] if mine is not None else [])
             if mine is not None:
                 assert host is not None
@@ -302,9 +302,9 @@ def measure(
                 num_seen += host.numel()
     with topology.phase("distances") as phase:
         phase.payload = [
-            [one.key, one.reference, far.num_differing, far.first, repr(far.largest)] for one, far in measured.items()
+            [comparison.key, comparison.reference, far.num_differing, far.first, repr(far.largest)] for comparison, far in measured.items()
         ] or None
-    by_name = {(one.key, one.rank, one.reference): one for alike in wanted.values() for one in alike}
+    by_name = {(comparison.key, comparison.rank, comparison.reference): comparison for alike in wanted.values() for comparison in alike}
     return {
         by_name[key, rank, reference]: Distance(num_differing, tuple(first), float(largest))
         for rank, rows in enumerate(phase.payloads)
@@ -380,14 +380,14 @@ def _plain_difference(theirs: Any, mine: Any, reference: int, rank: int) -> str 
 def _on_ranks(alike: Sequence[Difference], distances: Mapping[Difference, Distance]) -> str:
     """`rank 1, 2 (bfloat16, not float32), 3 (4 elements, the first at [0, 17], by up to 0.5)`."""
     by_how: dict[str, list[int]] = {}
-    for one in alike:
-        distance = distances.get(one)
-        how = one.how
+    for comparison in alike:
+        distance = distances.get(comparison)
+        how = comparison.how
         if distance is not None:
             elements = "1 element" if distance.num_differing == 1 else f"{distance.num_differing} elements"
             far = "NaN on one side" if math.isnan(distance.largest) else f"by up to {distance.largest:.6g}"
             how = f"{elements}, the first at {list(distance.first)}, {far}"
-        by_how.setdefault(how, []).append(one.rank)
+        by_how.setdefault(how, []).append(comparison.rank)
     return "rank " + ", ".join(_ranks(ranks) + (f" ({how})" if how else "") for how, ranks in by_how.items())
 
 

@@ -61,9 +61,9 @@ def state_digest(statefuls: Mapping[str, Stateful], topology: Topology) -> str:
         for name, is_first in _share(found, holdings, topology.rank):
             if name not in aliases:
                 added = _sums(tensors[name], found[name], topology, counts=is_first)
-                sums = [one + other for one, other in zip(sums, added, strict=True)]
+                sums = [number + other for number, other in zip(sums, added, strict=True)]
         phase.merge = {"sums": total(sums)}
-    return "".join(f"{one % 2**64:016x}" for one in phase.merged["sums"])
+    return "".join(f"{number % 2**64:016x}" for number in phase.merged["sums"])
 
 
 def _share(found: Mapping[str, Address], holdings: Holdings, rank: int) -> Iterator[tuple[str, bool]]:
@@ -110,7 +110,7 @@ def _sums(leaf: TensorLeaf, address: Address, topology: Topology, *, counts: boo
             for at, seed in enumerate(seeds):
                 sums[at] += _mix(keyed ^ seed).sum(dtype=np.uint64)
             topology.progress()
-    return [int(one) for one in sums]
+    return [int(total) for total in sums]
 
 
 def _mix(z: np.ndarray) -> np.ndarray:

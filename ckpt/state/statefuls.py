@@ -51,7 +51,7 @@ class ModelState:
     def rank_private(self) -> list[str]:
         """Names of the buffers that DDP gives to all ranks from rank 0, at each forward pass: copies of these differ until then."""
         names = Unwrapping(self.module)
-        ddp = next((one for one in names.wrappers if isinstance(one, DistributedDataParallel)), None)
+        ddp = next((wrapper for wrapper in names.wrappers if isinstance(wrapper, DistributedDataParallel)), None)
         if ddp is None or not ddp.broadcast_buffers:
             return []
         return [escape(names.name(given)) for given, _ in self.module.named_buffers()]
@@ -246,10 +246,10 @@ def loads_by_own_code(module: torch.nn.Module, *, beside_torch: bool = False) ->
     Args:
         beside_torch: other code than torch's own, whose hooks prepare modules of FSDP and whose classes fill in what old files lack.
     """
-    for one in module.modules():
-        hooks = (*one._load_state_dict_pre_hooks.values(), *one._load_state_dict_post_hooks.values())
+    for child in module.modules():
+        hooks = (*child._load_state_dict_pre_hooks.values(), *child._load_state_dict_post_hooks.values())
         found = [getattr(hook, "hook", hook) for hook in hooks]
-        kind = type(one)
+        kind = type(child)
         for name in ("load_state_dict", "_load_from_state_dict"):
             if (own := getattr(kind, name)) is not getattr(torch.nn.Module, name):
                 found.append(own)

@@ -30,10 +30,10 @@ class Unwrapping:
         self._root = module
         kinds = {getattr(sys.modules[name], kind): at for (name, kind), at in _WRAPPERS.items() if name in sys.modules}
         self._attributes: dict[type, str] = {}  # by wrapper class in the tree
-        for one in _classes(module):
+        for base in _classes(module):
             for kind, attribute in kinds.items():
-                if issubclass(one, kind):
-                    self._attributes[one] = attribute
+                if issubclass(base, kind):
+                    self._attributes[base] = attribute
 
     @property
     def wrappers(self) -> list[torch.nn.Module]:

@@ -180,7 +180,7 @@ class ExtentReader:
     def read_soon(self, ranges: Iterable[tuple[ChunkExtent, int, int]]) -> None:
         """Ask an object store for bytes [start, stop) of raw chunks, which will be read in this order. A folder's kernel reads ahead."""
         if isinstance(self._folder, ObjectFiles):
-            self._folder.read_soon((one.file, one.offset + start, one.offset + stop) for one, start, stop in ranges)
+            self._folder.read_soon((run.file, run.offset + start, run.offset + stop) for run, start, stop in ranges)
 
     def is_cached(self, chunk: ChunkExtent, stretches: Sequence[tuple[int, int]]) -> bool:
         """Whether the kernel seems to have some ranges of a raw chunk in its page cache: their last bytes, and one in each 2 MiB before.

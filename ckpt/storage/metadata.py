@@ -169,7 +169,7 @@ def _parsed(path: Place, data: bytes) -> tuple[CheckpointingConfig, dict[str, st
                 path, f"has {name}: {value!r:.40}, which should be {'a string' if kind is str else 'a whole number'}"
             )
     parts = found.get(_PARTS, {})
-    are_places = isinstance(parts, dict) and all(isinstance(one, str) and _PLACE.fullmatch(one) for one in parts.values())
+    are_places = isinstance(parts, dict) and all(isinstance(part, str) and _PLACE.fullmatch(part) for part in parts.values())
     if not are_places or not parts.keys() <= {COMMON, OBJECTS, SHARDED}:
         raise _unlike(path, f"has {_PARTS}: {parts!r:.40}, which should name a place for each part")
     return CheckpointingConfig(**(_BEFORE_COMMON_WAS_NAMED | named)), parts

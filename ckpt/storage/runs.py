@@ -89,7 +89,7 @@ class TensorRun:
         unflatten = private_name("torch._C", "_nn", "place what is read").unflatten_dense_tensors
         values = unflatten(memory[begins:ends].view(self.part.out.dtype), outs)
         if self.part.out.device.type != "cpu" and memory.device.type != "cpu":
-            torch._foreach_copy_([as_integers(out.detach()) for out in outs], [as_integers(one) for one in values])
+            torch._foreach_copy_([as_integers(out.detach()) for out in outs], [as_integers(value) for value in values])
         else:
             torch._foreach_copy_(outs, values)
 

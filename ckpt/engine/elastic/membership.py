@@ -60,11 +60,11 @@ def next_epoch(
         gone: rollouts that have died, or made an update fail.
     """
     out = {*leaving, *gone}
-    staying = tuple(one for one in now.rollouts if one not in out)
+    staying = tuple(rollout for rollout in now.rollouts if rollout not in out)
     coming = tuple(sorted({*ready} - {*now.rollouts} - out))
     if staying + coming == now.rollouts:
         return now
-    new = () if proven else tuple(one for one in now.newcomers if one in staying)
+    new = () if proven else tuple(newcomer for newcomer in now.newcomers if newcomer in staying)
     return Epoch(now.number + 1, now.num_trainers, staying + coming, new + coming)
 
 
@@ -165,10 +165,10 @@ class Rendezvous:
 
 def _require_names_of_data(value: Any, where: str) -> None:
     if isinstance(value, dict):
-        for name, one in value.items():
+        for name, field in value.items():
             if name.startswith("_"):
                 raise ValueError(f"{where} holds {name!r}, which is no name of data")
-            _require_names_of_data(one, f"{where}.{name}")
+            _require_names_of_data(field, f"{where}.{name}")
     elif isinstance(value, list):
-        for one in value:
-            _require_names_of_data(one, where)
+        for item in value:
+            _require_names_of_data(item, where)

@@ -242,9 +242,9 @@ class CkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise MissingStateError(f"the update lacks weights or scales of {incomplete} quantized layers of the served model")
         finalize_layerwise_reload(self.model, self.model_config)
         if on_cpu:
-            holders = Counter(id(one) for module in modules for one in module.parameters(recurse=False))
+            holders = Counter(id(parameter) for module in modules for parameter in module.parameters(recurse=False))
             for module in modules:
-                is_tied = any(holders[id(one)] > 1 for one in module.parameters(recurse=False))
+                is_tied = any(holders[id(parameter)] > 1 for parameter in module.parameters(recurse=False))
                 if is_tied and (method := getattr(module, "quant_method", None)) is not None:
                     method.process_weights_after_loading(module)  # vLLM packs only the one whose name was loaded
         else:

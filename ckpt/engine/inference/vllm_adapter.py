@@ -81,7 +81,7 @@ class ServedAdapter:
             MissingStateError: names one.
         """
         manager, peft = self._model.lora_manager, self._peft(self._config)
-        layers = {one: manager.modules[packed] for packed, parts in manager.packed_modules.items() for one in parts} | manager.modules
+        layers = {part: manager.modules[packed] for packed, parts in manager.packed_modules.items() for part in parts} | manager.modules
         is_whole = self._vllm_config.parallel_config.pipeline_parallel_size == 1
         for name, _, shape, _ in layout.weights:
             module, is_lora_a = parse_fine_tuned_lora_name(name, self._mapper())

@@ -60,7 +60,7 @@ class _VllmServer(ServerRequest):
         self.post("pause", {}, mode=self.pause_mode)
 
     def require_adapter(self, name: str, folder: str) -> bool:
-        there = {one["id"]: one["root"] for one in self.ask("GET", "v1/models").json()["data"]}.get(name)
+        there = {served["id"]: served["root"] for served in self.ask("GET", "v1/models").json()["data"]}.get(name)
         if there not in (None, folder):
             raise ConfigurationError(f"the inference engine at {self.url} serves {name} from {there} already: choose another name")
         return there is not None
@@ -190,11 +190,11 @@ class VllmServers:
     def _each(self, call: Callable[..., _T], *more: Sequence[Any]) -> list[_T]:
         """Call with each server, and its item of each of `more`, at once."""
         asked = [in_thread(partial(call, *given), "ckpt-vllm-request") for given in zip(self._servers, *more, strict=True)]
-        errors = [one.exception() for one in asked]  # waits for all
+        errors = [answer.exception() for answer in asked]  # waits for all
         for error in errors:
             if error is not None:
                 raise error
-        return [one.result() for one in asked]
+        return [answer.result() for answer in asked]
 
 
 class OfflineVllm:
@@ -360,8 +360,8 @@ class VllmTrainer:
             raise
         if asked is not None and serves_itself:
             serving.append(in_thread(partial(self.client.await_version, str(step)), "ckpt-vllm-serve"))
-        for one in serving:
-            await asyncio.wrap_future(one)
+        for waiting in serving:
+            await asyncio.wrap_future(waiting)
 
     def _start(self) -> None:
         if self._unfinished is not None:

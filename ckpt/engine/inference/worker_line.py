@@ -157,7 +157,7 @@ class Farewell:
 
     def to(self, lines: Iterable[WorkerLine]) -> None:
         """Dismiss the workers, and close their lines; after ten minutes also those that have not connected."""
-        self._told = [one for one in self._told if not one.done()]
+        self._told = [telling for telling in self._told if not telling.done()]
         self._told.append(in_thread(partial(self._tell, [*lines]), "ckpt-farewell"))
 
     def end(self) -> bool:

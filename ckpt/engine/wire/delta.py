@@ -116,8 +116,8 @@ def agreed_changes(
     Args:
         said: by rank. Trainers give `base` and `changed`, see `BlockHistory`; rollouts `holds`, the digest of the version they have.
     """
-    trainers = [one for one in said if "base" in one]
-    held = {one["base"] for one in trainers} | {said[rank]["holds"] for rank in rollouts}
+    trainers = [offer for offer in said if "base" in offer]
+    held = {trainer["base"] for trainer in trainers} | {said[rank]["holds"] for rank in rollouts}
     if len(held) != 1 or None in held:
         return None
     runs: dict[int, Runs] = {}
@@ -134,10 +134,10 @@ def require_one_block(said: Sequence[Mapping[str, Any]]) -> None:
     Raises:
         ConfigurationError: they differ.
     """
-    for rank, one in enumerate(said):
-        if one["block_bytes"] != said[0]["block_bytes"]:
+    for rank, offer in enumerate(said):
+        if offer["block_bytes"] != said[0]["block_bytes"]:
             raise ConfigurationError(
-                f"rank 0 has {_setting(said[0])}, and rank {rank} has {_setting(one)}: give all ranks the same"
+                f"rank 0 has {_setting(said[0])}, and rank {rank} has {_setting(offer)}: give all ranks the same"
             )
 
 

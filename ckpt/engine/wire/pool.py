@@ -76,8 +76,8 @@ class HostPool:
         if self.history is None or self._block_bytes is None:
             return {bucket: digest_of_bucket(host) for bucket, host in mine.items()}
         found = {bucket: digested(raw_bytes(host).numpy().data, self._block_bytes) for bucket, host in mine.items()}
-        self.history.take(layout, {bucket: one.blocks for bucket, one in found.items()})
-        return {bucket: one.whole for bucket, one in found.items()}
+        self.history.take(layout, {bucket: digested.blocks for bucket, digested in found.items()})
+        return {bucket: digested.whole for bucket, digested in found.items()}
 
     def buckets(self, layout: WeightLayout) -> dict[int, torch.Tensor]:
         """Return all buckets of this rank by number, flat."""

@@ -91,7 +91,7 @@ class Receivers:
                 phase.payload = {"receives": receives, "holds": self._landings[-1].holds}
             said = phase.payloads
             self.ranks = [rank for rank in self._rollouts if said[rank]["receives"]]
-        return [one["holds"] for one in said]
+        return [offer["holds"] for offer in said]
 
     def _joins(self, place: Sequence[Any] | None, layout: WeightLayout) -> bool:
         """Map memory of another rollout; if that cannot be done, allocate memory of its own, and return False."""

@@ -98,26 +98,26 @@ def _checkpoint(root: Place, metadata: dict[str, Any]) -> OtherCheckpoint:
     values: dict[StatePath, Callable[[], Any]] = {}
     in_order: list[StatePath] = []
     unread: dict[StatePath, str] = {}
-    for fqn, one in metadata["state_dict_metadata"].items():
+    for fqn, described in metadata["state_dict_metadata"].items():
         path: StatePath = tuple(
             [(part, "list") if isinstance(part, int) else _text(part) for part in paths.get(fqn, (fqn,))]
         )
         in_order.append(path)
-        kind = one.name.removeprefix(_METADATA)
+        kind = described.name.removeprefix(_METADATA)
         if kind == "BytesStorageMetadata":
             place = places[fqn, None]
             values[path] = partial(_value, root, fqn, place)
         elif kind == "TensorStorageMetadata":
-            shape, dtype = sizes_in(one.state["size"]), _dtype(one.state["properties"])
+            shape, dtype = sizes_in(described.state["size"]), _dtype(described.state["properties"])
             if not is_known(dtype):
                 unread[path] = f"is of {dtype}, which is not read here"
                 continue
-            boxes = [Box(sizes_in(c.state["offsets"]), sizes_in(c.state["sizes"])) for c in one.state["chunks"]]
+            boxes = [Box(sizes_in(c.state["offsets"]), sizes_in(c.state["sizes"])) for c in described.state["chunks"]]
             parts = [(box, places.get((fqn, box.offsets)) or places[fqn, None]) for box in boxes]
             _require_held(root, fqn, shape, dtype, parts)
             tensors[fqn] = OtherTensor(path, dtype, shape, partial(_pieces, root, fqn, dtype, shape, parts))
         else:
-            raise CorruptCheckpointError(f"{root / METADATA}: {fqn} is a {one.name}, which is not known")
+            raise CorruptCheckpointError(f"{root / METADATA}: {fqn} is a {described.name}, which is not known")
     return OtherCheckpoint(
         root, "torch.distributed.checkpoint", tensors, values, paths=in_order, described_in=METADATA, unread=unread
     )

@@ -92,32 +92,32 @@ class _Opening:
         self._values: dict[StatePath, Callable[[], Any]] = {}
 
     def checkpoint(self) -> OtherCheckpoint:
-        files = [one for one in names_below(self._root) if one.endswith(_MODEL_STATES)]
+        files = [name for name in names_below(self._root) if name.endswith(_MODEL_STATES)]
         files.sort(key=lambda one: [int(number) for number in re.findall(r"rank_([0-9]+)", one)])
-        ranks = [_content(self._root, one) for one in files]
+        ranks = [_content(self._root, name) for name in files]
         if not ranks:
             raise CorruptCheckpointError(f"{self._root} has no file *{_MODEL_STATES}")
-        groups = [_groups(one) for one in ranks]
+        groups = [_groups(state) for state in ranks]
         shapes = {name: shape for of_rank in groups for group in of_rank for name, shape in group.items()}
-        tied = {name: source for one in ranks for name, source in (_value(one, "shared_params") or {}).items()}
+        tied = {name: source for state in ranks for name, source in (_value(state, "shared_params") or {}).items()}
         buffers = {
-            name: one
-            for one in reversed(ranks)
-            if ("module",) not in one.values  # None: a pipeline's stage
-            for name in _value(one, "buffer_names") or ()
+            name: state
+            for state in reversed(ranks)
+            if ("module",) not in state.values  # None: a pipeline's stage
+            for name in _value(state, "buffer_names") or ()
         }
-        names = {one for one in names_below(self._root / _ZERO) if (self._root / _ZERO / one).is_dir()}
+        names = {name for name in names_below(self._root / _ZERO) if (self._root / _ZERO / name).is_dir()}
         for name in sorted((names | shapes.keys()) - tied.keys() - buffers.keys()):
             self._parameter(name, shapes.get(name))
         self._untrained(ranks)
-        for name, one in buffers.items():
-            self._add(("model", name), one.tensors["module", name])
+        for name, buffer in buffers.items():
+            self._add(("model", name), buffer.tensors["module", name])
         for name, source in tied.items():
             self._add(("model", name), self._tensors["model", source])
         self._optimizer(groups)
         schedule = {path: read for path, read in ranks[0].values.items() if path[0] == _SCHEDULE and path[1:]}
         self._values |= schedule
-        tensors = {repr(path): one for path, one in self._tensors.items()}
+        tensors = {repr(path): tensor for path, tensor in self._tensors.items()}
         step = Path(self._root.name.removesuffix("_universal"))
         return OtherCheckpoint(self._root, "DeepSpeed", tensors, self._values, named_by=step, described_in=_OPTIMIZER)
 
@@ -137,8 +137,8 @@ class _Opening:
                 self._add(("optimizer", "state", name, moment), one)
         if "step.pt" in files:
             steps = _content(self._root, f"{folder}/step.pt")
-            for one in steps.tensors.values():
-                self._add(("optimizer", "state", name, "step"), one)
+            for tensor in steps.tensors.values():
+                self._add(("optimizer", "state", name, "step"), tensor)
             for value in steps.values.values():
                 self._values["optimizer", "state", name, "step"] = partial(_steps, value, str(self._root / folder))
 
@@ -165,10 +165,10 @@ class _Opening:
             where = f"{self._root}: {name}, which is not trained,"
             if _value(ranks[0], "mp_world_size") != 1:
                 raise ConfigurationError(f"{where} is in parts of tensor parallel ranks, which are not put together")
-            parts = [one.tensors["frozen_param_fragments", name] for one in ranks]
+            parts = [state.tensors["frozen_param_fragments", name] for state in ranks]
             side = -(-math.prod(shape) // len(ranks))
-            if {(one.dtype, one.shape) for one in parts} != {(parts[0].dtype, (side,))}:
-                sizes = [list(one.shape) for one in parts]
+            if {(part.dtype, part.shape) for part in parts} != {(parts[0].dtype, (side,))}:
+                sizes = [list(part.shape) for part in parts]
                 raise CorruptCheckpointError(f"{where} has parts of the shapes {sizes}, for the shape {list(shape)}")
             self._add(("model", name), replace(parts[0], shape=shape, pieces=partial(_joined, parts, shape, where)))
 
@@ -178,7 +178,7 @@ class _Opening:
         if (_GROUPS,) not in held.values:
             raise ConfigurationError(f"{self._root / _OPTIMIZER}: the options of its groups are no plain values")
         options = held.values[_GROUPS,]()
-        if not isinstance(options, list) or any(not _is_positions(one["params"]) for one in options):
+        if not isinstance(options, list) or any(not _is_positions(option["params"]) for option in options):
             raise CorruptCheckpointError(f"{self._root / _OPTIMIZER}: its groups name no parts of the optimizer")
         for at, name in [(at, name) for of_rank in groups for at, group in enumerate(of_rank) for name in group]:
             path = ("optimizer", "state", name, "step")
@@ -198,8 +198,8 @@ class _Opening:
 def _content(root: Path, file: str) -> Content:
     """The content of a file, by keys and positions, of whatever containers."""
     held = content_of(root, file)
-    tensors = {tuple(map(key_of, path)): one for path, one in held.tensors.items()}
-    return replace(held, tensors=tensors, values={tuple(map(key_of, path)): one for path, one in held.values.items()})
+    tensors = {tuple(map(key_of, path)): tensor for path, tensor in held.tensors.items()}
+    return replace(held, tensors=tensors, values={tuple(map(key_of, path)): value for path, value in held.values.items()})
 
 
 def _steps(read: Callable[[], Any], where: str) -> torch.Tensor:
@@ -240,29 +240,29 @@ def _with_names(
     Raises:
         ConfigurationError: it cannot be told which parameters have which options.
     """
-    positions = [at for one in options for at in one["params"]]
+    positions = [at for group in options for at in group["params"]]
     made = []
     for of_rank in groups:
         if sorted(positions) != list(range(len(of_rank))):
             raise ConfigurationError(
                 f"{where} has options for the parts {positions} of the optimizer, where {len(of_rank)} have parameters"
             )
-    for one in options:
-        names = dict.fromkeys(name for of_rank in groups for at in one["params"] for name in of_rank[at])
-        made.append({option: value for option, value in one.items() if option != "step"} | {"params": list(names)})
+    for group in options:
+        names = dict.fromkeys(name for of_rank in groups for at in group["params"] for name in of_rank[at])
+        made.append({option: value for option, value in group.items() if option != "step"} | {"params": list(names)})
     return made
 
 
 def _joined(parts: Sequence[OtherTensor], shape: tuple[int, ...], where: str) -> list[FilePiece]:
     """Find the pieces of a tensor that lies flat in one part after the other, with padding at the end."""
     found, start = [], 0
-    for one in parts:
-        pieces = one.pieces()
+    for part in parts:
+        pieces = part.pieces()
         if not isinstance(pieces, list):
             raise CorruptCheckpointError(f"{where} lies in parts that are not flat")
-        stop = min(start + math.prod(one.shape), math.prod(shape))
+        stop = min(start + math.prod(part.shape), math.prod(shape))
         found += [
-            FilePiece(box, pieces[0].file, pieces[0].offset + first * item_bytes(one.dtype))
+            FilePiece(box, pieces[0].file, pieces[0].offset + first * item_bytes(part.dtype))
             for box, first in flat_boxes(shape, start, stop)
         ]
         start = stop

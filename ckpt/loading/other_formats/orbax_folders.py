@@ -186,7 +186,7 @@ def open_orbax(path: Path) -> OtherCheckpoint:
         tensors: dict[str, OtherTensor] = {}
         values: dict[StatePath, Callable[[], Any]] = {}
         unread: dict[StatePath, str] = {}
-        strings = _strings_in(folder) if any(one.value_type == "string" for one in leaves.values()) else None
+        strings = _strings_in(folder) if any(described.value_type == "string" for described in leaves.values()) else None
         for steps, leaf in leaves.items():
             name = ".".join(map(str, steps))
             at: StatePath = tuple([(step, "list") if isinstance(step, int) else step for step in steps])
@@ -243,7 +243,7 @@ def _leaves_of(tree: _Tree, where: str) -> dict[_Steps, _LeafValue]:
     """
     leaves: dict[_Steps, _LeafValue] = {}
     for leaf in tree.tree_metadata.values():
-        steps = tuple(_step(one, where) for one in leaf.key_metadata)
+        steps = tuple(_step(part, where) for part in leaf.key_metadata)
         if steps in leaves or len(steps) > _MOST_DEPTH:
             raise CorruptCheckpointError(
                 f"{where}: the leaf {_shown(steps)} stands there twice, or is nested too deeply"
@@ -261,7 +261,7 @@ def _leaves_of(tree: _Tree, where: str) -> dict[_Steps, _LeafValue]:
         # An empty container stays in the list when a later save fills it.
         if steps in leaves and leaves.pop(steps).value_type not in _EMPTY:
             raise CorruptCheckpointError(f"{where}: {_shown(steps)} is a leaf, and there are leaves below it")
-        positions = {one for one in found if isinstance(one, int)}
+        positions = {part for part in found if isinstance(part, int)}
         if positions and (len(positions) != len(found) or max(positions) >= len(found)):
             raise CorruptCheckpointError(
                 f"{where}: {_shown(steps)} is a list, of which elements are missing or have names"
@@ -425,7 +425,7 @@ class _Arrays:
         array, codecs, key_of = (_zarr3 if self._is_zarr3 else _zarr2)(data, name, where)
         if unknown := set(codecs) - _CODECS.keys():
             raise ConfigurationError(f"{where} names the codecs {sorted(unknown)}, which are not decoded here")
-        if sum(_CODECS[one] > 1 for one in codecs) > 1:
+        if sum(_CODECS[codec] > 1 for codec in codecs) > 1:
             raise ConfigurationError(f"{where} compresses bytes more than once, by {codecs}, which is not decoded here")
         if len(array.grid) != len(array.shape) or math.prod(side or 1 for side in array.shape) > MAX_INT:
             raise CorruptCheckpointError(
@@ -434,7 +434,7 @@ class _Arrays:
         if not is_known(array.dtype):
             raise ConfigurationError(f"{where} is of {array.dtype:.80}, a data type that is not read here")
         chunk_bytes = math.prod(array.grid) * item_bytes(array.dtype)
-        self._require_chunks(array, key_of, chunk_bytes // math.prod(_CODECS[one] for one in codecs))
+        self._require_chunks(array, key_of, chunk_bytes // math.prod(_CODECS[codec] for codec in codecs))
         return array, Encoded(file, array.grid, partial(self._read, array))
 
     def _require_chunks(self, array: ArraySpec, key_of: Callable[[Sequence[int]], str], least: int) -> None:
@@ -490,9 +490,9 @@ def _zarr3(document: bytes, name: str, where: str) -> _Described:
     said = read(document, _Zarr3, where)
     array = ArraySpec(name, said.data_type, said.shape, said.chunk_grid.configuration.chunk_shape)
     codecs, left = [], list(said.codecs)
-    for one in left:
-        codecs.append(one.name)
-        left += one.configuration.codecs
+    for codec in left:
+        codecs.append(codec.name)
+        left += codec.configuration.codecs
     encoding = said.chunk_key_encoding
     if encoding.name == "v2":
         separator = encoding.configuration.separator or "."

@@ -144,7 +144,7 @@ class OtherCheckpoint:
         unread: Mapping[StatePath, str] = MappingProxyType({}),
     ) -> None:
         self.has_order = bool(paths)
-        self.paths = paths or [*(one.path for one in tensors.values()), *values, *unread]
+        self.paths = paths or [*(tensor.path for tensor in tensors.values()), *values, *unread]
         if max(map(len, self.paths), default=0) > _MOST_DEPTH:
             raise CorruptCheckpointError(f"{root} holds a value that is nested deeper than {_MOST_DEPTH} containers")
         self.root = root
@@ -205,7 +205,7 @@ class OtherCheckpoint:
                 pieces.read(whole(tensor.shape), values)
             return [(whole(tensor.shape), values)]
         found = []
-        for box, file, offset in ((one.box, one.file, one.offset) for one in pieces if one.box.num_elements):
+        for box, file, offset in ((piece.box, piece.file, piece.offset) for piece in pieces if piece.box.num_elements):
             self._chunk_around(file, offset, box.num_elements * dtype.itemsize)
             if not isinstance(self.root, Path):
                 memory = bytearray(box.num_elements * dtype.itemsize)

@@ -212,7 +212,7 @@ class OtherSource(CheckpointSource):
 
     @cached_property
     def _names_by_path(self) -> dict[Path, str]:
-        return {one.path: name for name, one in self._checkpoint.tensors.items()}
+        return {tensor.path: name for name, tensor in self._checkpoint.tensors.items()}
 
     @cached_property
     def _tensor_paths(self) -> Set[Path]:
@@ -254,7 +254,7 @@ class OtherSource(CheckpointSource):
                 self._found[key] = self._flattened(component, places, tensors, values, forms)
             else:  # nothing but named tensors, as most models are
                 self._found[key] = (
-                    Leaves({}, {}, {key: self._with_kind(*one) for key, one in zip(joined, tensors.items(), strict=True)}),
+                    Leaves({}, {}, {key: self._with_kind(*tensor) for key, tensor in zip(joined, tensors.items(), strict=True)}),
                     dict(zip(joined, tensors.values(), strict=True)),
                 )
             self._renamed[key] = renames
@@ -267,7 +267,7 @@ class OtherSource(CheckpointSource):
             CorruptCheckpointError: no tensor has such a shape.
         """
         tensors = self._checkpoint.tensors
-        some = {(one.dtype, one.shape): name for name in names for one in [tensors[name]]}
+        some = {(entry.dtype, entry.shape): name for name in names for entry in [tensors[name]]}
         made: dict[_Form, torch.Tensor] = {}
         for (dtype, shape), name in some.items():
             try:

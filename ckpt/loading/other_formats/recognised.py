@@ -105,10 +105,10 @@ def recognised(path: Path) -> str | None:
     listed = sorted(islice(path.iterdir(), _MOST_LISTED), key=_by_numbers, reverse=True)
     if not listed:
         return f"{path} is not a checkpoint: it is an empty folder"
-    if below := [one for one in listed if _is_read(one)]:
-        return f"{path} is not a checkpoint: give one that it holds, such as {some_of([str(one) for one in below])}"
+    if below := [path for path in listed if _is_read(path)]:
+        return f"{path} is not a checkpoint: give one that it holds, such as {some_of([str(path) for path in below])}"
     weights = weights_at(path)
-    for one in [weights] if weights else [one for one in listed if one.suffix in _OF_WEIGHTS]:
+    for one in [weights] if weights else [path for path in listed if path.suffix in _OF_WEIGHTS]:
         if (kind := _kind_of(path, one)) and " without tensors" not in kind:
             return f"{path} is not a checkpoint: {one} is {kind}"
     if (path / "config.json").is_file():
@@ -151,4 +151,4 @@ def _kind_of(path: Place, file: Place) -> str | None:
 
 def _by_numbers(path: Path) -> tuple[list[int], str]:
     """A key that sorts paths below one folder by the numbers in them."""
-    return [int(one) for one in re.findall(r"[0-9]{1,18}", str(path))], str(path)
+    return [int(digits) for digits in re.findall(r"[0-9]{1,18}", str(path))], str(path)

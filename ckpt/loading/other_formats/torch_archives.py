@@ -101,7 +101,7 @@ class Archive:
         try:
             self._zip = zipfile.ZipFile(_Slice(file, begin, length))
             names = self._zip.namelist()
-            self._root = next(one for one in names if one.endswith("/data.pkl")).removesuffix("data.pkl")
+            self._root = next(name for name in names if name.endswith("/data.pkl")).removesuffix("data.pkl")
         except Exception:  # bytes that are no zip make Python raise nearly anything
             kind = kind_of(cast(BinaryIO, _Slice(file, begin, length)))
             what = "" if kind is None else f": it is {kind}"
@@ -144,7 +144,7 @@ class Archive:
         bits = described.args[at] if len(described.args) > at else None
         if kind != "storage" or not (isinstance(key, str) and key.isdecimal()):
             raise ValueError(f"its memory is {shown(kind)} {shown(key)}")
-        if any(type(one) is not int or one < 0 for one in (first, num_elements)):
+        if any(type(number) is not int or number < 0 for number in (first, num_elements)):
             raise ValueError(f"its first element is {shown(first)} of {shown(num_elements)}")
         dtype = _STORAGE_DTYPES.get(storage_type.name.rpartition(".")[2]) if at == 6 else _dtype_name(described.args[6])
         if dtype is None:
@@ -238,16 +238,16 @@ def located(
     Raises:
         CorruptCheckpointError: the header of a part is missing, or parts with strides do not tile the tensor.
     """
-    pieces = [FilePiece(box, file, _content(root, file, one, name)) for box, file, one in parts]
-    if all(one.is_raw for _, _, one in parts):
+    pieces = [FilePiece(box, file, _content(root, file, part, name)) for box, file, part in parts]
+    if all(part.is_raw for _, _, part in parts):
         return pieces
     if first_overlap([box for box, _, _ in parts]) or sum(box.num_elements for box, _, _ in parts) != math.prod(shape):
         raise CorruptCheckpointError(f"{root}: the parts of {name} do not tile it")
 
     def read(wanted: Box, out: torch.Tensor) -> None:
-        for piece, (_, _, one) in zip(pieces, parts, strict=True):
+        for piece, (_, _, content) in zip(pieces, parts, strict=True):
             if (both := overlap(piece.box, wanted)) is not None:
-                _copy(root, piece, one, both.relative_to(piece.box), out[both.relative_to(wanted).slices], name)
+                _copy(root, piece, content, both.relative_to(piece.box), out[both.relative_to(wanted).slices], name)
 
     return Encoded(parts[0][1], _grid(shape, parts[0][2].dtype), read)
 
@@ -300,7 +300,7 @@ def sizes_in(given: Any) -> tuple[int, ...]:
     """
     if not isinstance(given, tuple) or len(given) > _MOST_DIMS:
         raise ValueError(f"{shown(given)} is no shape")
-    if not all(type(one) is int and 0 <= one < 1 << 63 for one in given):
+    if not all(type(number) is int and 0 <= number < 1 << 63 for number in given):
         raise ValueError(f"{shown(given)} is no shape")
     return tuple(given)
 

@@ -71,7 +71,7 @@ def open_torch_file(path: Place, *, allow_pickle: bool) -> OtherCheckpoint:
         named_by = None if root == weights.parent else Path(weights.name)
     if held.kind != "dict":
         raise ConfigurationError(f"{path} holds a {held.kind}, where a state dict should be")
-    tensors = {repr(one): tensor for one, tensor in held.tensors.items()}
+    tensors = {repr(path): tensor for path, tensor in held.tensors.items()}
     checkpoint = OtherCheckpoint(
         root, "torch.save", tensors, held.values, paths=held.paths, named_by=named_by, unread=held.unread
     )

@@ -51,13 +51,13 @@ class TorchTransport:
             return lambda: _wait_for([work])
         above, below = _in_tree(order.index(dist.get_rank()), len(order))
         if above is None:
-            sent = [dist.isend(buffer, order[one], group=self._group) for one in below]
+            sent = [dist.isend(buffer, order[child], group=self._group) for child in below]
             return lambda: _wait_for(sent)
         received = dist.irecv(buffer, order[above], group=self._group)
 
         def pass_on() -> None:
             _wait_for([received])
-            _wait_for([dist.isend(buffer, order[one], group=self._group) for one in below])
+            _wait_for([dist.isend(buffer, order[child], group=self._group) for child in below])
 
         return pass_on
 

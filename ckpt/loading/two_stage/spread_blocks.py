@@ -99,7 +99,7 @@ def part_of(spread: Spread, hosts: Sequence[Sequence[int]], rank: int, held: Seq
         hosts: the ranks of the group by host; a host of its own for every rank, where ranks share no memory.
         held: ranges in memory of this host that the rank reads for itself besides.
     """
-    host_of = {one: (ranks, index) for ranks in hosts for index, one in enumerate(ranks)}
+    host_of = {member: (ranks, index) for ranks in hosts for index, member in enumerate(ranks)}
 
     def source(block: SpreadBlock, taker: int) -> int:
         """The rank on the taker's host whose slot it takes the block from."""

@@ -118,13 +118,13 @@ class TwoStageLoad:
                     None if self._group is None else members,
                     link.address if link is not None else None,
                 )
-                phase.merge = {name: alike(one) for name, one in self._settings(verify).items()}
+                phase.merge = {name: alike(setting) for name, setting in self._settings(verify).items()}
                 if mine.wants and not self._cpu_transfer:
                     phase.merge["devices"] = first({device.type: None})
                 phase.answer = lambda: _require_alike(phase.merged)
-            announced = [_Announcement(*one) for one in phase.payloads]
+            announced = [_Announcement(*payload) for payload in phase.payloads]
             everybody = tuple(range(topology.world_size))
-            of_each = [everybody if one.members is None else one.members for one in announced]
+            of_each = [everybody if announcement.members is None else announcement.members for announcement in announced]
             group = group_of("of two-stage loading", of_each, topology.rank)
             with topology.phase("meet") as phase:
                 same = [rank for rank in group.members if announced[rank].wants == announced[topology.rank].wants]
@@ -136,7 +136,7 @@ class TwoStageLoad:
                 for instance in group.instances
             }
             here = hosts[group.members]
-            all_wants = _wants_of(group.members, [one.wants for one in announced], rows_of)
+            all_wants = _wants_of(group.members, [announcement.wants for announcement in announced], rows_of)
             cached = _cached(topology, group.members, announced)
             if topology.rank in cached:
                 mine = mine.by_itself()
@@ -246,7 +246,7 @@ def _cached(topology: Topology, members: Sequence[int], announced: Sequence[_Ann
     """The members that read all by themselves: those of the hosts whose members have all found all in the page cache."""
     chosen = set(members)
     of_hosts = ([rank for rank in ranks if rank in chosen] for ranks in topology.nodes)
-    return {rank for here in of_hosts if all(announced[one].is_cached for one in here) for rank in here}
+    return {rank for here in of_hosts if all(announced[member].is_cached for member in here) for rank in here}
 
 
 def _has_met(link: HostLink | None, announced: Sequence[_Announcement], neighbours: Sequence[int]) -> bool:
@@ -286,7 +286,7 @@ def _of_ranks(
 def _require_alike(said: Mapping[str, Any]) -> None:
     """Require the same settings on all ranks, and one type of device in whose memory blocks travel."""
     devices: dict[str, tuple[int, None]] = said.get("devices", {})
-    settings = {name: one for name, one in said.items() if name != "devices"}
+    settings = {name: setting for name, setting in said.items() if name != "devices"}
     if (difference := first_difference(settings)) is not None:
         name, rank, here, on_lead = difference
         raise ConfigurationError(

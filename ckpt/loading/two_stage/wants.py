@@ -102,7 +102,7 @@ def wants_of(requests: Sequence[ReadRequest], checkpoint: Stored, *, verify: boo
         if not chunk.raw:  # it travels decoded
             array = some[0].array
             chunk = ChunkExtent(*key, math.prod(array.grid) * item_bytes(array.dtype), ())
-        places[key] = WantedBytes(chunk, [one.part for one in some])
+        places[key] = WantedBytes(chunk, [want.part for want in some])
         if stretches := places[key].stretches(unit):
             wants.append(Want(*key, unit, not some[0].chunk.raw, tuple(stretches)))
     devices = {request.out.device for request in requests}

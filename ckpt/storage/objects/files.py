@@ -40,7 +40,7 @@ def side_by_side(call: Callable[[_Item], _Result], items: Iterable[_Item]) -> li
     """Call for each item, several at a time: an answer takes as long as the way to the store and back. Raises the first error."""
     items = list(items)
     if len(items) < 2:
-        return [call(one) for one in items]
+        return [call(item) for item in items]
     with ThreadPoolExecutor(min(REQUESTS, len(items)), thread_name_prefix="requests") as threads:
         return list(threads.map(call, items))
 
@@ -86,7 +86,7 @@ class ObjectFiles:
                 self._num_asked += 1
                 return self._store.head(key)[0]
             if self._sizes is None:
-                self._sizes = {one.key: one.size for one in self._store.below(self.root.key)}
+                self._sizes = {found.key: found.size for found in self._store.below(self.root.key)}
         if key not in self._sizes:
             raise FileNotFoundError(errno.ENOENT, "there is no such object", str(self.root / path))
         return self._sizes[key]
@@ -131,11 +131,11 @@ class ObjectFiles:
         """Yield the path of every object below a path, at any depth."""
         start = self.root.key + "/" if self.root.key else ""
         place = self.root / path if path else self.root
-        yield from (one.key.removeprefix(start) for one in self._store.below(place.key))
+        yield from (found.key.removeprefix(start) for found in self._store.below(place.key))
 
     def sizes(self) -> list[int]:
         """Return the bytes of each object."""
-        return [one.size for one in self._store.below(self.root.key)]
+        return [found.size for found in self._store.below(self.root.key)]
 
     def write(self, path: str, data: bytes) -> None:
         """Put a small object."""
@@ -199,7 +199,7 @@ class _Ahead:
     def take(self, path: str, start: int, stop: int) -> memoryview | None:
         """Return bytes from `start` on, `stop` at most; None: they were not asked for. Ranges before them are not kept."""
         while self._asked and not _is_in(start, path, self._asked[0][0]):
-            if not any(_is_in(start, path, one) for one, _ in self._asked):
+            if not any(_is_in(start, path, asked) for asked, _ in self._asked):
                 return None
             self._next()
         if not self._asked:

@@ -176,7 +176,7 @@ class Store:
         """
         start = f"{key}/" if key else None
         for page in self._again("list", key, lambda: list(self._obstore.list(self._store, start))):
-            yield from (Found(one["path"], one["size"]) for one in page)
+            yield from (Found(row["path"], row["size"]) for row in page)
 
     def names(self, key: str) -> tuple[list[str], dict[str, float]]:
         """Return what is just below a key: names that have objects below them; and names of objects, with the time of each.
@@ -188,8 +188,8 @@ class Store:
         """
         start = f"{key}/" if key else ""
         found = self._again("list", key, lambda: self._obstore.list_with_delimiter(self._store, start or None))
-        folders = [one.removeprefix(start).strip("/") for one in found["common_prefixes"]]
-        return folders, {one["path"].removeprefix(start): one["last_modified"].timestamp() for one in found["objects"]}
+        folders = [folder.removeprefix(start).strip("/") for folder in found["common_prefixes"]]
+        return folders, {listed["path"].removeprefix(start): listed["last_modified"].timestamp() for listed in found["objects"]}
 
     def _conditional(self, key: str, data: bytes, mode: Any) -> Tag | None:
         errors = self._obstore.exceptions
@@ -275,15 +275,15 @@ class CountedRequests:
     def made(self) -> Counts:
         """Return the requests since this object was made."""
         now = self._store.counts() if self._store is not None else {}
-        since = {one: [a - b for a, b in zip(row, self._before.get(one, [0, 0]), strict=True)] for one, row in now.items()}
-        return {one: row for one, row in since.items() if any(row)}
+        since = {kind: [a - b for a, b in zip(row, self._before.get(kind, [0, 0]), strict=True)] for kind, row in now.items()}
+        return {kind: row for kind, row in since.items() if any(row)}
 
 
 def all_of(counts: Iterable[Counts]) -> Counts:
     """Add up the requests of several ranks, or of several parts of a save."""
     total: Counts = {}
-    for one in counts:
-        for operation, row in one.items():
+    for count in counts:
+        for operation, row in count.items():
             total[operation] = [a + b for a, b in zip(total.get(operation, [0, 0]), row, strict=True)]
     return {operation: total[operation] for operation in sorted(total)}
 
@@ -355,7 +355,7 @@ def _profile(what: str) -> dict[str, str]:
         ConfigurationError: `AWS_PROFILE` names a profile that has no keys, as one of single sign-on or of a role has none.
     """
     name = os.environ.get("AWS_PROFILE", "default")
-    has_keys = any(one.startswith(_OTHER_KEYS) for one in os.environ)
+    has_keys = any(name.startswith(_OTHER_KEYS) for name in os.environ)
     said: dict[str, str] = {}
     for variable, file, section in (
         ("AWS_CONFIG_FILE", "~/.aws/config", "default" if name == "default" else f"profile {name}"),
@@ -373,7 +373,7 @@ def _profile(what: str) -> dict[str, str]:
             said |= parser[section]
     found = {ours: said[theirs] for theirs, ours in _IN_PROFILES.items() if theirs in said}
     for option, variables in _SET_BY.items():
-        if any(os.environ.get(one) for one in variables):
+        if any(os.environ.get(name) for name in variables):
             found.pop(option, None)
     if has_keys:
         return {option: value for option, value in found.items() if option in _SET_BY}
