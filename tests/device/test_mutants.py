@@ -114,7 +114,7 @@ MUTANTS = [
     Mutant(
         "a load begins before what was queued for its tensors is done",
         "ckpt/loading/loader.py: Loader._read",
-        "wait_for_all((request.out for one in going for request in one.requests))",
+        "wait_for_all((request.out for match in going for request in match.requests))",
         "",
         (f"{LATE}::test_an_old_folder_of_pickled_files_is_loaded_after_all_that_was_queued",),
     ),
