@@ -63,6 +63,8 @@ if TYPE_CHECKING:
 
 BACKEND = "ckpt"
 _GIVEN_UP = "the update was given up"
+_LONGEST_TEXT = 2000
+"""Bytes of an error that one worker tells the others."""
 _log = logging.getLogger(__name__)
 
 
@@ -164,9 +166,13 @@ class CkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Return this worker's failure, or the first of the others of the server. Each calls it, in the same call of vLLM."""
         if self.parallel_config.world_size_across_dp == 1:
             return failure
-        group, said = get_world_group(), [""] * self.parallel_config.world_size_across_dp
-        torch.distributed.all_gather_object(said, "" if failure is None else str(failure), group=group.cpu_group)
-        others = (CheckpointError(f"worker {number}: {text}") for number, text in enumerate(said) if text)
+        group = get_world_group().cpu_group
+        mine = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()[:_LONGEST_TEXT]
+        text = torch.frombuffer(bytearray(mine.ljust(_LONGEST_TEXT, b"\0")), dtype=torch.uint8)
+        said = [torch.empty_like(text) for _ in range(torch.distributed.get_world_size(group))]
+        torch.distributed.all_gather(said, text, group=group)
+        texts = (bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in said)
+        others = (CheckpointError(f"worker {number}: {text}") for number, text in enumerate(texts) if text)
         return failure or next(others, None)
 
     def start_weight_update(self) -> None:
