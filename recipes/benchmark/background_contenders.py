@@ -34,7 +34,7 @@ class SaveMode:
     """How a contender saves.
 
     Attributes:
-        writer: "thread" or "process"; None: training waits for the whole save.
+        writer: "thread", or "process" of DCP's; None: training waits for the whole save.
         overlap: whether the copy, too, runs beside training, whose next optimizer step waits for it.
         is_capped: of ours: whether the writer keeps to `benchmark.writer_cores` and `benchmark.writer_mib_s`.
         is_tuned: of DCP's: whether it keeps memory and plans from save to save, which its defaults do not. To overlap it has to.
@@ -49,9 +49,7 @@ class SaveMode:
 NOTHING = "none"
 _BACKGROUND = {
     "thread": SaveMode("thread"),
-    "process": SaveMode("process"),
     "thread-overlap": SaveMode("thread", overlap=True),
-    "process-overlap": SaveMode("process", overlap=True),
 }
 OURS: dict[str, SaveMode] = {
     "sync": SaveMode(None),
@@ -267,4 +265,4 @@ def settings_of(mode: SaveMode, keys: Mapping[str, Any]) -> SaveSettings:
     if mode.writer is None:
         return SaveSettings()
     caps = {name: keys[name] for name in ("writer_cores", "writer_mib_s") if mode.is_capped}
-    return SaveSettings(mode="async", overlap=mode.overlap, writer=mode.writer, **caps)
+    return SaveSettings(mode="async", overlap=mode.overlap, **caps)

@@ -48,7 +48,7 @@ def test_every_workload_that_all_ranks_train_composes_with_the_benchmarks_own_co
     assert (run["model"]["size"], run["launch"]["nproc_per_node"], run["optimizer"]["fused"]) == ("gpt2", 4, True)
     keys = run["benchmark"]
     assert (keys["workload"], keys["repeats"], keys["step_s"]) == (workload, 5, 0.25)
-    assert {NOTHING, *DCP, "sync", "thread", "process-overlap", "process-overlap/capped"} <= set(keys["contenders"])
+    assert {NOTHING, *DCP, "sync", "thread", "thread-overlap", "thread-overlap/capped"} <= set(keys["contenders"])
 
 
 def test_without_a_word_it_is_gpt2_fully_sharded(tmp_path: Path) -> None:
@@ -62,7 +62,6 @@ def test_the_words_of_a_contender_are_the_settings_of_its_saves() -> None:
         settings = settings_of(way, caps)
         assert settings.is_async == (name != "sync")
         assert settings.overlap == ("overlap" in name)
-        assert settings.writer == ("process" if "process" in name else "thread")
         capped = (1, 50) if name.endswith("/capped") else (None, None)
         assert (settings.writer_cores, settings.writer_mib_s) == capped
 
@@ -152,7 +151,7 @@ def test_ratios_are_ours_over_theirs() -> None:
 def test_a_small_one_measures_everybody_and_finds_every_bit_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    names = ["none", "dcp-thread-overlap", "sync", "thread", "process-overlap/capped"]
+    names = ["none", "dcp-thread-overlap", "sync", "thread", "thread-overlap/capped"]
     cfg = small(tmp_path, names)
     result = run_ranks(2, _benchmark, cfg, process_group=True, timeout_s=120)[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["benchmark.json", "benchmark.png"]
@@ -175,7 +174,7 @@ def test_a_small_one_measures_everybody_and_finds_every_bit_again(
     assert "1 rounds of none, " in printed and "round 1/1 thread: first stall " in printed
     show(result)
     table = capfd.readouterr().out
-    assert all(word in table for word in ("process-overlap/capped", "ours / theirs", "durable s"))
+    assert all(word in table for word in ("thread-overlap/capped", "ours / theirs", "durable s"))
 
 
 @pytest.mark.full
