@@ -285,7 +285,7 @@ class CheckpointCoordinator:
         if self._publisher is None:
             raise MissingStateError(
                 f"{component} of step {step} cannot be published: this coordinator keeps nothing in memory. Give it "
-                "backend=KimiEngineBackend(pool=True) and saves.writer='thread'"
+                "backend=KimiEngineBackend(pool=True)"
             )
         return await self._publisher.publish(engine, step, component)
 
@@ -352,7 +352,7 @@ class CheckpointCoordinator:
         return 0 if self._background is None else self._background.num_pending
 
     def close(self) -> None:
-        """Wait for all saves in the background, and release memory, threads and processes. Collective if a save is unfinished.
+        """Wait for all saves in the background, and release memory and threads. Collective if a save is unfinished.
 
         Raises:
             CheckpointError: as `maybe_finalize` does.

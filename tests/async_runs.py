@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,9 @@ from tests.pace import patience
 from tests.states import Held, backend_named, coordinator
 from tests.values import same_values
 
-WRITERS = ("thread", "process")
 SETTINGS = {
-    "thread": ["save.mode=async"],
-    "thread, overlap": ["save.mode=async", "save.overlap=true"],
-    "process": ["save.mode=async", "save.writer=process"],
-    "process, overlap": ["save.mode=async", "save.writer=process", "save.overlap=true"],
+    "async": ["save.mode=async"],
+    "overlap": ["save.mode=async", "save.overlap=true"],
 }
 """The ways to save in the background, as overrides of the training command."""
 
@@ -43,7 +40,7 @@ PATIENCE_S = patience(30.0)
 
 
 def settings(**chosen: Any) -> SaveSettings:
-    """Of a save in the background, by a thread unless something else is chosen."""
+    """Of a save in the background."""
     return SaveSettings(mode="async", **chosen)
 
 
@@ -81,7 +78,7 @@ def until(is_so: Callable[[], object], what: str = "what was waited for", second
 
 
 class Troubled:
-    """Writes as another one does, but in one save, on one rank, something happens at a chunk. Goes by pickle to where bytes are written.
+    """Writes as another one does, but in one save, on one rank, something happens at a chunk.
 
     Args:
         trouble: what happens, a name in TROUBLES.
@@ -159,7 +156,6 @@ def _bug(folder: Path, array: ArraySpec, host: torch.Tensor) -> None:
 
 
 def _killed(folder: Path, array: ArraySpec, host: torch.Tensor) -> None:
-    """Whatever process writes."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -321,8 +317,3 @@ def committed(root: Path) -> list[str]:
 def names_in(root: Path) -> list[str]:
     """What lies in a checkpoint root, but for the claim of a coordinator that is open, or of a process that was killed."""
     return sorted({path.name for path in root.iterdir()} - {ROOT_OWNER}) if root.exists() else []
-
-
-def writers_of(process: psutil.Process) -> Sequence[psutil.Process]:
-    """The processes that write for a rank."""
-    return process.children(recursive=True)

@@ -162,8 +162,6 @@ class HostCache:
 def memories_of(backend: Backend, saves: SaveSettings) -> Memories | None:
     """The memory in which a backend keeps saves; None: it keeps none.
 
-    A writer process (`saves.writer="process"`) would keep saves in its own memory, so they are not kept.
-
     Raises:
         ConfigurationError: there is a budget for host memory, and neither copies nor kept saves use any.
     """
@@ -171,7 +169,7 @@ def memories_of(backend: Backend, saves: SaveSettings) -> Memories | None:
     memories: Memories | None = getattr(backend, "memories", None)
     if memories is None and not saves.is_async and saves.staging_budget_mib is not None:
         raise saves.without_effect("staging_budget_mib")
-    return None if saves.writer == "process" else memories
+    return memories
 
 
 def host_cache_of(backend: Backend, saves: SaveSettings) -> HostCache | None:

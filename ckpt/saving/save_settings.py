@@ -10,12 +10,11 @@ from ckpt.errors import ConfigurationError
 MODES = ("sync", "async")
 _CHOICES = {
     "mode": MODES,
-    "writer": ("thread", "process"),
     "when_busy": ("wait", "skip", "queue"),
     "on_async_error": ("raise", "warn"),
 }
 _AT_LEAST_ONE = ("writer_cores", "writer_mib_s", "staging_budget_mib")
-_OF_THE_BACKGROUND = ("overlap", "writer", "writer_cores", "writer_mib_s", "when_busy", "on_async_error")
+_OF_THE_BACKGROUND = ("overlap", "writer_cores", "writer_mib_s", "when_busy", "on_async_error")
 """Settings of saves in the background; their defaults have no effect."""
 _FLAGS = ("overlap", "incremental")
 _NUMBERS = ("grace_s", "incremental_min_live", *_AT_LEAST_ONE)
@@ -29,7 +28,6 @@ class SaveSettings:
         mode: "sync": `save_checkpoint` returns when the checkpoint is committed. "async": once the state is copied to host memory,
             or, with `overlap`, once that can go on by itself; the rest is done in the background.
         overlap: copy state that only an optimizer's step changes during the next forward and backward; that step waits for it.
-        writer: "thread" of this process, or "process": one for each rank, which leaves the interpreter to training.
         writer_cores: number of cores that the writer of a rank may use; None: all.
         writer_mib_s: MiB a second that the writer of a rank may write; None: no limit.
         staging_budget_mib: host memory for copies, of each rank; a larger state is copied as the items before it are written,
@@ -49,7 +47,6 @@ class SaveSettings:
 
     mode: str = "sync"
     overlap: bool = False
-    writer: str = "thread"
     writer_cores: int | None = None
     writer_mib_s: int | None = None
     staging_budget_mib: int | None = None

@@ -234,5 +234,5 @@ def _require_held(said: Sequence[tuple[str, str] | None], step: int, component: 
         if one is None or step_of(one[0]) != step or one != said[0]:
             raise MissingStateError(
                 f"{component} of step {step} cannot be published: rank {rank} holds {found} in memory. A step is there from the commit of "
-                "its save until the next save begins, with backend=KimiEngineBackend(pool=True) and saves.writer='thread'"
+                "its save until the next save begins, with backend=KimiEngineBackend(pool=True)"
             )

@@ -116,7 +116,7 @@ class Staged(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WriteJob:
-    """The arguments of one write of a share, without the tensors. Can be sent to another process.
+    """The arguments of one write of a share, without the tensors.
 
     Attributes:
         folder: the unpublished folder.
@@ -132,7 +132,7 @@ class WriteJob:
 
 
 class RankWritePlan:
-    """One rank's share of every save with one plan. Holds no tensors, and can be sent to another process.
+    """One rank's share of every save with one plan. Holds no tensors.
 
     Args:
         packed_bytes: the longest packed array, and so the memory that packing takes. A longer tensor has an array of its own.
@@ -251,7 +251,7 @@ class RankWritePlan:
 
 
 Write = Callable[[RankWritePlan, WriteJob, Iterable[Staged], Callable[[int], None]], WriteResult]
-"""Writes a share: `RankWritePlan.write` itself, or a function that has another process call it."""
+"""Writes a share: `RankWritePlan.write`, or a function around it."""
 
 
 class _Writing:

@@ -136,12 +136,7 @@ def _check_published(run: Mapping[str, Any]) -> None:
     """Refuse `publish=saved` with a backend that keeps no save in host memory."""
     if run["publish"] == "live" or config.kept_memories(run) is not None:
         return
-    writer, backend = run["save"]["writer"], run["ckpt"]["_target_"].rpartition(".")[2]
-    if writer == "process":
-        raise ConfigurationError(
-            "publish=saved takes the weights of a save out of the trainers' memory, but with save.writer=process the writers hold them: "
-            "give save.writer=thread, or publish=live"
-        )
+    backend = run["ckpt"]["_target_"].rpartition(".")[2]
     raise ConfigurationError(
         f"publish=saved takes the weights of a save out of host memory, and the backend chosen with ckpt=, {backend}, keeps none there: "
         "give ckpt=kimi-engine with ckpt.pool=true, or publish=live"

@@ -41,8 +41,7 @@ from tests.states import spreading
 
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
-    "async thread": {"saves": SaveSettings(mode="async")},
-    "async process": {"saves": SaveSettings(mode="async", writer="process")},
+    "async": {"saves": SaveSettings(mode="async")},
     "incremental": {"saves": SaveSettings(incremental=True)},
     "overwrite": {},
     "keep_last": {"keep_last": 2},
@@ -85,26 +84,20 @@ class Scenario:
         return "2" if self.mode == "overwrite" else "3"
 
 
-def save_cases(seed: int, backend: str, points: int = 36, points_by_process: int = 8) -> list[Case]:
+def save_cases(seed: int, backend: str, points: int = 36) -> list[Case]:
     """Cases for every way to save by a backend.
 
     Args:
         points: how many tries each way gets.
-        points_by_process: for those by a writer process, which takes seconds to start.
     """
     ways = [Scenario(*way) for way in itertools.product([backend], MODES, (1, 2))]
-    each = {True: points_by_process, False: points}
-    return [
-        Case("crashes:saves", {"scenario": way, "points": each[way.mode == "async process"], "seed": f"{seed} {way}"})
-        for way in ways
-    ]
+    return [Case("crashes:saves", {"scenario": way, "points": points, "seed": f"{seed} {way}"}) for way in ways]
 
 
 def sample_of_save_cases(seed: int) -> list[Case]:
-    """Each mode once, but for that by a writer process; each backend, number of ranks and fault in some of them; dealt by lot."""
+    """Each mode once; each backend, number of ranks and fault in some of them; dealt by lot."""
     random = Random(f"{seed} ways")
-    modes = [mode for mode in MODES if mode != "async process"]
-    backends, faults = [*held_state.BACKENDS], [*FAULTS]
+    modes, backends, faults = [*MODES], [*held_state.BACKENDS], [*FAULTS]
     for values in (modes, backends, faults):
         random.shuffle(values)
     cases = []

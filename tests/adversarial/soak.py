@@ -39,8 +39,7 @@ LIVES = 3
 WAYS = {
     "sync": [],
     "incremental": ["save.incremental=true"],
-    "async thread": ["save.mode=async"],
-    "async process": ["save.mode=async", "save.writer=process"],
+    "async": ["save.mode=async"],
     "keep_last": ["save.keep_last=2"],
 }
 VICTIMS = ("launcher", "one process", "everybody")
@@ -237,7 +236,7 @@ class Soak:
 LONG_RUNS = {
     "zarr": SaveSettings(incremental=True),
     "tensorstore": SaveSettings(mode="async"),
-    "kimi-engine": SaveSettings(mode="async", writer="process"),
+    "kimi-engine": SaveSettings(mode="async", when_busy="queue"),
 }
 
 

@@ -86,7 +86,6 @@ def test_what_ranks_of_ray_cannot_do_is_refused(tmp_path: Path, override: str, e
 @pytest.mark.parametrize(
     "override",
     [
-        "save.writer=process",
         "save.when_busy=queue",
         "save.writer_mib_s=5",
         "save.writer_cores=1",

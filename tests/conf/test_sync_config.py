@@ -51,7 +51,6 @@ def test_the_number_of_ranks_follows_from_the_roles(tmp_path: Path) -> None:
         (["publish=saved", "ckpt=zarr"], "and the backend chosen with ckpt=, ZarrBackend, keeps none there"),
         (["publish=saved", "ckpt=tensorstore"], "publish=saved takes the weights of a save out of host memory"),
         (["publish=saved", "ckpt=kimi-engine", "ckpt.pool=false"], "give ckpt=kimi-engine with ckpt.pool=true, or publish=live"),
-        (["publish=saved", "ckpt=kimi-engine", "save.mode=async", "save.writer=process"], "give save.writer=thread, or publish=live"),
         (["ckpt=zarr", "save.when_busy=skip"], "saves.when_busy=skip has no effect with saves.mode=sync"),
         (["publish=perhaps"], "publish=perhaps: expected one of live, saved"),
         (["ckpt=zarr", "save.every=0"], "save.every=0: expected at least 1"),

@@ -72,13 +72,6 @@ ON_HOST = [
         (f"{MEMORY}::test_chunks_that_are_larger_than_the_budget_are_saved_all_the_same",),
     ),
     Mutant(
-        "the process that writes asks for the next item before it is done with one",
-        "ckpt/saving/background/writer_child.py: _Server._staged",
-        "yield Staged(number, [self._tensor(*place) for place in places], digests)",
-        "self._trainer.tell('next')\nyield Staged(number, [self._tensor(*place) for place in places], digests)",
-        (f"{MEMORY}::test_a_save_over_budget_streams_part_by_part_through_what_it_is_given[process]",),
-    ),
-    Mutant(
         "memory is made anew while it is written from",
         "ckpt/memory/arena.py: Arena.grow",
         "self._free != ([(0, len(self._memory))] if len(self._memory) else [])",
@@ -155,7 +148,7 @@ ON_HOST = [
         "ckpt/ranks/sigterm.py: SigtermDeferral._wait",
         "ends_at",
         "ends_at + 10",
-        (f"{SIGTERM}::test_a_save_that_takes_longer_is_given_up_and_the_one_before_stays[thread]",),
+        (f"{SIGTERM}::test_a_save_that_takes_longer_is_given_up_and_the_one_before_stays",),
     ),
     Mutant(
         "an error of the training loop is hidden by waiting for the save",
@@ -169,7 +162,7 @@ ON_HOST = [
         "ckpt/saving/background/background.py: Background.close",
         "self._arena.let_go()",
         "",
-        (f"{FAULTS}::test_saves_leave_no_file_open_no_thread_no_process_and_no_shared_memory[process-False]",),
+        (f"{FAULTS}::test_saves_leave_no_file_open_no_thread_no_process_and_no_memory[True]",),
     ),
     Mutant(
         "a checkpoint that is equal to an older one raises no alarm",

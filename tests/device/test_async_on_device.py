@@ -18,7 +18,7 @@ from ckpt.errors import StateChangedError
 from ckpt.loading.direct import DirectLoad
 from ckpt.ranks.topology import Topology
 from ckpt.state.statefuls import ModelState, OptimizerState
-from tests.async_runs import SETTINGS, WRITERS, Troubled, error_of, let_go, settings
+from tests.async_runs import SETTINGS, Troubled, error_of, let_go, settings
 from tests.covering import and_in_full, rows
 from tests.device.devices import ADVERSARY, CUDA, NPU, made
 from tests.device.memory import AWKWARD, Memory, require_same, tiny
@@ -48,26 +48,24 @@ def coordinator(
 
 
 @and_in_full(
-    ("writer", "budget_mib", "when_busy"),
-    [("thread", None, "queue"), ("thread", 4, "wait")],
-    rows({"writer": [*WRITERS], "budget_mib": [None, 4, 32], "when_busy": ["wait", "queue"]}, None),
+    ("budget_mib", "when_busy"),
+    [(None, "queue"), (4, "wait")],
+    rows({"budget_mib": [None, 4, 32], "when_busy": ["wait", "queue"]}, None),
 )
 def test_a_save_holds_what_was_on_its_way_at_the_call_and_nothing_later(
-    tmp_path: Path, device: str, writer: str, budget_mib: int | None, when_busy: str
+    tmp_path: Path, device: str, budget_mib: int | None, when_busy: str
 ) -> None:
     """Three saves one right after another through the same memory; all tensors are overwritten as soon as control has returned."""
-    (paths,) = run_ranks(
-        1, _change_and_save, tmp_path, device, writer, budget_mib, when_busy, device=device, environment=ADVERSARY
-    )  # fmt: skip
+    (paths,) = run_ranks(1, _change_and_save, tmp_path, device, budget_mib, when_busy, device=device, environment=ADVERSARY)
     for seed, path in zip((2, 3, 4), paths, strict=True):
         require_saved(path, AWKWARD, seed)
 
 
 def _change_and_save(
-    topology: Topology, root: Path, device: str, writer: str, budget_mib: int | None, when_busy: str
+    topology: Topology, root: Path, device: str, budget_mib: int | None, when_busy: str
 ) -> list[str]:
     memory = Memory(AWKWARD, 1, torch_device(device, topology))
-    saves = settings(writer=writer, staging_budget_mib=budget_mib, when_busy=when_busy)
+    saves = settings(staging_budget_mib=budget_mib, when_busy=when_busy)
     parts = [StateComponent("model", Held(memory.tensors()), "replicated")]
     paths = []
     with coordinator(topology, root, parts, device, saves=saves) as saver:
@@ -88,7 +86,7 @@ def test_very_many_small_tensors_are_those_of_the_call(tmp_path: Path, device: s
 def _change_and_save_many(topology: Topology, root: Path, device: str) -> str:
     memory = Memory(tiny(2000), 1, torch_device(device, topology))
     parts = [StateComponent("model", Held(memory.tensors()), "replicated")]
-    with coordinator(topology, root, parts, device, saves=settings(writer="process")) as saver:
+    with coordinator(topology, root, parts, device, saves=settings()) as saver:
         memory.change(2)
         path = saver.save_checkpoint(checkpoint_id="1")
         memory.change(3, late=False, on_new_streams=True)
@@ -160,12 +158,11 @@ class _Model:
         return found
 
 
-@pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.full)])
 @pytest.mark.parametrize("budget_mib", [None, 4])
 def test_what_is_copied_beside_training_is_complete_before_the_optimizers_step(
-    tmp_path: Path, device: str, writer: str, budget_mib: int | None
+    tmp_path: Path, device: str, budget_mib: int | None
 ) -> None:
-    run_ranks(1, _train, tmp_path, device, writer, budget_mib, device=device, environment=ADVERSARY)
+    run_ranks(1, _train, tmp_path, device, budget_mib, device=device, environment=ADVERSARY)
     for number in (1, 2, 3):
         state = torch.load(tmp_path / f"wanted-{number}")
         model = _Model(torch.device("cpu"))
@@ -179,11 +176,11 @@ def test_what_is_copied_beside_training_is_complete_before_the_optimizers_step(
         require_same(found, state)
 
 
-def _train(topology: Topology, root: Path, device: str, writer: str, budget_mib: int | None) -> None:
+def _train(topology: Topology, root: Path, device: str, budget_mib: int | None) -> None:
     model = _Model(torch_device(device, topology))
     model.forward_and_backward()
     model.optimizer.step()
-    saves = settings(overlap=True, writer=writer, staging_budget_mib=budget_mib, when_busy="queue")
+    saves = settings(overlap=True, staging_budget_mib=budget_mib, when_busy="queue")
     with coordinator(topology, root, model.parts(), device, saves=saves) as saver:
         for number in (1, 2, 3):
             torch.save(model.state(), root / f"wanted-{number}")
@@ -281,7 +278,7 @@ def _require_alike(device: str, layout: str, setting: str, backend: str, folder:
 
 @and_in_full(
     ("layout", "setting", "backend"),
-    [("fsdp", "thread, overlap", "zarr")],
+    [("fsdp", "overlap", "zarr")],
     rows({"layout": [*LAYOUTS], "setting": [*SETTINGS], "backend": ["zarr", "ocdbt"]}, 2),
 )
 def test_a_run_goes_on_to_the_bit_from_what_it_saved_while_it_trained(

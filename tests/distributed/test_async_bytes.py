@@ -27,7 +27,6 @@ from ckpt.ranks.topology import Topology
 from ckpt.state.statefuls import OptimizerState
 from tests.async_runs import (
     SHAPE,
-    WRITERS,
     Trainee,
     Troubled,
     committed,
@@ -45,8 +44,7 @@ from tests.states import ALL_DTYPES, Held, coordinator, random_bits, zero_bits
 from tests.values import same_values
 
 AGREE_S = 10.0
-BY_WRITER = {"thread": "zarr", "process": "safetensors"}
-THREAD = ["thread", pytest.param("process", marks=pytest.mark.full)]
+BACKENDS = ("zarr", "safetensors")
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +55,7 @@ def _ends() -> Iterator[None]:
 
 @contextmanager
 def held_back(
-    held: Held, root: Path, folder: Path, writer: str, **options: Any
+    held: Held, root: Path, folder: Path, backend: str, **options: Any
 ) -> Iterator[tuple[CheckpointCoordinator, Path]]:
     """A save that has been asked for, and of which nothing is written before the block ends."""
     folder.mkdir(exist_ok=True)
@@ -65,8 +63,8 @@ def held_back(
         Topology.alone(),
         root,
         [StateComponent("model", held, "replicated")],
-        backend=Troubled("waits", folder, backend=BY_WRITER[writer]),
-        saves=settings(writer=writer, **options),
+        backend=Troubled("waits", folder, backend=backend),
+        saves=settings(**options),
     )
     try:
         path = made.save_checkpoint(checkpoint_id="1")
@@ -93,8 +91,8 @@ def loaded(path: Path, like: dict[str, Any]) -> Any:
 # pytorch/pytorch#144657
 
 
-@pytest.mark.parametrize("writer", WRITERS)
-def test_tensors_on_the_host_are_saved_as_they_were_at_the_call(tmp_path: Path, writer: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tensors_on_the_host_are_saved_as_they_were_at_the_call(tmp_path: Path, backend: str) -> None:
     """Large and small, of every data type, dense, with gaps, transposed, empty and without dimensions."""
     state: dict[str, Any] = {f"large {dtype}": random_bits(SHAPE, dtype, n) for n, dtype in enumerate(ALL_DTYPES)}
     state |= {f"small {dtype}": random_bits((3, 5), dtype, 50 + n) for n, dtype in enumerate(ALL_DTYPES)}
@@ -104,7 +102,7 @@ def test_tensors_on_the_host_are_saved_as_they_were_at_the_call(tmp_path: Path, 
     }
     state |= {"empty": torch.empty(0, 3), "one": torch.tensor(7.0), "two names": state["large torch.float32"]}
     wanted = copy.deepcopy(state)
-    with held_back(Held(state), tmp_path / "root", tmp_path / "notes", writer) as (_, path):
+    with held_back(Held(state), tmp_path / "root", tmp_path / "notes", backend) as (_, path):
         for tensor in state.values():
             if tensor.dtype in (torch.bool, torch.float4_e2m1fn_x2):
                 tensor = tensor.view(torch.uint8)
@@ -116,8 +114,8 @@ def test_tensors_on_the_host_are_saved_as_they_were_at_the_call(tmp_path: Path, 
 # NVIDIA-NeMo/Megatron-Bridge#3267
 
 
-@pytest.mark.parametrize("writer", THREAD)
-def test_plain_values_are_those_of_the_call_however_deep_they_lie(tmp_path: Path, writer: str) -> None:
+@pytest.mark.parametrize("backend", ["zarr", pytest.param("safetensors", marks=pytest.mark.full)])
+def test_plain_values_are_those_of_the_call_however_deep_they_lie(tmp_path: Path, backend: str) -> None:
     state: dict[str, Any] = {
         "w": random_bits(SHAPE, torch.float32, 1),
         "step": 3,
@@ -126,7 +124,7 @@ def test_plain_values_are_those_of_the_call_however_deep_they_lie(tmp_path: Path
         "bytes": b"abc",
     }
     wanted = copy.deepcopy(state)
-    with held_back(Held(state), tmp_path / "root", tmp_path / "notes", writer) as (_, path):
+    with held_back(Held(state), tmp_path / "root", tmp_path / "notes", backend) as (_, path):
         state["step"] = 4
         state["losses"][1].append(3.5)
         state["schedule"]["seen"]["shards"].clear()
@@ -138,10 +136,9 @@ def test_plain_values_are_those_of_the_call_however_deep_they_lie(tmp_path: Path
 # NVIDIA/nvidia-resiliency-ext#376
 
 
-@pytest.mark.parametrize("writer", THREAD)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_counter_of_an_optimizer_that_steps_while_it_is_written_is_that_of_the_call(
-    tmp_path: Path, writer: str, overlap: bool
+    tmp_path: Path, overlap: bool
 ) -> None:
     trainee = Trainee(1)
     trainee.step()
@@ -150,7 +147,7 @@ def test_the_counter_of_an_optimizer_that_steps_while_it_is_written_is_that_of_t
     made = trainee.coordinator(
         Topology.alone(),
         tmp_path / "root",
-        settings(writer=writer, overlap=overlap),
+        settings(overlap=overlap),
         backend=Troubled("waits", tmp_path),
     )
     with made:
@@ -172,12 +169,10 @@ def _alarms_of(
     root: Path,
     advance: Callable[[int], None],
     parts: list[StateComponent] | None = None,
-    writer: str = "thread",
     mode: str = "async",
 ) -> list[list[str]]:
     """Save four times, doing something before each; the alarms of each save."""
-    saves = settings(writer=writer) if mode == "async" else None
-    options = {"saves": saves} if saves is not None else {}
+    options = {"saves": settings()} if mode == "async" else {}
     made = coordinator(Topology.alone(), root, parts or trainee.components(), pattern_check="off", **options)
     found = []
     with made:
@@ -191,9 +186,8 @@ def _alarms_of(
     return found
 
 
-@pytest.mark.parametrize("writer", THREAD)
 def test_checkpoints_of_later_steps_that_are_equal_to_the_bit_raise_an_alarm_that_names_both(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, writer: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As when the training changes another copy of the state than the one that is saved: only the step's number moves on."""
     trainee = Trainee(1)
@@ -203,7 +197,7 @@ def test_checkpoints_of_later_steps_that_are_equal_to_the_bit_raise_an_alarm_tha
         trainee.counters.state["step"] = number
 
     with caplog.at_level(logging.WARNING, logger="ckpt"):
-        found = _alarms_of(trainee, tmp_path, advance, writer=writer)
+        found = _alarms_of(trainee, tmp_path, advance)
     assert found[0] == []
     for number in (2, 3, 4):
         (alarm,) = [
@@ -291,26 +285,25 @@ def test_the_alarm_is_raised_on_every_rank_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("writer", "at"),
+    ("backend", "at"),
     [
-        ("thread", "a chunk"),
-        ("process", "packed tensors"),
-        pytest.param("thread", "packed tensors", marks=pytest.mark.full),
-        pytest.param("process", "a chunk", marks=pytest.mark.full),
+        ("zarr", "a chunk"),
+        ("safetensors", "packed tensors"),
+        pytest.param("zarr", "packed tensors", marks=pytest.mark.full),
+        pytest.param("safetensors", "a chunk", marks=pytest.mark.full),
     ],
 )
 def test_a_bit_that_turns_between_the_snapshot_and_the_disk_is_refused_with_the_arrays_name(
-    tmp_path: Path, writer: str, at: str
+    tmp_path: Path, backend: str, at: str
 ) -> None:
     state = {"one": random_bits(SHAPE, torch.float32, 1), "two": random_bits(SHAPE, torch.float32, 2)}
     state |= {f"small {n}": random_bits((5,), torch.float32, n) for n in range(9)}
-    backend = Troubled("flips", tmp_path, at=2 if at == "a chunk" else 3, backend=BY_WRITER[writer])
     made = coordinator(
         Topology.alone(),
         tmp_path / "root",
         [StateComponent("model", Held(state), "replicated")],
-        backend=backend,
-        saves=settings(writer=writer),
+        backend=Troubled("flips", tmp_path, at=2 if at == "a chunk" else 3, backend=backend),
+        saves=settings(),
     )
     with made:
         made.save_checkpoint(checkpoint_id="1")

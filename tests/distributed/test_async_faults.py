@@ -5,7 +5,6 @@ Nothing hangs, nothing is left behind: no folder, no process, no shared memory, 
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import resource
@@ -18,7 +17,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -31,7 +29,6 @@ from ckpt.saving.prepared_save import SaveReport
 from tests.async_runs import (
     PATIENCE_S,
     SHAPE,
-    WRITERS,
     Left,
     Troubled,
     committed,
@@ -41,7 +38,6 @@ from tests.async_runs import (
     names_in,
     settings,
     until,
-    writers_of,
 )
 from tests.covering import and_in_full, rows
 from tests.ranks import Dead, run_ranks, run_threads
@@ -83,18 +79,19 @@ def require_sound(root: Path, names: list[str]) -> None:
 # A rank's write error
 
 
-BY_WRITER = {"thread": "zarr", "process": "safetensors"}
 CALLS = ["save", "load", "maybe_finalize", "wait", "close"]
-ERRORS = [("full", "thread", "save", 1), ("broken", "process", "load", 1), ("full", "thread", "maybe_finalize", 0)]
-ERRORS_IN_FULL = rows({"trouble": ["full", "broken", "bug"], "writer": list(WRITERS), "call": CALLS, "rank": [0, 1]}, 2)
+ERRORS = [("full", "zarr", "save", 1), ("broken", "safetensors", "load", 1), ("full", "zarr", "maybe_finalize", 0)]
+ERRORS_IN_FULL = rows(
+    {"trouble": ["full", "broken", "bug"], "store": ["zarr", "safetensors"], "call": CALLS, "rank": [0, 1]}, 2
+)
 
 
-def _fail(topology: Topology, root: Path, notes: Path, trouble: str, writer: str, call: str, rank: int) -> list[Any]:
+def _fail(topology: Topology, root: Path, notes: Path, trouble: str, store: str, call: str, rank: int) -> list[Any]:
     """Checkpoint 1 is there, 2 fails, the call says so, 3 is well."""
     left = Left()
     numbered = Numbered()
-    backend = Troubled(trouble, notes, checkpoint_id="2", rank=rank, at=2, backend=BY_WRITER[writer])
-    made = numbered.coordinator(topology, root, backend=backend, saves=settings(writer=writer))
+    backend = Troubled(trouble, notes, checkpoint_id="2", rank=rank, at=2, backend=store)
+    made = numbered.coordinator(topology, root, backend=backend, saves=settings())
     said = []
     for number in (1, 2):
         numbered.become(number)
@@ -122,13 +119,13 @@ def _fail(topology: Topology, root: Path, notes: Path, trouble: str, writer: str
     return said
 
 
-@and_in_full(("trouble", "writer", "call", "rank"), ERRORS, ERRORS_IN_FULL)
+@and_in_full(("trouble", "store", "call", "rank"), ERRORS, ERRORS_IN_FULL)
 def test_a_write_error_in_the_background_is_raised_on_every_rank_by_the_next_call(
-    tmp_path: Path, trouble: str, writer: str, call: str, rank: int
+    tmp_path: Path, trouble: str, store: str, call: str, rank: int
 ) -> None:
     root, notes = tmp_path / "root", tmp_path / "notes"
     notes.mkdir()
-    ranks = run_ranks(2, _fail, root, notes, trouble, writer, call, rank, agree_s=10.0)
+    ranks = run_ranks(2, _fail, root, notes, trouble, store, call, rank, agree_s=10.0)
     assert all(said == ranks[0] for said in ranks), ranks
     ((kind, sentence, at, phase),) = ranks[0]
     assert (at, phase) == (rank, "write")
@@ -143,34 +140,30 @@ def test_a_write_error_in_the_background_is_raised_on_every_rank_by_the_next_cal
     require_sound(root, ["checkpoint-1"] if call == "close" else ["checkpoint-1", "checkpoint-3"])
 
 
-def _exceed_the_limit(topology: Topology, root: Path, writer: str) -> tuple[Any, ...]:
+def _exceed_the_limit(topology: Topology, root: Path) -> tuple[Any, ...]:
     """A file of one rank may not become as large as a chunk: what a full disk or a quota does, by the kernel."""
     numbered = Numbered()
-    made = numbered.coordinator(topology, root, saves=settings(writer=writer))
+    made = numbered.coordinator(topology, root, saves=settings())
     numbered.become(1)
     made.save_checkpoint(checkpoint_id="1")
     made.wait()
     if topology.rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        for process in [psutil.Process(), *writers_of(psutil.Process())]:
-            _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
-            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (50_000, hard))
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
     numbered.become(2)
     made.save_checkpoint(checkpoint_id="2")
     said = error_of(made.wait)
     if topology.rank == 1:
-        for process in [psutil.Process(), *writers_of(psutil.Process())]:
-            _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
-            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (hard, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     numbered.become(3)
     made.save_checkpoint(checkpoint_id="3")
     made.close()
     return said
 
 
-@pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.full)])
-def test_a_file_that_the_kernel_refuses_to_let_grow_fails_the_save_on_all_ranks(tmp_path: Path, writer: str) -> None:
-    first, second = run_ranks(2, _exceed_the_limit, tmp_path, writer)
+def test_a_file_that_the_kernel_refuses_to_let_grow_fails_the_save_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _exceed_the_limit, tmp_path)
     assert first == second
     assert first[2] == 1 and "File too large" in first[1] and "save of checkpoint-2" in first[1]
     require_sound(tmp_path, ["checkpoint-1", "checkpoint-3"])
@@ -229,18 +222,23 @@ def test_an_error_that_is_kept_keeps_no_memory(tmp_path: Path) -> None:
 
 
 def _have_no_memory(topology: Topology, root: Path) -> tuple[Any, ...]:
-    def no_memory(num_bytes: int) -> torch.Tensor:
+    refused: list[int] = []
+    before = background.staging_memory
+
+    def none_at_first(num_bytes: int) -> torch.Tensor:
+        if refused:
+            return before(num_bytes)
+        refused.append(num_bytes)
         raise MemoryError(f"no room for {num_bytes} bytes")
 
     numbered = Numbered()
     numbered.become(1)
-    before = background.staging_memory
     if topology.rank == 1:
-        background.staging_memory = no_memory
+        background.staging_memory = none_at_first
     made = numbered.coordinator(topology, root, saves=settings())
+    background.staging_memory = before
     made.save_checkpoint(checkpoint_id="1")
     said = error_of(made.wait)
-    background.staging_memory = before
     numbered.become(2)
     made.save_checkpoint(checkpoint_id="2")
     made.close()
@@ -254,65 +252,15 @@ def test_a_rank_without_memory_for_the_copy_fails_the_save_on_all_ranks_and_not_
     require_sound(tmp_path, ["checkpoint-2"])
 
 
-# A writer, or a rank, that is killed
-
-
-def _kill_writers(topology: Topology, root: Path, notes: Path, lives: int) -> list[bool]:
-    """Save again and again, and kill the writer of one rank at some moment of each save; whether that save failed."""
-    left = Left()
-    numbered = Numbered()
-    made = numbered.coordinator(
-        topology, root, backend=Troubled("dawdles", notes, checkpoint_id=None), saves=settings(writer="process")
-    )
-    failed = []
-    with made:
-        for number in range(1, lives + 1):
-            random = Random(number)
-            victim, wait_s = random.randrange(topology.world_size), random.uniform(0, 0.4)
-            numbered.become(number)
-            made.save_checkpoint(checkpoint_id=f"{number}")
-            before = committed(root)
-            if topology.rank == victim:
-                time.sleep(wait_s)
-                for process in writers_of(psutil.Process()):
-                    process.kill()
-            try:
-                made.wait()
-                failed.append(False)
-            except CheckpointError as error:
-                failed.append(True)
-                assert error.rank == victim and f"save of checkpoint-{number}" in str(error), error
-                assert set(before) <= set(committed(root))
-            with topology.phase("all have raised"):
-                pass
-            is_there = f"checkpoint-{number}" in committed(root)
-            assert is_there or failed[-1], "what is not committed has failed"
-            # The calls may hear of it from the other rank, while the thread here still removes the folder.
-            until(lambda: not any(name.startswith(".") for name in names_in(root)), "nothing is left of what failed")
-    left.require_nothing()
-    return failed
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("lives", [3, 25])
-def test_a_writer_that_is_killed_at_any_moment_fails_its_save_on_all_ranks_and_the_next_has_a_new_one(
-    tmp_path: Path, lives: int
-) -> None:
-    root, notes = tmp_path / "root", tmp_path / "notes"
-    notes.mkdir()
-    first, second = run_ranks(2, _kill_writers, root, notes, lives, agree_s=10.0, timeout_s=60 + 8 * lives)
-    assert first == second
-    assert any(first), "some of them were killed in a save"
-    require_sound(root, [f"checkpoint-{number}" for number, failed in enumerate(first, 1) if not failed])
+# A rank that is killed
 
 
 def _die_in_a_save(
-    topology: Topology, root: Path, notes: Path, store: str, writer: str, victim: int, call: str
+    topology: Topology, root: Path, notes: Path, store: str, victim: int, call: str
 ) -> tuple[Any, ...]:
     numbered = Numbered()
     backend = Troubled("waits", notes, checkpoint_id="2", rank=victim, backend=store)
-    own = writer if topology.rank == victim else "thread"  # of those that live no writer is looked at
-    made = numbered.coordinator(topology, root, backend=backend, saves=settings(writer=own))
+    made = numbered.coordinator(topology, root, backend=backend, saves=settings())
     numbered.become(1)
     made.save_checkpoint(checkpoint_id="1")
     made.wait()
@@ -320,7 +268,6 @@ def _die_in_a_save(
     made.save_checkpoint(checkpoint_id="2")
     if topology.rank == victim:
         until(lambda: has_come(notes, "2", victim))
-        (notes / "pids").write_text(" ".join(str(one.pid) for one in writers_of(psutil.Process())))
         os.kill(os.getpid(), signal.SIGKILL)
     act = {"wait": made.wait, "save": lambda: made.save_checkpoint(checkpoint_id="3"), "finalize": made.maybe_finalize}[
         call
@@ -341,44 +288,30 @@ def _pid_of(notes: Path, victim: int) -> int:
 
 
 KILLS = [
-    ("zarr", "thread", 1, "wait"),
-    ("safetensors", "process", 0, "save"),
-    ("ocdbt", "thread", 0, "finalize"),
-    ("safetensors", "thread", 1, "save"),
-    ("file", "thread", 0, "wait"),
+    ("zarr", 1, "wait"),
+    ("safetensors", 0, "save"),
+    ("ocdbt", 0, "finalize"),
+    ("safetensors", 1, "save"),
+    ("file", 0, "wait"),
 ]
-KILLS_IN_FULL = rows(
-    {"store": BACKENDS, "writer": list(WRITERS), "victim": [0, 1], "call": ["wait", "save", "finalize"]}, 2
-)
+KILLS_IN_FULL = rows({"store": BACKENDS, "victim": [0, 1], "call": ["wait", "save", "finalize"]}, 2)
 
 
-@and_in_full(("store", "writer", "victim", "call"), KILLS, KILLS_IN_FULL)
+@and_in_full(("store", "victim", "call"), KILLS, KILLS_IN_FULL)
 def test_a_rank_killed_while_it_saves_in_the_background_is_named_by_all_others_at_their_next_call(
-    tmp_path: Path, store: str, writer: str, victim: int, call: str
+    tmp_path: Path, store: str, victim: int, call: str
 ) -> None:
     root, notes = tmp_path / "root", tmp_path / "notes"
     notes.mkdir()
-    ranks = 3 if writer == "thread" else 2
-    outcomes = run_ranks(
-        ranks, _die_in_a_save, root, notes, store, writer, victim, call, agree_s=AGREE_S, expect_dead={victim}
-    )
+    outcomes = run_ranks(3, _die_in_a_save, root, notes, store, victim, call, agree_s=AGREE_S, expect_dead={victim})
     said = [one for one in outcomes if not isinstance(one, Dead)]
-    assert len(said) == ranks - 1 and all(one == said[0] for one in said)
+    assert len(said) == 2 and all(one == said[0] for one in said)
     assert said[0][0] == RankAbsentError.__name__ and said[0][2] == victim
     assert f"rank {victim}" in said[0][1]
-    for pid in (notes / "pids").read_text().split():
-        until(functools.partial(_is_gone, int(pid)), f"the end of writer {pid}, whose rank was killed", 5.0)
     require_sound(root, ["checkpoint-1"])
     run_ranks(2, _save_again, root)
     require_sound(root, ["checkpoint-1", "checkpoint-4"])
     assert names_in(root) == ["checkpoint-1", "checkpoint-4"], "the next save clears away what the killed one left"
-
-
-def _is_gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def _save_again(topology: Topology, root: Path) -> None:
@@ -391,10 +324,10 @@ def _save_again(topology: Topology, root: Path) -> None:
 # A save that is still running when the next one begins
 
 
-def _while_busy(topology: Topology, root: Path, notes: Path, when_busy: str, writer: str) -> dict[str, Any]:
+def _while_busy(topology: Topology, root: Path, notes: Path, when_busy: str) -> dict[str, Any]:
     numbered = Numbered()
     backend = Troubled("waits", notes, checkpoint_id="1", rank=1)
-    made = numbered.coordinator(topology, root, backend=backend, saves=settings(when_busy=when_busy, writer=writer))
+    made = numbered.coordinator(topology, root, backend=backend, saves=settings(when_busy=when_busy))
     with made:
         numbered.become(1)
         first = made.save_checkpoint(checkpoint_id="1")
@@ -427,13 +360,10 @@ def _while_busy(topology: Topology, root: Path, notes: Path, when_busy: str, wri
 
 
 @pytest.mark.parametrize("when_busy", ["wait", "skip", "queue"])
-@pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.full)])
-def test_a_save_that_begins_while_one_is_running_waits_is_skipped_or_queues(
-    tmp_path: Path, when_busy: str, writer: str
-) -> None:
+def test_a_save_that_begins_while_one_is_running_waits_is_skipped_or_queues(tmp_path: Path, when_busy: str) -> None:
     root, notes = tmp_path / "root", tmp_path / "notes"
     notes.mkdir()
-    ranks = run_ranks(2, _while_busy, root, notes, when_busy, writer, agree_s=20.0)
+    ranks = run_ranks(2, _while_busy, root, notes, when_busy, agree_s=20.0)
     took = [one.pop("took") for one in ranks]
     assert ranks[0] == ranks[1], "alike on all ranks"
     names = [f"checkpoint-{number}" for number in (1, 2, 3)]
@@ -634,10 +564,10 @@ from tests.async_runs import SHAPE, Troubled, settings
 from tests.states import Held, coordinator, global_index
 
 if __name__ == "__main__":
-    root, notes, writer = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    root, notes = Path(sys.argv[1]), Path(sys.argv[2])
     held = Held({f"w{n}": global_index(SHAPE) + 1000 + n for n in range(6)})
     made = coordinator(Topology.alone(), root, [StateComponent("model", held, "replicated")],
-                       backend=Troubled("dawdles", notes, checkpoint_id=None), saves=settings(writer=writer))
+                       backend=Troubled("dawdles", notes, checkpoint_id=None), saves=settings())
     made.save_checkpoint(checkpoint_id="1")
     for tensor in held.state.values():
         tensor.zero_()
@@ -645,17 +575,14 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.full)])
-def test_a_program_that_never_closes_its_coordinator_makes_its_last_save_durable_before_it_ends(
-    tmp_path: Path, writer: str
-) -> None:
+def test_a_program_that_never_closes_its_coordinator_makes_its_last_save_durable_before_it_ends(tmp_path: Path) -> None:
     root, notes = tmp_path / "root", tmp_path / "notes"
     notes.mkdir()
     program = tmp_path / "program.py"
     program.write_text(NEVER_CLOSED)
     before = Left()
     done = subprocess.run(
-        [sys.executable, program, root, notes, writer],
+        [sys.executable, program, root, notes],
         cwd=Path(__file__).parents[2],
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
@@ -672,13 +599,13 @@ def test_a_program_that_never_closes_its_coordinator_makes_its_last_save_durable
 # Nothing is left
 
 
-def _save_many(topology: Topology, root: Path, writer: str, overlap: bool) -> int:
+def _save_many(topology: Topology, root: Path, overlap: bool) -> int:
     """Two coordinators, one after the other, leave nothing; and six saves of one take no more than three do."""
     numbered = Numbered()
     left = Left()
     threads = threading.active_count()
     for _ in range(2):
-        saves = settings(writer=writer, overlap=overlap)
+        saves = settings(overlap=overlap)
         # The second one is another run, which would keep what it saves over.
         with numbered.coordinator(topology, root, saves=saves, keep_last=2, overwrite=True) as made:
             for number in range(1, 4):
@@ -692,17 +619,14 @@ def _save_many(topology: Topology, root: Path, writer: str, overlap: bool) -> in
                 made.wait()
             then.require_nothing()
         left.require_nothing()
+        assert made._background is not None and made._background._arena.num_bytes == 0
     until(lambda: threading.active_count() <= threads, f"the end of {threading.enumerate()}")
     with topology.phase("all have closed"):  # the lead's coordinator claims the root until then
         pass
     return len(names_in(root))
 
 
-@pytest.mark.parametrize(
-    ("writer", "overlap"), [("thread", True), pytest.param("process", False, marks=pytest.mark.full)]
-)
-def test_saves_leave_no_file_open_no_thread_no_process_and_no_shared_memory(
-    tmp_path: Path, writer: str, overlap: bool
-) -> None:
-    assert run_ranks(2, _save_many, tmp_path, writer, overlap) == [2, 2]
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_saves_leave_no_file_open_no_thread_no_process_and_no_memory(tmp_path: Path, overlap: bool) -> None:
+    assert run_ranks(2, _save_many, tmp_path, overlap) == [2, 2]
     require_sound(tmp_path, ["checkpoint-5", "checkpoint-6"])

@@ -19,8 +19,8 @@ from tests.ranks import run_ranks
 STEPS = ["train.steps=3"]
 
 TOGETHER = {
-    1: [("single", "thread, overlap", "zarr")],
-    2: [("pipeline 2", "thread, overlap", "tensorstore"), ("accelerate 2", "thread", "kimi-engine")],
+    1: [("single", "overlap", "zarr")],
+    2: [("pipeline 2", "overlap", "tensorstore"), ("accelerate 2", "async", "kimi-engine")],
 }
 """Number of ranks -> layouts, with ways to save in the background and backends spread over them."""
 

@@ -85,18 +85,16 @@ def _grown(topology: Topology, root: Path, saves: SaveSettings, num_saves: int) 
     return grown
 
 
-@pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.full)])
-def test_a_save_over_budget_streams_part_by_part_through_what_it_is_given(tmp_path: Path, writer: str) -> None:
+def test_a_save_over_budget_streams_part_by_part_through_what_it_is_given(tmp_path: Path) -> None:
     budget_mib = 12
-    saves = settings(writer=writer, staging_budget_mib=budget_mib)
+    saves = settings(staging_budget_mib=budget_mib)
     for grown in run_ranks(2, _grown, tmp_path, saves, 2, is_only=True):
         assert max(grown) <= budget_mib + 2 * LARGEST_MIB + BUFFER_MIB + SLACK_MIB
         assert max(grown) < 0.9 * STATE_MIB
 
 
-@pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.full)])
-def test_the_memory_of_the_first_save_is_that_of_all_later_ones(tmp_path: Path, writer: str) -> None:
-    for first, *later in run_ranks(2, _grown, tmp_path, settings(writer=writer), 3, is_only=True):
+def test_the_memory_of_the_first_save_is_that_of_all_later_ones(tmp_path: Path) -> None:
+    for first, *later in run_ranks(2, _grown, tmp_path, settings(), 3, is_only=True):
         assert first <= STATE_MIB + 2 * LARGEST_MIB + BUFFER_MIB + SLACK_MIB
         assert max(later) <= 2 * LARGEST_MIB + SLACK_MIB
 
@@ -139,13 +137,13 @@ def test_two_saves_in_flight_take_two_copies_and_a_third_takes_none(tmp_path: Pa
         assert third <= 2 * LARGEST_MIB + SLACK_MIB
 
 
-def _with_tensors_over_budget(topology: Topology, root: Path, notes: Path, writer: str) -> None:
+def _with_tensors_over_budget(topology: Topology, root: Path, notes: Path) -> None:
     """There is room for one of them at a time, in memory that is used again and again; and whoever writes takes its time."""
     state = {f"w{n}": random_bits((1 << 20,), torch.float32, 9 * topology.rank + n) for n in range(5)}
     state["b"] = torch.zeros(0, 3)
     wanted = {key: one.clone() for key, one in state.items()}
     slow = Troubled("dawdles", notes, checkpoint_id=None)
-    with _coordinator(topology, root, state, settings(writer=writer, staging_budget_mib=1), slow) as made:
+    with _coordinator(topology, root, state, settings(staging_budget_mib=1), slow) as made:
         path = made.save_checkpoint(checkpoint_id="1")
         for tensor in state.values():
             tensor.zero_()
@@ -157,9 +155,8 @@ def _with_tensors_over_budget(topology: Topology, root: Path, notes: Path, write
     assert held.loaded is not None and all(same_bits(held.loaded[key], one) for key, one in wanted.items())
 
 
-@pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.full)])
-def test_chunks_that_are_larger_than_the_budget_are_saved_all_the_same(tmp_path: Path, writer: str) -> None:
-    run_ranks(2, _with_tensors_over_budget, tmp_path / "root", tmp_path, writer)
+def test_chunks_that_are_larger_than_the_budget_are_saved_all_the_same(tmp_path: Path) -> None:
+    run_ranks(2, _with_tensors_over_budget, tmp_path / "root", tmp_path)
 
 
 def _send_parts(topology: Topology, root: Path, wanted: list[torch.Tensor]) -> None:

@@ -195,15 +195,11 @@ def test_another_number_of_ranks_goes_on_with_whole_checkpoints(
 
 
 @pytest.mark.parametrize(
-    ("backend", "writer"),
-    [
-        pytest.param("zarr", "process", marks=pytest.mark.full),
-        ("ocdbt", "thread"),
-        pytest.param("safetensors", "thread", marks=pytest.mark.full),
-    ],
+    "backend",
+    [pytest.param("zarr", marks=pytest.mark.full), "ocdbt", pytest.param("safetensors", marks=pytest.mark.full)],
 )
-def test_saves_in_the_background_link_what_was_copied_unchanged(tmp_path: Path, backend: str, writer: str) -> None:
-    saves = {"mode": "async", "writer": writer, "when_busy": "queue"}
+def test_saves_in_the_background_link_what_was_copied_unchanged(tmp_path: Path, backend: str) -> None:
+    saves = {"mode": "async", "when_busy": "queue"}
     (reports, _) = run_ranks(RANKS, _save_in_one_run, tmp_path, backend, 3, {"saves": saves}, process_group=True)
     for size, written in reports[2 if backend == "safetensors" else 1 :]:
         assert written <= 0.3 * size

@@ -187,22 +187,6 @@ def test_memory_that_has_changed_is_not_published(tmp_path: Path) -> None:
     run_ranks(2, publish_damaged, tmp_path)
 
 
-def save_by_another_process(topology: Topology, root: Path) -> None:
-    saves = SaveSettings(mode="async", writer="process")
-    with made(topology, root, MixedModel(1), "async", saves=saves) as checkpoints:
-        checkpoints.save_checkpoint(checkpoint_id="1")
-        checkpoints.wait()
-        with pytest.raises(MissingStateError, match="keeps nothing in memory.*saves.writer='thread'"):
-            publish(checkpoints, Taken(), 1)
-        checkpoints.load_checkpoint()
-        assert checkpoints.last_load is not None and checkpoints.last_load.bytes_read > 0
-
-
-@pytest.mark.full
-def test_what_a_process_of_its_own_writes_is_not_kept(tmp_path: Path) -> None:
-    run_ranks(2, save_by_another_process, tmp_path)
-
-
 class Slow(Taken):
     """Takes one tensor, lets a save go by, and takes the rest."""
 

@@ -36,9 +36,7 @@ def test_the_other_machine_finds_what_listens_for_it(tmp_path: Path) -> None:
     "commands",
     [
         pytest.param([TRAIN, [*SYNC, "roles.trainer=2"]], id="train and sync_weights"),
-        pytest.param(
-            [[*TRAIN, "parallel=fsdp", "save.mode=async", "save.writer=process"]], id="fsdp", marks=pytest.mark.full
-        ),
+        pytest.param([[*TRAIN, "parallel=fsdp", "save.mode=async"]], id="fsdp", marks=pytest.mark.full),
         pytest.param([[*TRAIN, "strategy=two-stage", "save.every=1"]], id="two-stage", marks=pytest.mark.full),
         pytest.param([[*TRAIN, "parallel=accelerate"]], id="accelerate", marks=pytest.mark.full),
         pytest.param([[*SYNC, "engine=broadcast", "ckpt=kimi-engine"]], id="broadcast", marks=pytest.mark.full),

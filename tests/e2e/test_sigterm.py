@@ -133,7 +133,7 @@ def _tell_group(command: Command) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("tell", [_tell_launcher, _tell_group])
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("setting", [[], ["save.mode=async", "save.writer=process"]])
+@pytest.mark.parametrize("setting", [[], ["save.mode=async"]])
 def test_the_command_that_is_told_to_end(
     tmp_path: Path, straight: Run, tell: Callable[[Command], None], ranks: int, setting: list[str]
 ) -> None:

@@ -141,7 +141,7 @@ def test_trainers_of_any_number_read_one_checkpoint(tmp_path: Path) -> None:
         pytest.param(["publish=saved", "parallel=fsdp"], marks=pytest.mark.full),
         pytest.param(["publish=saved", "parallel=pipeline", "model.tie_embeddings=true"], marks=pytest.mark.full),
         pytest.param(["ckpt=zarr", "save.incremental=true"], marks=pytest.mark.full),
-        pytest.param(["ckpt=tensorstore", "save.mode=async", "save.writer=process"], marks=pytest.mark.full),
+        pytest.param(["ckpt=tensorstore", "save.mode=async", "save.overlap=true"], marks=pytest.mark.full),
     ],
 )
 def test_what_rollouts_hold_is_the_same_however_it_is_saved_and_published(overrides: list[str], tmp_path: Path) -> None:

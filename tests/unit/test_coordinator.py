@@ -428,11 +428,8 @@ def test_what_a_killed_save_of_the_same_run_left_is_cleared_by_its_next_save(tmp
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-3"]
 
 
-IN_A_PROCESS = pytest.param({"mode": "async", "writer": "process"}, marks=pytest.mark.full)
-
-
 @pytest.mark.parametrize("backend", [*BACKENDS, "kimi-engine"])
-@pytest.mark.parametrize("saves", [{}, {"mode": "async", "when_busy": "queue"}, IN_A_PROCESS])
+@pytest.mark.parametrize("saves", [{}, {"mode": "async", "when_busy": "queue"}])
 def test_a_closed_coordinator_has_given_all_descriptors_back(
     tmp_path: Path, backend: str, saves: dict[str, str]
 ) -> None:

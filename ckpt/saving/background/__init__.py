@@ -1,4 +1,4 @@
-"""Saves that go on beside training: the state is copied, and a thread or a process writes the copy.
+"""Saves that go on beside training: the state is copied, and a thread writes the copy.
 
 Files, in the order in which data travels:
 
@@ -6,5 +6,4 @@ Files, in the order in which data travels:
     snapshot                a copy of one rank's share in host memory
     priority                CPU priority, cores and bytes a second of the writer
     async_utils             requests, and the queue that makes all ranks finish them in the same order
-    writer_process, writer_child, serialized_errors   a process that writes, its program, and how errors are sent back
 """

@@ -25,18 +25,16 @@ from ckpt.errors import CheckpointError, RankAbsentError, SaveAbandonedError, St
 from ckpt.memory.arena import Arena
 from ckpt.memory.device import same_device
 from ckpt.memory.huge_pages import staging_memory
-from ckpt.memory.shared_memory import shared_memory
 from ckpt.ranks.merging import most, total
 from ckpt.ranks.sigterm import SigtermDeferral
 from ckpt.ranks.topology import Topology
 from ckpt.saving.background.async_utils import AsyncCallsQueue, AsyncRequest
 from ckpt.saving.background.priority import Throttle, in_background, write_throttled
 from ckpt.saving.background.snapshot import Snapshot, arena_bytes
-from ckpt.saving.background.writer_process import WriterProcess
 from ckpt.saving.prepared_save import PreparedSave, SaveReport
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.saving.saver import SavedRun
-from ckpt.saving.writing import RankWritePlan, Staged, Write, WriteJob, WriteResult
+from ckpt.saving.writing import RankWritePlan, Staged, WriteJob, WriteResult
 from ckpt.state.overlap import Watched
 
 _WORTH_A_THREAD_BYTES = 16 << 20
@@ -80,8 +78,7 @@ class Background:
         self._branch: Topology | None = None
         self._branch_name = topology.name_branch()
         self._num_joins = 0
-        self._process: WriterProcess | None = None
-        self._arena = Arena(self._new_memory)
+        self._arena = Arena(staging_memory)
         self._warming: threading.Thread | None = None
         self._is_closing = threading.Event()
         self._pending: list[_Pending] = []
@@ -91,15 +88,8 @@ class Background:
         self._deleting = threading.Lock()
         self._given_up = threading.Event()
         self._has_told = False
-        throttle = None if settings.writer_mib_s is None else Throttle(settings.writer_mib_s)
-        self._write_by_thread_or_process: Write = partial(write_throttled, throttle, self._given_up)
+        self._throttle = None if settings.writer_mib_s is None else Throttle(settings.writer_mib_s)
         self._sigterm = SigtermDeferral(settings.grace_s, is_over=self._is_over, hurry=self.hurry, give_up=self.give_up)
-        if settings.writer == "process":
-            self._process = WriterProcess(
-                num_cores=settings.writer_cores, mib_s=settings.writer_mib_s, local_rank=topology.local_rank
-            )
-            self._process.start(run.backend)
-            self._write_by_thread_or_process = self._process.write
         # Before the interpreter shuts anything down: a writer may have threads to start still.
         threading._register_atexit(_call, weakref.WeakMethod(self._drain))  # type: ignore[attr-defined]
 
@@ -225,7 +215,7 @@ class Background:
                 self._sigterm.arm()
 
     def close(self) -> list[str]:
-        """Wait for unfinished saves, and release memory, threads and the writer process.
+        """Wait for unfinished saves, and release memory and threads.
 
         Returns:
             the errors of saves that no call has reported.
@@ -236,8 +226,6 @@ class Background:
         if self._branch is not None:
             self._branch.close()
             self._branch = None
-        if self._process is not None:
-            self._process.close()
         self._pending.clear()
         self._last = None  # its snapshot holds views of kept memory, each with a descriptor
         self._is_closing.set()
@@ -249,18 +237,18 @@ class Background:
     def _snapshot(self, prepared: PreparedSave[Any], watched: Watched | None) -> Snapshot:
         """Make a snapshot of the share, and room for it in the arena; without memory it is one that fails the save."""
         placed, error = _rooms_in(prepared)
-        is_pinned = self._device.type != "cpu" and self._process is None and not placed
+        is_on_device = self._device.type != "cpu"
         snapshot = Snapshot(
             prepared.share,
             prepared.plan,
             prepared.mine,
             self._arena,
             watched=watched,
-            pinned_bytes=None if is_pinned or self._device.type == "cpu" else self._device.pinned_bytes,
+            pinned_bytes=self._device.pinned_bytes if is_on_device and placed else None,
             placed=placed,
             progress=self._go_on,
         )
-        least, whole = arena_bytes(prepared.share, is_pinned=is_pinned, placed=placed)
+        least, whole = arena_bytes(prepared.share, is_pinned=is_on_device and not placed, placed=placed)
         try:
             if error is not None:
                 raise error
@@ -293,9 +281,6 @@ class Background:
         num_ranks = len(self._topology.nodes[self._topology.node_rank])
         return self._arena.num_bytes + int(psutil.virtual_memory().available) // (2 * num_ranks)
 
-    def _new_memory(self, num_bytes: int) -> torch.Tensor:
-        return staging_memory(num_bytes) if self._process is None else shared_memory(num_bytes)
-
     def _run(
         self, prepared: PreparedSave[Any], pending: _Pending, started: float, before: threading.Event | None
     ) -> None:
@@ -326,7 +311,7 @@ class Background:
         Args:
             progress: that of the branch, which `_go_on` shows.
         """
-        return self._write_by_thread_or_process(share, job, staged, self._go_on)
+        return write_throttled(self._throttle, self._given_up, share, job, staged, self._go_on)
 
     def _go_on(self, num_bytes: int) -> None:
         """Show progress of the writing thread, unless the saves are given up."""

@@ -3,8 +3,7 @@
 On Linux each thread has a priority, which the threads that it starts inherit. The priority here is low, not the lowest: a thread that holds
 the interpreter's lock and gets no core makes the training of its process wait, and a save that gets no core delays the next. Measured on
 2 cores that 4 ranks train on, each writing 96 MB by a thread: at nice 0 and 5 a save takes 0.4 s, at 10 0.5 s, at 15 1.6 s, at 19 3 s; the
-longest step takes 60 ms up to 10, and 250 ms from 15 on. By a process, in the same way: 0.3 s at 0, 2 s at 10, 4 s at 19, 6 s with
-SCHED_IDLE; SCHED_BATCH made no difference; and the steps beside it were no faster. The priority of disk requests follows this one.
+longest step takes 60 ms up to 10, and 250 ms from 15 on. The priority of disk requests follows this one.
 """
 
 from __future__ import annotations
@@ -15,12 +14,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ckpt.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from ckpt.saving.writing import RankWritePlan, Staged, WriteJob, WriteResult
+from ckpt.saving.writing import RankWritePlan, Staged, WriteJob, WriteResult
 
 NICE = 5
 

@@ -157,8 +157,8 @@ def test_a_copy_under_the_name_of_a_later_save_is_the_users(tmp_path: Path, capl
 
 @pytest.mark.parametrize(
     "settings",
-    ["async", QUEUE, pytest.param(SaveSettings(mode="async", writer="process"), marks=pytest.mark.full)],
-    ids=["wait", "queue", "writer process"],
+    ["async", QUEUE],
+    ids=["wait", "queue"],
 )
 def test_saves_in_the_background_are_made_in_order_and_what_they_replace_is_removed_after_them(
     tmp_path: Path, settings: str | SaveSettings

@@ -21,11 +21,9 @@ from tests.states import Held, coordinator
     ("chosen", "told"),
     [
         ({"mode": "later"}, "saves.mode=later: expected one of sync, async"),
-        ({"writer": "fork"}, "saves.writer=fork: expected one of thread, process"),
         ({"when_busy": "drop"}, "saves.when_busy=drop: expected one of wait, skip, queue"),
         ({"on_async_error": "ignore"}, "saves.on_async_error=ignore: expected one of raise, warn"),
         ({"overlap": True}, "saves.overlap=True has no effect with saves.mode=sync"),
-        ({"writer": "process"}, "saves.writer=process has no effect with saves.mode=sync"),
         ({"writer_cores": 2}, "saves.writer_cores=2 has no effect with saves.mode=sync"),
         ({"writer_mib_s": 100}, "saves.writer_mib_s=100 has no effect with saves.mode=sync"),
         ({"when_busy": "queue"}, "saves.when_busy=queue has no effect with saves.mode=sync"),
