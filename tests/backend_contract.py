@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,14 +103,6 @@ class BackendContract:
         out = torch.zeros(box.shape[1], 2 * box.shape[0], dtype=torch.bfloat16).T[::2]
         self.make().read(tmp_path, spec, box, out)
         assert same_bits(out, value[box.slices])
-
-    def test_a_copy_for_another_process_writes_and_reads(self, tmp_path: Path) -> None:
-        spec, value = array("model/w", torch.arange(10.0), 5)
-        copy = pickle.loads(pickle.dumps(self.make()))
-        save(copy, tmp_path, {spec: value})
-        out = torch.zeros(10)
-        copy.read(tmp_path, spec, whole((10,)), out)
-        assert torch.equal(out, value)
 
     def test_every_file_is_listed_once_with_its_size_and_every_chunk_with_its_extent(self, tmp_path: Path) -> None:
         saved = save(self.make(), tmp_path, samples(torch.float32) | samples(torch.int8))

@@ -59,7 +59,7 @@ def no_contents() -> Iterable[tuple[ArraySpec, Mapping[int, ChunkExtent]]]:
 
 @dataclass(frozen=True, slots=True)
 class Previous:
-    """One rank's chunks and files in an earlier committed checkpoint, which stays until the save is committed. Can be pickled.
+    """One rank's chunks and files in an earlier committed checkpoint, which stays until the save is committed.
 
     A chunk with the same bytes is not written again: its file is hard-linked into the new checkpoint. Length and digests decide, not the
     shape of the array.
@@ -140,7 +140,7 @@ class Writer(Protocol):
 
 
 class Backend(Protocol):
-    """One storage format. The user's config constructs it: its keyword arguments are the config's keys. Can be pickled."""
+    """One storage format. The user's config constructs it: its keyword arguments are the config's keys."""
 
     store: str
     """Name of the format in manifests, such as "zarr", "ocdbt" or "safetensors". A load finds the backend by it."""

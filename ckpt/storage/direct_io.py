@@ -16,7 +16,6 @@ import resource
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -115,12 +114,6 @@ class Buffers:
             why,
         )
         self._told_of_links = True
-
-    def __reduce__(self) -> tuple[Callable[[], Buffers], tuple[()]]:
-        """A copy, for another process, gets its own memory."""
-        mib = self._num_bytes * NUM_BUFFERS >> 20
-        segment_mib = self.segment_bytes >> 20
-        return partial(Buffers, buffer_mib=mib, direct_io=self.direct_io, segment_mib=segment_mib), ()
 
 
 class NewFile(NamedTuple):

@@ -11,7 +11,7 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -278,7 +278,7 @@ def _close(files: Iterable[PoolFile]) -> None:
 
 
 class Memories:
-    """Hands the memory of a save from the host cache to the backend's writer. A copy for another process is empty."""
+    """Hands the memory of a save from the host cache to the backend's writer."""
 
     def __init__(self) -> None:
         self._of: dict[tuple[Path, int], PooledSave] = {}
@@ -290,6 +290,3 @@ class Memories:
     def take(self, root: Path, rank: int) -> PooledSave | None:
         """Return the memory for a rank's files below `root`, once; None: they are not kept."""
         return self._of.pop((root, rank), None)
-
-    def __reduce__(self) -> tuple[Callable[[], Memories], tuple[()]]:
-        return Memories, ()

@@ -7,7 +7,6 @@ import errno
 import fcntl
 import logging
 import os
-import pickle
 import resource
 import signal
 import threading
@@ -216,13 +215,6 @@ def test_buffers_go_back_once_even_if_a_save_fails_and_is_then_aborted(
     out.abort()
     out.abort()
     assert buffers.take()[0].obj is not buffers.take()[0].obj
-
-
-def test_a_copy_of_the_buffers_has_memory_of_its_own() -> None:
-    buffers = Buffers(buffer_mib=2, direct_io=True)
-    buffers.give_back(buffers.take())
-    copied = pickle.loads(pickle.dumps(buffers))
-    assert sum(map(len, copied.take())) == 2 << 20 and copied.direct_io == buffers.direct_io
 
 
 def test_every_byte_counts_as_progress_when_it_is_written(tmp_path: Path) -> None:
