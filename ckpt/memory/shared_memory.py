@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import secrets
 import weakref
@@ -20,22 +19,19 @@ class Segment(NamedTuple):
     """Shared memory that this process has allocated and still has mapped.
 
     Attributes:
-        number: unique in this process, never reused.
         fd: for the process that shall map it; closed with the last tensor in it.
         address: of its first byte.
         name: of the memfd, unique on this host.
     """
 
-    number: int
     fd: int
     address: int
     num_bytes: int
     name: str
 
 
-_numbers = itertools.count()
 _segments: dict[int, Segment] = {}
-"""Registry: number -> the segments of this process that are mapped."""
+"""Registry: descriptor -> the segments of this process that are mapped."""
 
 
 def shared_memory(num_bytes: int) -> torch.Tensor:
@@ -46,9 +42,7 @@ def shared_memory(num_bytes: int) -> torch.Tensor:
         OSError: there is not enough of it.
     """
     if not can_be_shared():
-        raise ConfigurationError(
-            "memory that two processes share needs Linux, for memfd_create; saves do without it with saves.writer='thread'"
-        )
+        raise ConfigurationError("memory that two processes share needs Linux, for memfd_create")
     name = f"ckpt-staging-{secrets.token_hex(8)}"
     fd = shared(name, whole_huge_pages(max(num_bytes, 1)))
     try:
@@ -57,9 +51,8 @@ def shared_memory(num_bytes: int) -> torch.Tensor:
         os.close(fd)
         raise
     memory = torch.frombuffer(whole, dtype=torch.uint8)
-    number = next(_numbers)
-    _segments[number] = Segment(number, fd, memory.data_ptr(), memory.nbytes, name)
-    weakref.finalize(whole, _forget, number).atexit = False
+    _segments[fd] = Segment(fd, memory.data_ptr(), memory.nbytes, name)
+    weakref.finalize(whole, _forget, fd).atexit = False
     return memory[:num_bytes]
 
 
@@ -93,5 +86,6 @@ def mapped(fd: int) -> torch.Tensor:
     return torch.frombuffer(host_memory.mapped(fd, os.fstat(fd).st_size), dtype=torch.uint8)
 
 
-def _forget(number: int) -> None:
-    os.close(_segments.pop(number).fd)
+def _forget(fd: int) -> None:
+    del _segments[fd]
+    os.close(fd)
