@@ -426,7 +426,7 @@ class CheckpointCoordinator:
             CheckpointError: anything else, the same on every rank.
         """
         check_flags(strict=strict)
-        check_cast(cast, [one.key for one in self._loader.components])
+        check_cast(cast, [component.key for component in self._loader.components])
         load = partial(self._loader.load, strict=strict, leave_out=frozenset(leave_out), cast=cast)
         path = None if checkpoint_path is None else as_location("checkpoint_path", checkpoint_path)
         self.maybe_finalize(blocking=True)

@@ -116,7 +116,7 @@ class Opened:
             found[key] = copies.get("", copies)
         if self.keys == [STATE]:
             return found[STATE]
-        return {key: _in_groups(one) for key, one in found.items()} if optimizers_in_groups else found
+        return {key: _in_groups(state) for key, state in found.items()} if optimizers_in_groups else found
 
     def paths(self, key: str, prefix: str) -> dict[str, Path]:
         """Joined key -> path of all leaves of one copy, in its order."""

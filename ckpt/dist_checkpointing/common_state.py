@@ -77,7 +77,7 @@ def _exchange_differing(
         if topology.rank in distinct.senders[1:]:
             paths = [path for path in {**expected, **mine} if expected.get(path) != mine.get(path)]
             phase.payload = [len(paths), paths[:_MAX_SENT]]
-    said: dict[int, tuple[int, list[str]]] = {rank: tuple(one) for rank, one in enumerate(phase.payloads) if one}
+    said: dict[int, tuple[int, list[str]]] = {rank: tuple(payload) for rank, payload in enumerate(phase.payloads) if payload}
     return [said.get(speaker, (0, [])) for speaker in distinct.first_with_each()]
 
 
@@ -137,7 +137,7 @@ def _inside(value: Any) -> Mapping[Any, Any] | None:
     if isinstance(value, argparse.Namespace | types.SimpleNamespace):
         return vars(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {one.name: getattr(value, one.name, None) for one in dataclasses.fields(value)}
+        return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
     return None
 
 

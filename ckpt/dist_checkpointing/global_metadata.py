@@ -85,13 +85,13 @@ class Columns(NamedTuple):
         Raises:
             ConfigurationError: a value is neither a ShardedTensor nor a ShardedObject.
         """
-        shards = [_require_sharded(one) for one in local]
-        ids = (one.replica_id for one in shards)
+        shards = [_require_sharded(leaf) for leaf in local]
+        ids = (shard.replica_id for shard in shards)
         return cls(
-            _column(one.key for one in shards),
+            _column(shard.key for shard in shards),
             _column(map(ShardLayout.of, shards)),
             _column(map(ShardPosition.of, shards)),
-            _column(_ints(one) if isinstance(one, tuple) else int(one) for one in ids),
+            _column(_ints(replica_id) if isinstance(replica_id, tuple) else int(replica_id) for replica_id in ids),
         )
 
 
@@ -143,7 +143,7 @@ class GlobalMetadata(Sequence[Sequence[Sharded]]):
     def __getitem__(self, rank: slice) -> list[list[Sharded]]: ...
     def __getitem__(self, rank: int | slice) -> list[Sharded] | list[list[Sharded]]:
         if isinstance(rank, slice):
-            return [self[one] for one in range(*rank.indices(len(self)))]
+            return [self[number] for number in range(*rank.indices(len(self)))]
         return [_made(*row) for row in zip(*map(self.rows, self.columns[rank]), strict=True)]
 
 
@@ -164,7 +164,7 @@ def determine_global_metadata(sharded_state_dict: ShardedStateDict) -> tuple[lis
     topology = current_topology()
     with topology.phase("metadata") as phase:
         mine = Columns.of(nested_values(sharded_state_dict))
-        local = [one.without_data() for one in nested_values(sharded_state_dict)]
+        local = [leaf.without_data() for leaf in nested_values(sharded_state_dict)]
         listed = [digest_of_json(column) for column in mine]
         phase.payload = listed
     digests: list[list[str]] = phase.payloads

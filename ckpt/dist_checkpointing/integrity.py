@@ -84,12 +84,12 @@ def _common_part(layout: ShardLayout) -> dict[str, object]:
 
 def _mismatch_error(key: str, first: ShardLayout, first_rank: int, layout: ShardLayout, rank: int) -> ShardingError:
     if bool(first.dtype) != bool(layout.dtype):
-        what = [f"is a {'ShardedTensor' if one.dtype else 'ShardedObject'}" for one in (layout, first)]
+        what = [f"is a {'ShardedTensor' if side.dtype else 'ShardedObject'}" for side in (layout, first)]
     elif first.is_flat != layout.is_flat:
-        what = [f"has {'a' if one.is_flat else 'no'} flattened_range" for one in (layout, first)]
+        what = [f"has {'a' if side.is_flat else 'no'} flattened_range" for side in (layout, first)]
     else:
         name = next(name for name, said in _common_part(layout).items() if said != _common_part(first)[name])
-        what = [f"has {name} {_shown(getattr(one, name))}" for one in (layout, first)]
+        what = [f"has {name} {_shown(getattr(side, name))}" for side in (layout, first)]
     return ShardingError(
         f"{key} {what[0]} on rank {rank}, and {what[1]} on rank {first_rank}; all ranks must describe a key alike"
     )

@@ -47,7 +47,7 @@ def get_param_id_to_sharded_param_map(
     """
     sharded, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
     numbers = get_optim_param_to_id_map(optim_params_iter)
-    found = {numbers[id(one.data)]: one for one in nested_values(sharded) if id(one.data) in numbers}
+    found = {numbers[id(tensor.data)]: tensor for tensor in nested_values(sharded) if id(tensor.data) in numbers}
     if numbers and not found:
         logger.warning(
             "none of the optimizer's %d parameters is in the model's sharded state dict: make that with keep_vars=True, so that it "

@@ -51,8 +51,8 @@ def extract_nonpersistent(sharded_state_dict: ShardedStateDict) -> tuple[Sharded
 
 def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:
     """Prefix the `key` of every sharded value. The dict's own keys stay."""
-    for one in _sharded(sharded_state_dict):
-        one.key = f"{prefix}{one.key}"
+    for leaf in _sharded(sharded_state_dict):
+        leaf.key = f"{prefix}{leaf.key}"
 
 
 def replace_prefix_for_sharding(sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str) -> None:
@@ -62,14 +62,14 @@ def replace_prefix_for_sharding(sharded_state_dict: ShardedStateDict, old_prefix
         ShardingError: a key does not start with `old_prefix`; no key is changed then.
     """
     found = _sharded(sharded_state_dict)
-    for one in found:
-        if not one.key.startswith(old_prefix):
+    for leaf in found:
+        if not leaf.key.startswith(old_prefix):
             raise ShardingError(
-                f"{one.key} does not begin with the prefix {old_prefix!r} that is to be replaced in all keys; apply_prefix_mapping "
+                f"{leaf.key} does not begin with the prefix {old_prefix!r} that is to be replaced in all keys; apply_prefix_mapping "
                 "replaces it where it is"
             )
-    for one in found:
-        one.key = f"{new_prefix}{one.key.removeprefix(old_prefix)}"
+    for leaf in found:
+        leaf.key = f"{new_prefix}{leaf.key.removeprefix(old_prefix)}"
 
 
 def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: Mapping[str, str]) -> None:
@@ -78,10 +78,10 @@ def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: Mappi
     Args:
         prefix_map: old prefix -> new one. The first match counts.
     """
-    for one in _sharded(sharded_state_dict):
-        fitting = next((old for old in prefix_map if one.key.startswith(old)), None)
+    for leaf in _sharded(sharded_state_dict):
+        fitting = next((old for old in prefix_map if leaf.key.startswith(old)), None)
         if fitting is not None:
-            one.key = f"{prefix_map[fitting]}{one.key.removeprefix(fitting)}"
+            leaf.key = f"{prefix_map[fitting]}{leaf.key.removeprefix(fitting)}"
 
 
 def _sharded_tensor_shard_id(sharded_tensor: ShardedTensor) -> _ShardId:
@@ -139,7 +139,7 @@ def _require_whole_lists(value: Any, path: str) -> set[str]:
     kinds = [_require_whole_lists(inner, f"{path}[{number}]") or {_COMMON} for number, inner in enumerate(value)]
     for number, kind in enumerate(kinds):
         if kind != kinds[0]:
-            both = "; ".join(" and ".join(sorted(one)) for one in (kinds[0], kind))
+            both = "; ".join(" and ".join(sorted(names_of)) for names_of in (kinds[0], kind))
             raise ConfigurationError(
                 f"{path} is a list whose elements 0 and {number} hold different kinds of values ({both}): split by kind they would "
                 "lose their positions; give a dictionary instead"

@@ -95,7 +95,7 @@ def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
     try:
         return StrictHandling(strict)
     except ValueError:
-        known = ", ".join(one.value for one in StrictHandling)
+        known = ", ".join(choice.value for choice in StrictHandling)
         raise ConfigurationError(f"strict is {strict!r}; give one of {known}") from None
 
 
@@ -198,8 +198,8 @@ def _misfits(
         raise ConfigurationError(
             f"strict={strict.value} compares with the checkpoint and needs ckpt_sharded_metadata; get it by load_sharded_metadata"
         )
-    saved = {one.key for one in checkpoint.values()}
-    unexpected = {one.key for one in local} - saved
+    saved = {entry.key for entry in checkpoint.values()}
+    unexpected = {leaf.key for leaf in local} - saved
     if strict is StrictHandling.IGNORE_ALL or not StrictHandling.requires_global_app_metadata(strict):
         return set(), unexpected
     if all_ranks is None:

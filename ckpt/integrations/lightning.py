@@ -85,13 +85,13 @@ def _handlers_put_off() -> Iterator[None]:
 
     found = {number: signal.getsignal(number) for number in signal.valid_signals() - _NOT_PUT_OFF}
     handlers = {number: handler for number, handler in found.items() if callable(handler)}
-    for one in handlers:
-        signal.signal(one, note)
+    for signum in handlers:
+        signal.signal(signum, note)
     try:
         yield
     finally:
-        for one, handler in handlers.items():
-            signal.signal(one, handler)
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
         for number in came:
             signal.raise_signal(number)
 

@@ -294,8 +294,8 @@ class Mail:
         if kind in (_MESSAGE, _VALUE):
             self._route(kind, ranks, channel, data)
         elif kind == _SEVERAL:
-            for one in _Letter.split(bytearray(data)):
-                self._take(one)
+            for part in _Letter.split(bytearray(data)):
+                self._take(part)
         elif kind == _GONE:
             self._hear_of(ranks)
         elif peer is not None and kind == _HELLO:

@@ -89,9 +89,9 @@ def as_components(given: Iterable[StateComponent]) -> list[StateComponent]:
     if isinstance(given, Mapping | str) or not isinstance(given, Iterable):
         raise _refused("state_components", given, f"{expected}, each with its key, its object and its sharing pattern")
     components = list(given)
-    for number, one in enumerate(components):
-        if not isinstance(one, StateComponent):
-            raise _refused(f"state_components[{number}]", one, "a StateComponent(key, object, sharing_pattern)")
+    for number, component in enumerate(components):
+        if not isinstance(component, StateComponent):
+            raise _refused(f"state_components[{number}]", component, "a StateComponent(key, object, sharing_pattern)")
     return components
 
 

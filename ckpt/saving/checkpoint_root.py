@@ -253,7 +253,7 @@ class CheckpointRoot(Destination):
         if self._roots.min_live is None:
             return None
         unfit = {*self._target.refused, *self._target.condemned, *self._roots.distrusted}
-        sound = [one for one in self._ledger.committed() if one.path not in unfit]
+        sound = [commit for commit in self._ledger.committed() if commit.path not in unfit]
         return sound[-1].path.name if sound else None
 
     def previous(self, rank: int) -> Previous | None:
@@ -364,7 +364,7 @@ class CheckpointRoot(Destination):
         results = [WriteResult(index) for _, index in kept]
         known = self._target.checkpoint_id, results, save.plan, save.mine.components, save.backend.store
         manifest = partial(_known_manifest, *known)
-        places = [places_from_json(one or {}) for one, _ in kept]
+        places = [places_from_json(held or {}) for held, _ in kept]
         return HeldStep(known[0], path, manifest_digest, manifest, places, self._memory)
 
     def _settle(self, topology: Topology, path: Place, alarms: Sequence[str]) -> None:

@@ -60,7 +60,7 @@ class Regions:
             self._by_box[name] = dict(pieces)
         if box in self._by_box[name]:
             return box, self._by_box[name][box]
-        return next(one for one in pieces if one[0].contains(box))
+        return next(piece for piece in pieces if piece[0].contains(box))
 
 
 class LiveTensors:

@@ -148,13 +148,13 @@ def copied(
     """
     components = {
         key: replace(
-            one,
+            component,
             ranks=[rank for rank, result in enumerate(results) if key in result.sizes],
             size_bytes=sum(result.sizes.get(key, 0) for result in results),
             checksum=joined_checksum(result.checksums.get(key, "") for result in results),
             plain_in=plain_in(key, results),
         )
-        for key, one in like.components.items()
+        for key, component in like.components.items()
     }
     return replace(
         like,
@@ -181,7 +181,7 @@ def contents_of(
     folder: Place, entries: Mapping[str, ArrayEntry], results: Sequence[WriteResult]
 ) -> Iterator[tuple[ArraySpec, Mapping[int, ChunkExtent]]]:
     """Yield every array of a save with the extents of its chunks, by the indexes of all ranks. See `ckpt.backends.base.Contents`."""
-    own = {one.path: one for one in entries.values() if one.path is not None}
+    own = {own_entry.path: own_entry for own_entry in entries.values() if own_entry.path is not None}
     chunks: dict[str, dict[int, ChunkExtent]] = {path: {} for path in own}
     packed: dict[str, ArraySpec] = {}
     with files_below(folder) as files:

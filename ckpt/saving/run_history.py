@@ -106,10 +106,10 @@ class RunHistory:
                 if doomed and self._overwrite:
                     ledger.claim(self._roots.lock_of(home), self._topology.progress)
                     ledger.abandon(doomed)
-                    names = some_of([one.path.name for one in doomed])
+                    names = some_of([commit.path.name for commit in doomed])
                     _log.warning("set aside, for this run goes on from %s: %s", path, names)
                     own = []
-                phase.from_lead = {"is_here": newer is not None, "newer": [one.path.name for one in own]}
+                phase.from_lead = {"is_here": newer is not None, "newer": [commit.path.name for commit in own]}
         self.newer, self._loaded_name = phase.from_lead["newer"], path.name
         if phase.from_lead["is_here"]:
             self._overwrite = False  # what is left is the history that goes on
@@ -118,15 +118,15 @@ class RunHistory:
         """Those of newer checkpoints that go on from the loaded one, or from one before it."""
         if self._roots.shared_root:
             living = ledger.living()
-            return [one for one in newer if one.run_id == loaded.run_id and one.run_id not in living]
-        return [one for one in newer if not loaded.history.keys().isdisjoint(runs_of(one))]
+            return [commit for commit in newer if commit.run_id == loaded.run_id and commit.run_id not in living]
+        return [commit for commit in newer if not loaded.history.keys().isdisjoint(runs_of(commit))]
 
     def go_on_from(self, loaded: LoadReport) -> None:
         """Go on with the history of a loaded checkpoint of output_dir: retention counts what is not newer than it as this run's own."""
         path = place_of(loaded.path)
         if self._roots.is_home(path.parent) and not self._overwrite:
             self._history |= loaded.history
-        if any(one.status is Status.FAILED for one in loaded.components):
+        if any(component.status is Status.FAILED for component in loaded.components):
             self._roots.distrusted.add(path)
 
     def load_newest(self, load: Callable[[Place], LoadReport]) -> LoadReport:
@@ -138,7 +138,7 @@ class RunHistory:
         """
         passed_over: dict[Place, str] = {}
         paths, num_gone = self._find(), 0
-        while (path := next((one for one in paths if one not in passed_over), None)) is not None:
+        while (path := next((candidate for candidate in paths if candidate not in passed_over), None)) is not None:
             try:
                 report = load(path)
             except CorruptCheckpointError as error:
@@ -149,7 +149,7 @@ class RunHistory:
                 if not is_gone or num_gone > _MOST_GONE:
                     raise
             else:
-                self._damaged.update((one, passed_over[one]) for one in paths if one in passed_over)
+                self._damaged.update((candidate, passed_over[candidate]) for candidate in paths if candidate in passed_over)
                 return dataclasses.replace(report, fell_back_from=tuple(map(str, paths[: paths.index(path)])))
         if not paths:
             renamed = self._roots.ledger_of(self._roots.home).renamed()

@@ -24,7 +24,7 @@ class StaleStateCheck:
 
     def __init__(self, components: Sequence[StateComponent]) -> None:
         optimizers = {c.key: found for c in components if (found := optimizer_of(c.stateful)) is not None}
-        trained = {id(p) for one in optimizers.values() for group in one.param_groups for p in group["params"]}
+        trained = {id(p) for optimizer in optimizers.values() for group in optimizer.param_groups for p in group["params"]}
         self._steps_change = {
             c.key
             for c in components

@@ -229,9 +229,9 @@ class Publisher:
 
 def _require_held(said: Sequence[tuple[str, str] | None], step: int, component: str) -> None:
     """Require that all ranks hold one checkpoint, that of this step."""
-    for rank, one in enumerate(said):
-        found = "nothing" if one is None else f"checkpoint-{one[0]}"
-        if one is None or step_of(one[0]) != step or one != said[0]:
+    for rank, offer in enumerate(said):
+        found = "nothing" if offer is None else f"checkpoint-{offer[0]}"
+        if offer is None or step_of(offer[0]) != step or offer != said[0]:
             raise MissingStateError(
                 f"{component} of step {step} cannot be published: rank {rank} holds {found} in memory. A step is there from the commit of "
                 "its save until the next save begins, with backend=KimiEngineBackend(pool=True)"

@@ -91,7 +91,7 @@ Item = ChunkTask | Pack
 def laid_end_to_end(hosts: Iterable[torch.Tensor], flat: torch.Tensor) -> torch.Tensor:
     """Fill `flat` with host tensors, one behind the other, and return it."""
     if flat.numel():
-        torch.cat([one if one.dim() == 1 else one.reshape(-1) for one in hosts], out=flat)
+        torch.cat([host if host.dim() == 1 else host.reshape(-1) for host in hosts], out=flat)
     return flat
 
 
@@ -267,12 +267,12 @@ class _Writing:
 
     def write(self, plain: PlainFiles, staged: Iterable[Staged]) -> WriteResult:
         self._expect()
-        for one in staged:
-            item = self._share.items[one.number]
+        for copied in staged:
+            item = self._share.items[copied.number]
             if isinstance(item, Pack):
-                self._write_packed(item, one)
+                self._write_packed(item, copied)
             else:
-                self._write_chunk(item, one)
+                self._write_chunk(item, copied)
         self._writer.describe(self._described, self._share.groups)
         self._add_written(self._writer.finish())
         self._write_plain(plain)

@@ -125,7 +125,7 @@ class ModelState:
         unwrapping = Unwrapping(self.module)
         if not unwrapping.is_needed and not self._saved_as:
             return None
-        return {one: self._saved_as.get(name := unwrapping.name(one), name) for one in given}
+        return {key: self._saved_as.get(name := unwrapping.name(key), name) for key in given}
 
 
 class RNGState:

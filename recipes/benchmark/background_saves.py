@@ -171,7 +171,7 @@ def _mib_of_children() -> float:
 
 def _bytes_in(folder: Path, topology: Topology) -> int:
     """The bytes of the save that counts, as the lead sees them. Collective."""
-    files = [file for one in (COUNTED, f"checkpoint-{COUNTED}") for file in (folder / one).rglob("*") if file.is_file()]
+    files = [file for folder_name in (COUNTED, f"checkpoint-{COUNTED}") for file in (folder / folder_name).rglob("*") if file.is_file()]
     return gathered(sum(file.stat().st_size for file in files) if topology.is_lead else 0, topology)[0]
 
 
@@ -226,7 +226,7 @@ def _num_counted(ranks: Sequence[RankTimes], durable_s: float | None) -> int:
     steps = list(zip(*(told["beside"][:-1] for told in ranks), strict=True))
     if durable_s is None:
         return len(steps)
-    whole = sum(all(one[1] <= durable_s for one in of_ranks) for of_ranks in steps)
+    whole = sum(all(of_rank[1] <= durable_s for of_rank in of_ranks) for of_ranks in steps)
     return whole or min(1, len(steps))
 
 

@@ -75,14 +75,14 @@ def compare(keys: CompareKeys) -> int:
     found = ratios(_relative("a", a, keys.relative_to), _relative("b", b, keys.relative_to))
     if not found:
         raise ConfigurationError(f"{keys.a} and {keys.b} have no figure of a contender in common")
-    worse = [one for one in found if one.least > 1 + keys.tolerance]
+    worse = [ratio for ratio in found if ratio.least > 1 + keys.tolerance]
     if keys.json:
-        print(json.dumps({"ratios": [asdict(one) for one in found], "larger": [asdict(one) for one in worse]}, indent=2))
+        print(json.dumps({"ratios": [asdict(ratio) for ratio in found], "larger": [asdict(ratio) for ratio in worse]}, indent=2))
     else:
         rows = [
-            (f"{'* ' if one in worse else ''}{one.contender}", one.figure, f"{one.a:.3f}", f"{one.b:.3f}", f"{one.ratio:.3f}",
-             f"{one.least:.3f}..{one.most:.3f}")
-            for one in found
+            (f"{'* ' if ratio in worse else ''}{ratio.contender}", ratio.figure, f"{ratio.a:.3f}", f"{ratio.b:.3f}", f"{ratio.ratio:.3f}",
+             f"{ratio.least:.3f}..{ratio.most:.3f}")
+            for ratio in found
         ]  # fmt: skip
         over = f", over those of {keys.relative_to} in the same round" if keys.relative_to else ""
         counts = " and ".join(str(max(map(len, side.values()))) for side in (a, b))

@@ -105,10 +105,10 @@ class Measurement:
             typed = OmegaConf.merge(OmegaConf.structured(self.keys), wanted)
             keys: dict[str, Any] = OmegaConf.to_container(typed, throw_on_missing=True)  # type: ignore[assignment]
         except OmegaConfBaseException as error:
-            known = ", ".join(f"benchmark.{one.name}" for one in fields(self.keys))
+            known = ", ".join(f"benchmark.{field.name}" for field in fields(self.keys))
             raise ConfigurationError(f"{wrong_value(error, f'benchmark.{error.full_key}')}; the benchmark has {known}") from error
         for key, value in by_dotted_key({"benchmark": keys}).items():
-            if any(type(one) is int and one < 1 for one in (value if isinstance(value, list) else [value])):
+            if any(type(number) is int and number < 1 for number in (value if isinstance(value, list) else [value])):
                 raise ConfigurationError(f"{key}={value}: expected at least 1")
         names = keys.get("contenders")
         if names is not None and (not names or len(set(names)) < len(names) or not set(names) <= set(self.contenders)):
@@ -250,8 +250,8 @@ def machine_facts(folder: Path) -> dict[str, Any]:
     """
     cpu = Path("/proc/cpuinfo")
     models = re.findall(r"^model name\s*: (.*)$", cpu.read_text() if cpu.exists() else "", re.MULTILINE)
-    disks = {one.mountpoint: one.fstype for one in psutil.disk_partitions(all=True)}
-    mount = next((str(one) for one in (folder, *folder.parents) if str(one) in disks), "")
+    disks = {partition.mountpoint: partition.fstype for partition in psutil.disk_partitions(all=True)}
+    mount = next((str(place) for place in (folder, *folder.parents) if str(place) in disks), "")
     return {
         "processor": models[0] if models else platform.machine(),
         "cores": os.cpu_count(),

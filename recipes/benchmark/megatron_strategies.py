@@ -320,8 +320,8 @@ def show(result: Mapping[str, Any]) -> None:
     columns = {"save s": "save_s", "cold s": "load_cold_s", "warm s": "load_warm_s", "save / load MiB": "save_peak_mib load_peak_mib"}
     columns["megatron / ours"] = "save_s_ratio load_cold_s_ratio load_warm_s_ratio"
     print_table(title, *rows_of(result, columns))
-    for name, one in result["contenders"].items():
-        console().print(full_line(f"{name}: {one['files']} files; {len(one['wrong'])} tensors came back wrong"))
+    for name, contender in result["contenders"].items():
+        console().print(full_line(f"{name}: {contender['files']} files; {len(contender['wrong'])} tensors came back wrong"))
 
 
 def _line(figures: Figures) -> str:

@@ -64,7 +64,7 @@ def request_costs(num_bytes: int) -> dict[str, float]:
         costs |= {"set": each(lambda: client.put("key", b"x" * 150)), "first": each(lambda: client.put_first("first", b"x" * 100))}
         clients = [StoreClient(server, writer=1) for _ in range(3)]
         began = time.perf_counter()
-        threads = [threading.Thread(target=lambda one=one: [one.put("key", b"x") for _ in range(num)]) for one in clients]
+        threads = [threading.Thread(target=lambda own=own: [own.put("key", b"x") for _ in range(num)]) for own in clients]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -124,17 +124,17 @@ def reckon(
         published = [request(0.0, 170, "set") for _ in range(min(per_host, num_ranks - hub) if places else 0)]
         now_s = max(published, default=0.0) + costs["socket"]
         if hub:
-            now_s = request(now_s, sum(len(one.message[2]) + 40 for one in sent), "push")
+            now_s = request(now_s, sum(len(letter.message[2]) + 40 for letter in sent), "push")
         heapq.heappush(arrivals, (now_s, hub, sent))
     lead_s, dos = 0.0, list[Do]()
     while arrivals:
         there_s, hub, sent = heapq.heappop(arrivals)
         lead_s = max(lead_s, there_s)
         if hub:
-            lead_s = request(lead_s, sum(len(one.message[2]) + 40 for one in sent), "pop_waiting")
+            lead_s = request(lead_s, sum(len(letter.message[2]) + 40 for letter in sent), "pop_waiting")
         began = time.perf_counter()
-        for one in sent:
-            dos += machines[0].hear(one.message)
+        for letter in sent:
+            dos += machines[0].hear(letter.message)
         lead_s += time.perf_counter() - began
     ends_s = lead_s
     while dos:

@@ -66,7 +66,7 @@ def rows_of(result: Mapping[str, Any], columns: Mapping[str, str], digits: int =
     known = {figure for figures in figures_of.values() for figure in figures}
     wanted = {heading: names.split() for heading, names in columns.items() if known.intersection(names.split())}
     rows = [
-        [name, *(_cell(result, name, one, figures, digits) for one in wanted.values())] for name, figures in figures_of.items()
+        [name, *(_cell(result, name, column, figures, digits) for column in wanted.values())] for name, figures in figures_of.items()
     ]
     return ["", *wanted], rows
 

@@ -113,7 +113,7 @@ def _in_turns(parameters: Sequence[torch.Tensor], stepped_bytes: int) -> list[li
     sizes = {parameter: local_tensor(parameter).nbytes for parameter in parameters}
     turns: list[list[torch.Tensor]] = [[] for _ in range(max(1, math.ceil(sum(sizes.values()) / stepped_bytes)))]
     for parameter in sorted(parameters, key=lambda one: -sizes[one]):
-        min(turns, key=lambda turn: sum(sizes[one] for one in turn)).append(parameter)
+        min(turns, key=lambda turn: sum(sizes[held] for held in turn)).append(parameter)
     return [turn for turn in turns if turn]
 
 

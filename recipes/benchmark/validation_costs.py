@@ -42,7 +42,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
     components = training.components()
     coordinator = training.coordinated(instantiate(cfg["coordinator"], pattern_check="off"))
     work: dict[str, Callable[[], object]] = {
-        level.value: partial(_compare, [_at(level, one) for one in components], topology) for level in ValidationLevel
+        level.value: partial(_compare, [_at(level, component) for component in components], topology) for level in ValidationLevel
     }
     work["doctor"] = partial(work["none"], look=True)
     work[LIMIT] = partial(_hash, components)
@@ -54,7 +54,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         if topology.is_lead:
             shutil.rmtree(cfg["checkpoint_root"], ignore_errors=True)
     held = _tensors(components)
-    num_bytes = sum(one.nbytes for one in held)
+    num_bytes = sum(tensor.nbytes for tensor in held)
     rounds = with_cost(rounds, num_bytes)
     medians = summarized(rounds)["medians"]
     return {

@@ -59,7 +59,7 @@ class NamedTensors:
 
     def fingerprint(self) -> str:
         """Return a digest of all names and bits."""
-        digests = [name + digest_of(raw_bytes(one.cpu()).numpy().data) for name, one in self.tensors.items()]
+        digests = [name + digest_of(raw_bytes(tensor.cpu()).numpy().data) for name, tensor in self.tensors.items()]
         return digest_of("".join(digests).encode())
 
 

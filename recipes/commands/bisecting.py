@@ -119,7 +119,7 @@ class Parting:
     @property
     def components(self) -> list[str]:
         """The components that differ, without the names of copies."""
-        return sorted({one.component.partition("/")[0] for one in self.differences})
+        return sorted({difference.component.partition("/")[0] for difference in self.differences})
 
     @property
     def sentence(self) -> str:
@@ -138,7 +138,7 @@ class Parting:
     def _of_replays(self) -> str:
         if not self.replays_part:
             return "the replays of the two agree: what parted the runs is not in the checkpoint before, nor in their configs"
-        keys = [one.name for one in self.config if one.name.startswith(_OF_TRAINING)]
+        keys = [difference.name for difference in self.config if difference.name.startswith(_OF_TRAINING)]
         cause = f"their configs differ in {some_of(keys)}"
         if not keys:
             cause = "no key of training differs, so training is not deterministic here"
@@ -193,7 +193,7 @@ class _Run:
 
     def checkpoint_of(self, step: int) -> Place:
         """The first checkpoint at or after a step: the process that saved it made the step. Else the last one."""
-        return self.checkpoints[min((one for one in self.checkpoints if one >= step), default=max(self.checkpoints))]
+        return self.checkpoints[min((at_step for at_step in self.checkpoints if at_step >= step), default=max(self.checkpoints))]
 
     def config(self, step: int) -> dict[str, Any]:
         """The config with which a step was made, by dotted key, with the number of ranks and the version of torch."""
@@ -212,7 +212,7 @@ class _Run:
 
 
 def _history(root: Place) -> dict[int, Place]:
-    committed = ((step_of(one.id), one.path) for one in catalog_at(root).committed())
+    committed = ((step_of(commit.id), commit.path) for commit in catalog_at(root).committed())
     found = {step: path for step, path in committed if step is not None}
     if not found:
         return found
@@ -220,7 +220,7 @@ def _history(root: Place) -> dict[int, Place]:
     if before.name != "latest" and is_checkpoint(before):
         step = step_of(read_manifest(before).checkpoint_id)
         if step is not None and step < min(found):
-            found |= {one: path for one, path in _history(before.parent).items() if one < step} | {step: before}
+            found |= {at_step: path for at_step, path in _history(before.parent).items() if at_step < step} | {step: before}
     return dict(sorted(found.items()))
 
 
@@ -289,14 +289,14 @@ def _replay_both(runs: Sequence[_Run], found: Parting, work: Path, *, quiet: boo
         for run in runs:
             run.require_beginning()
     replays = [_Replay(run, work / run.name, quiet) for run in runs]
-    ends = [one.to(high, low, start) for one, start in zip(replays, starts, strict=True)]
-    departures = [departure for one in replays if (departure := one.departure()) is not None]
+    ends = [replaying.to(high, low, start) for replaying, start in zip(replays, starts, strict=True)]
+    departures = [departure for replaying in replays if (departure := replaying.departure()) is not None]
     found.not_reproduced = {run.name: step for step, run, _ in departures}
     found.differences = _compared(*ends)
     found.replays_part = bool(found.differences)
     while found.replays_part and high - low > 1:
         middle = (low + high) // 2
-        states = [one.to(middle, low, start) for one, start in zip(replays, starts, strict=True)]
+        states = [replaying.to(middle, low, start) for replaying, start in zip(replays, starts, strict=True)]
         if differences := _compared(*states):
             high, found.differences = middle, differences
         else:
@@ -333,7 +333,7 @@ class _Replay:
 
         At each checkpoint of the run between it saves and begins anew: the run may have been resumed there with another config.
         """
-        for end in [*(one for one in self.run.checkpoints if low < one < step), step]:
+        for end in [*(at_step for at_step in self.run.checkpoints if low < at_step < step), step]:
             if not self.quiet:
                 begin = "the beginning" if start is None else f"step {low}"
                 print(f"replaying {self.run.name} from {begin} to step {end}", flush=True)
@@ -341,7 +341,7 @@ class _Replay:
             assert done is not None
             start, low = place_of(done["path"]), end
             self.states.setdefault(end, start)
-            self.losses = {int(one): repr(loss) for one, loss in done["losses"].items()} | self.losses
+            self.losses = {int(at_step): repr(loss) for at_step, loss in done["losses"].items()} | self.losses
         assert start is not None
         return start
 

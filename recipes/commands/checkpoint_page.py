@@ -64,11 +64,11 @@ def checkpoint_values(manifests: Mapping[str, CheckpointManifest], use: DiskUse)
     entries: dict[str, ArrayEntry] = {}
     components: dict[str, ComponentManifest] = {}
     component_of: dict[str, str] = {}
-    for folder, one in manifests.items():
+    for folder, inner in manifests.items():
         above = f"{folder}/" if folder else ""
-        components |= {f"{above}{key}": component for key, component in one.components.items()}
-        entries |= {f"{above}{name}": entry for name, entry in one.arrays.items()}
-        component_of |= {f"{above}{name}": f"{above}{name.partition('/')[0]}" for name in one.arrays}
+        components |= {f"{above}{key}": component for key, component in inner.components.items()}
+        entries |= {f"{above}{name}": entry for name, entry in inner.arrays.items()}
+        component_of |= {f"{above}{name}": f"{above}{name.partition('/')[0]}" for name in inner.arrays}
     cuts = alike(entries)
     cards = {name: f"cut-{number}" for number, cut in enumerate(cuts[:_MOST_CARDS]) for name in cut.names}
     tensors = [Tensor(printable(name), component_of[name], entry, cards.get(name)) for name, entry in entries.items()]
@@ -80,18 +80,18 @@ def checkpoint_values(manifests: Mapping[str, CheckpointManifest], use: DiskUse)
         "manifest": manifests[""],
         "use": use,
         "metrics": [(name, figure(value, "number")) for name, value in list(manifests[""].metrics.items())[:8]],
-        "num_bytes": sum(one.num_bytes for one in tensors),
+        "num_bytes": sum(tensor.num_bytes for tensor in tensors),
         "num_tensors": len(tensors),
         "components": [
             {
                 "key": key,
                 "color": colors[key],
-                "about": one,
+                "about": about,
                 "num_tensors": counts[key],
-                "written_by": ranks_text(one.ranks),
-                "equal_on": None if one.replicated_across is None else ranks_text(one.replicated_across),
+                "written_by": ranks_text(about.ranks),
+                "equal_on": None if about.replicated_across is None else ranks_text(about.replicated_across),
             }
-            for key, one in components.items()
+            for key, about in components.items()
         ],
         "regions": _regions(items),
         "ranks": _ranks(manifests[""].world_size, tensors),
@@ -105,9 +105,9 @@ def checkpoint_values(manifests: Mapping[str, CheckpointManifest], use: DiskUse)
 def _items(tensors: Sequence[Tensor], colors: Mapping[str, str]) -> list[dict[str, Any]]:
     """Group many tensors whose names differ in numbers only; of the smallest groups, all of a component become one."""
     by_name: dict[tuple[str, str], list[Tensor]] = {}
-    for one in tensors:
-        name = one.name if len(tensors) <= _MOST_ITEMS else _NUMBER.sub("*", one.name)
-        by_name.setdefault((one.component, name), []).append(one)
+    for tensor in tensors:
+        name = tensor.name if len(tensors) <= _MOST_ITEMS else _NUMBER.sub("*", tensor.name)
+        by_name.setdefault((tensor.component, name), []).append(tensor)
     groups: dict[tuple[str, str], list[Tensor]] = {}
     for (component, name), members in sorted(by_name.items(), key=lambda group: -_num_bytes(group[1])):
         groups.setdefault((component, name if len(groups) < _MOST_ITEMS else f"{component}/…"), []).extend(members)
@@ -120,8 +120,8 @@ def _item(name: str, tensors: Sequence[Tensor], color: str) -> dict[str, Any]:
     name = name if others else first.name
     number = counted(len(tensors), "tensor") if others else ""
     size = _num_bytes(tensors)
-    dtype = _few(one.entry.dtype for one in tensors)
-    shape = _few(shape_text(one.entry.shape) for one in tensors)
+    dtype = _few(tensor.entry.dtype for tensor in tensors)
+    shape = _few(shape_text(tensor.entry.shape) for tensor in tensors)
     written = "" if others else where_text(first.entry, name)
     return {
         "name": name,
@@ -130,7 +130,7 @@ def _item(name: str, tensors: Sequence[Tensor], color: str) -> dict[str, Any]:
         "number": number,
         "num_bytes": size,
         "color": color,
-        "card": first.card if len({one.card for one in tensors}) == 1 else None,
+        "card": first.card if len({tensor.card for tensor in tensors}) == 1 else None,
         "dtype": dtype,
         "shape": shape,
         "written": written,
@@ -139,7 +139,7 @@ def _item(name: str, tensors: Sequence[Tensor], color: str) -> dict[str, Any]:
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(one.num_bytes for one in tensors)
+    return sum(tensor.num_bytes for tensor in tensors)
 
 
 def _few(texts: Iterable[str]) -> str:
@@ -150,15 +150,15 @@ def _few(texts: Iterable[str]) -> str:
 def _regions(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The treemap: a rectangle for each component, divided into its tensors."""
     by_component: dict[str, list[Mapping[str, Any]]] = {}
-    for one in sorted(items, key=lambda one: -one["num_bytes"]):
-        if one["num_bytes"]:
-            by_component.setdefault(one["component"], []).append(one)
-    sizes = {key: sum(one["num_bytes"] for one in own) for key, own in by_component.items()}
+    for item in sorted(items, key=lambda one: -one["num_bytes"]):
+        if item["num_bytes"]:
+            by_component.setdefault(item["component"], []).append(item)
+    sizes = {key: sum(item["num_bytes"] for item in own) for key, own in by_component.items()}
     shown = sorted(sizes, key=lambda key: -sizes[key])
     regions = []
     for key, place in zip(shown, divided([sizes[key] for key in shown], _MAP_RATIO), strict=True):
         ratio = _MAP_RATIO * place.width / place.height
-        tiles = divided([one["num_bytes"] for one in by_component[key]], ratio)
+        tiles = divided([item["num_bytes"] for item in by_component[key]], ratio)
         region = {"name": key, "size": sizes[key], "part": sizes[key] / sum(sizes.values()), "place": place}
         regions.append(region | {"tiles": list(zip(by_component[key], tiles, strict=True))})
     return regions
@@ -171,13 +171,13 @@ def _ranks(world_size: int, tensors: Sequence[Tensor]) -> dict[str, Any] | None:
     """
     written, unknown = Counter[int](), 0
     in_chunks = Counter[tuple[tuple[int, int, int], ...]]()  # many tensors have the same writers
-    for one in tensors:
-        packed_in = one.entry.packed_in
+    for tensor in tensors:
+        packed_in = tensor.entry.packed_in
         if len(packed_in) == 1:
-            written[packed_in[0]] += one.num_bytes
+            written[packed_in[0]] += tensor.num_bytes
         elif packed_in:
-            unknown += one.num_bytes
-        in_chunks[one.entry.writers] += one.num_bytes
+            unknown += tensor.num_bytes
+        in_chunks[tensor.entry.writers] += tensor.num_bytes
     for runs, num_bytes in in_chunks.items():
         num_chunks = sum(count for _, _, count in runs)
         for rank, _, count in runs:
@@ -221,7 +221,7 @@ def _cards(cuts: Sequence[Alike], entries: Mapping[str, ArrayEntry]) -> list[dic
                 "heading": f"{counted(len(cut.ranks), 'rank')} along {_dims(cut.dims)}",
                 "size": f"{counted(len(names), 'tensor')}, {decimal(sum(entries[name].num_bytes for name in names))}",
                 "height": height,
-                "boxes": [(one, _written(one) + of, _label(one, height)) for one in picture.rectangles if room >= 0],
+                "boxes": [(box, _written(box) + of, _label(box, height)) for box in picture.rectangles if room >= 0],
                 "note": "" if picture.is_whole else f"Of {marked} the sides marked * are shown, and not every cut.",
                 "names": listed + ([f"and {len(names) - _MOST_NAMES:,} more"] if len(names) > _MOST_NAMES else []),
             }
@@ -248,6 +248,6 @@ def _groups(manifest: CheckpointManifest) -> list[dict[str, Any]]:
     groups = manifest.topology.get("groups")
     found = []
     for name, instances in list(groups.items())[:64] if isinstance(groups, dict) else ():
-        shown = ["[" + ", ".join(map(str, one[:8])) + (", …]" if len(one) > 8 else "]") for one in instances[:16]]
+        shown = ["[" + ", ".join(map(str, instance[:8])) + (", …]" if len(instance) > 8 else "]") for instance in instances[:16]]
         found.append({"name": name, "num": len(instances), "ranks": " ".join(shown) + (" …" if len(instances) > 16 else "")})
     return found

@@ -66,9 +66,9 @@ def _diff(keys: DiffKeys) -> int:
         source_at(as_place(path, "a or b"), Topology.alone(), DirectLoad(), allow_pickle=keys.load.allow_pickle)
         for path in (keys.a, keys.b)
     )
-    for one in (a, b):
-        if isinstance(one, OtherSource):
-            one.leaves_out_unknown = True
+    for source in (a, b):
+        if isinstance(source, OtherSource):
+            source.leaves_out_unknown = True
     configs = (values_of(a.config_text), values_of(b.config_text)) if a.config_text and b.config_text else ({}, {})
     found = [*of_configs(*configs), *compare(a, b)]
     if keys.json:
@@ -76,7 +76,7 @@ def _diff(keys: DiffKeys) -> int:
     elif not found:
         show(f"{keys.a} and {keys.b} are equal")
     else:
-        counts = sorted(Counter(one.component for one in found).items())
+        counts = sorted(Counter(difference.component for difference in found).items())
         each = f": {', '.join(f'{number:,} in {key}' for key, number in counts)}"
         show(f"{counted(len(found), 'difference')}{each if len(counts) > 1 else f' in {counts[0][0]}'}", "")
         show(*listed(found, all=keys.all))
@@ -97,17 +97,17 @@ def listed(found: Sequence[Difference], *, all: bool) -> list[str | Listing]:
     table = Listing(
         "component", "name", "difference", "a", "b", "elements", "largest", right=(5, 6), names=2, bare=(2,)
     )
-    for one in first_rows(found, lambda one: one.component, most=most_rows(all=all)):
-        of_bits = one.what == "bits"
-        cells = [f"norm {value:.6g}" if of_bits else _text(value) for value in (one.a, one.b)]
-        numbers = [str(one.num_differ), f"{one.largest:.4g}"] if of_bits else ["", ""]
-        table.add(one.component, one.name, one.what, *cells, *numbers)
+    for row in first_rows(found, lambda one: one.component, most=most_rows(all=all)):
+        of_bits = row.what == "bits"
+        cells = [f"norm {value:.6g}" if of_bits else _text(value) for value in (row.a, row.b)]
+        numbers = [str(row.num_differ), f"{row.largest:.4g}"] if of_bits else ["", ""]
+        table.add(row.component, row.name, row.what, *cells, *numbers)
     return [table, *more(len(found) - len(table), "difference")]
 
 
 def as_json(found: Sequence[Difference]) -> list[dict[str, Any]]:
     """Return a row of JSON for each difference."""
-    return [{name: _as_json(value) for name, value in asdict(one).items()} for one in found]
+    return [{name: _as_json(value) for name, value in asdict(difference).items()} for difference in found]
 
 
 def _text(value: Any) -> str:

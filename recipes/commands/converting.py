@@ -302,7 +302,7 @@ def _on_ranks(
     """Let every rank do its share of the work, and describe the result."""
     opened, dst = Opened(source), as_place(keys.dst, "dst")
     tensors = opened.every_tensor()
-    array_bytes = sum(one.entry.num_bytes for one in tensors)
+    array_bytes = sum(tensor.entry.num_bytes for tensor in tensors)
     with _shown(keys, topology, array_bytes):
         work(dst)
     components = Opened(source, by_component=True).keys

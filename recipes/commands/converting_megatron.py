@@ -104,8 +104,8 @@ def convert_megatron(
                 f"{src} holds values of classes that are not built here: {some_of(plain.left_out)}. Leave them out with "
                 "leave_out_unknown=true"
             )
-    pieces = [one for of_key in old.tensors.values() for one in of_key]
-    sizes = [0 if one.data is None else one.data.nbytes for one in pieces]
+    pieces = [piece for of_key in old.tensors.values() for piece in of_key]
+    sizes = [0 if piece.data is None else piece.data.nbytes for piece in pieces]
     state = _state(common, objects if topology.is_lead else [], share_of(pieces, sizes, topology))
     array_bytes = sum(sizes)
     with topology.operation(f"convert to {dst}"), shown(array_bytes), shared_directory(dst, topology) as folder:

@@ -97,7 +97,7 @@ def folder_page(root: Place) -> str:
         CheckpointNotFoundError: there are none, or all were removed meanwhile.
     """
     committed = committed_below(root)
-    each, on_disk = disk_use(one.path for one in committed)
+    each, on_disk = disk_use(commit.path for commit in committed)
     commits = _commits(committed[-_MOST_COMMITS:], each)
     if not commits:
         raise CheckpointNotFoundError(f"{root} holds no checkpoint any more: all were removed while they were read")
@@ -112,8 +112,8 @@ def folder_page(root: Place) -> str:
         on_disk=on_disk,
         apparent_bytes=sum(use.apparent_bytes for use in each.values()),
         commits=commits,
-        metrics=list(dict.fromkeys(name for one in commits if one.head for name in one.head.metrics))[:_MOST_METRICS],
-        runs=list(dict.fromkeys(one.one.run_id for one in commits)),
+        metrics=list(dict.fromkeys(name for commit in commits if commit.head for name in commit.head.metrics))[:_MOST_METRICS],
+        runs=list(dict.fromkeys(commit.one.run_id for commit in commits)),
         sharing=commits[-_MOST_SHARING:],
         shared=_shared(commits[-_MOST_SHARING:]),
         most_sharing=_MOST_SHARING,
@@ -126,27 +126,27 @@ def _commits(listed: Sequence[Committed[Place]], each: Mapping[Place, DiskUse]) 
     """Return the checkpoints in commit order, without those that were removed since they were listed."""
     found: list[Commit] = []
     seen: set[Hashable] = set()
-    for one in listed:
+    for checkpoint in listed:
         head, num_arrays, problem = None, 0, None
         try:
-            head = read_manifest(one.path)
+            head = read_manifest(checkpoint.path)
             num_arrays, head.arrays = len(head.arrays), {}
         except CheckpointNotFoundError:
             continue
         except (CheckpointError, OSError) as error:
             problem = sentence(error)
-        files = files_of(one.path)
+        files = files_of(checkpoint.path)
         new = sum(size for inode, size in files.items() if inode not in seen)
         seen |= files.keys()
-        found.append(Commit(one, each[one.path], files, new, num_arrays, head, problem))
+        found.append(Commit(checkpoint, each[checkpoint.path], files, new, num_arrays, head, problem))
     return found
 
 
 def _shared(commits: Sequence[Commit]) -> list[list[int]]:
     """For each commit but the first, the bytes of files that it shares with each earlier one; nothing where none do."""
     shared = [
-        [sum(size for inode, size in one.files.items() if inode in other.files) for other in commits[:row]]
-        for row, one in enumerate(commits)
+        [sum(size for inode, size in commit.files.items() if inode in other.files) for other in commits[:row]]
+        for row, commit in enumerate(commits)
     ][1:]
     return shared if any(map(any, shared)) else []
 

@@ -39,7 +39,7 @@ def keys_of(cfg: DictConfig) -> DoctorKeys:
         ConfigurationError, OmegaConfBaseException: there is no such key, or a value is wrong.
     """
     with open_dict(cfg):
-        own = {one.name: cfg.pop(one.name) for one in fields(DoctorKeys)}
+        own = {key.name: cfg.pop(key.name) for key in fields(DoctorKeys)}
     keys = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DoctorKeys), own))
     assert isinstance(keys, DoctorKeys)
     if keys.doctor.steps < 0:
@@ -75,21 +75,21 @@ def examine(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
         "parallel": training.layout.name,
         "world_size": topology.world_size,
         "steps": cfg["doctor"]["steps"],
-        "components": [one.to_json() | {"sentence": in_config_words(one.sentence)} for one in coordinator.diagnose()],
+        "components": [diagnosis.to_json() | {"sentence": in_config_words(diagnosis.sentence)} for diagnosis in coordinator.diagnose()],
     }
 
 
 def show(result: Mapping[str, Any], *, as_json: bool) -> int:
     """Print the verdicts, and return the exit code: 1 if a save would lose state."""
-    lost = [one["component"] for one in result["components"] if one["verdict"] == PatternVerdict.LOSES_STATE.value]
+    lost = [row["component"] for row in result["components"] if row["verdict"] == PatternVerdict.LOSES_STATE.value]
     if as_json:
         print_json({"ok": not lost, **result})
         return 1 if lost else 0
     num_lost = f"{counted(len(lost), 'component')} would lose state" if lost else "a save would lose no state"
     head = f"{result['parallel']} on {counted(result['world_size'], 'rank')}, after {result['steps']} steps: {num_lost}"
     table = Listing("component", "declared", "found", "verdict", text=(3,))
-    for one in result["components"]:
-        found = one["found"][0] if one["found"] else "nothing that fits"
-        table.add(one["component"], one["declared"], found, one["verdict"])
-    show_parts(head, "", table, *(one["sentence"] for one in result["components"] if one["sentence"]))
+    for row in result["components"]:
+        found = row["found"][0] if row["found"] else "nothing that fits"
+        table.add(row["component"], row["declared"], found, row["verdict"])
+    show_parts(head, "", table, *(row["sentence"] for row in result["components"] if row["sentence"]))
     return 1 if lost else 0

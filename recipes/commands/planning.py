@@ -90,7 +90,7 @@ def plan(keys: PlanKeys, cfg: DictConfig) -> Plan:
     manifest = read_manifest(path) if is_checkpoint(path) else None
     layout: Layout = made(run["parallel"])
     parts = _parts_of_ranks(run, layout, num_ranks, keys.nodes)
-    ranks = [Rank(one.topology, one.components()) for one in parts]
+    ranks = [Rank(part.topology, part.components()) for part in parts]
     found = forecast(
         path,
         ranks,
@@ -123,8 +123,8 @@ class Unstarted(Training):
 
     def components(self) -> list[Any]:
         found = super().components()
-        for one in found:
-            one.stateful = as_stateful(one.stateful)
+        for component in found:
+            component.stateful = as_stateful(component.stateful)
         return found
 
     def on(self, topology: Topology) -> Unstarted:
@@ -157,9 +157,9 @@ def _exact(found: Forecast, layout: Layout, num_ranks: int) -> frozenset[str]:
     """The components whose bytes are known for each rank. Of tensors that a layout would cut, only the sum is known."""
     whole = num_ranks == 1 or "pp" in layout.axes
     return frozenset(
-        one.key
-        for one in found.components
-        if one.component.pattern is not SharingPattern.SHARDED or (whole and one.key in OWN_COMPONENTS)
+        component.key
+        for component in found.components
+        if component.component.pattern is not SharingPattern.SHARDED or (whole and component.key in OWN_COMPONENTS)
     )
 
 
@@ -176,20 +176,20 @@ def show(found: Plan, keys: PlanKeys) -> None:
     verdict = "It would load." if found.forecast.loads else "It would not load."
     table = Listing("component", "saved as", "wanted as", "what will happen", "to read", right=(4,), text=(3,))
     refused = []
-    for one in found.forecast.components:
-        verb, happens = what(one, found)
-        if one.report is None:
+    for component in found.forecast.components:
+        verb, happens = what(component, found)
+        if component.report is None:
             refused.append(happens)
         table.add(
-            one.key,
-            _saved_as(one.key, found),
-            _wanted_as(one),
-            verb if one.report is None else happens,
-            _to_read(one, found),
+            component.key,
+            _saved_as(component.key, found),
+            _wanted_as(component),
+            verb if component.report is None else happens,
+            _to_read(component, found),
         )
     for key, report in found.forecast.passed_over.items():
         table.add(key, _saved_as(key, found), "nothing", f"left out: {report.reason}", "")
-    misfits = [(one.key, *line) for one in found.forecast.components for line in _lines(one.misfits)]
+    misfits = [(component.key, *line) for component in found.forecast.components for line in _lines(component.misfits)]
     keys_table = Listing("component", "key", "what does not fit", names=2, bare=(2,))
     for row in first_rows(misfits, lambda row: row[0], most=most_rows(all=keys.all)):
         keys_table.add(*row)
@@ -208,7 +208,7 @@ def as_json(found: Plan) -> dict[str, Any]:
         "refusal": found.forecast.refusal,
         "saved": None if manifest is None else {name: getattr(manifest, name) for name in ("world_size", "topology")},
         "wanted": {"layout": found.layout} | wanted,
-        "components": {one.key: _component_as_json(one, found) for one in found.forecast.components},
+        "components": {component.key: _component_as_json(component, found) for component in found.forecast.components},
         "passed_over": {key: report.reason for key, report in found.forecast.passed_over.items()},
     }
 

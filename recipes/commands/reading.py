@@ -104,7 +104,7 @@ def verify(keys: ReadingKeys) -> int:
         if found is None:
             removed.append(str(path))
             continue
-        others = [str(one) for one in linked_with(path.absolute().parent, path, found.damaged)]
+        others = [str(other) for other in linked_with(path.absolute().parent, path, found.damaged)]
         counts = {"num_files": found.num_files, "num_bytes": found.num_bytes}
         results.append({"path": str(path), "problems": found.problems, **counts, "damage_shared_with": others})
         if not keys.json:
@@ -116,8 +116,8 @@ def verify(keys: ReadingKeys) -> int:
     is_sound = not any(result["problems"] for result in results)
     if keys.json:
         print_json({"ok": is_sound, "checkpoints": results, "removed": removed})
-    for one in removed if not keys.json else ():
-        show_parts(f"{one}: removed while it was read")
+    for folder in removed if not keys.json else ():
+        show_parts(f"{folder}: removed while it was read")
     return 0 if is_sound else 1
 
 
@@ -137,8 +137,8 @@ def show(keys: InspectKeys) -> None:
         _show_other(other, keys)
         return
     committed = committed_below(path)
-    each, on_disk = disk_use(one.path for one in committed)
-    rows = [row | asdict(each[one.path]) for one in committed if (row := _row(one)) is not None]
+    each, on_disk = disk_use(commit.path for commit in committed)
+    rows = [row | asdict(each[commit.path]) for commit in committed if (row := _row(commit)) is not None]
     if keys.json:
         print_json({"path": str(path), "on_disk_bytes": on_disk, "checkpoints": rows})
     else:
@@ -182,10 +182,10 @@ def checkpoints_at(path: Place) -> list[Place]:
     """Return the checkpoint at a path, or all in it: committed ones, then folders named checkpoint-* that are not committed."""
     if is_checkpoint(path):
         return [path]
-    committed = [one.path for one in committed_below(path)]
+    committed = [commit.path for commit in committed_below(path)]
     if not isinstance(path, Path):
         return committed
-    return committed + sorted(one for one in path.glob("checkpoint-*") if one.is_dir() and one not in committed)
+    return committed + sorted(folder for folder in path.glob("checkpoint-*") if folder.is_dir() and folder not in committed)
 
 
 def _examined(path: Place) -> Verification | None:
@@ -216,7 +216,7 @@ def _tell_result(path: Place, problems: Sequence[str], counts: str, others: Sequ
         show_parts(f"{path}: ok, {counts}")
         return
     shown = first_rows(problems, most=most_rows(all=all))
-    shared = [f"  damaged files are shared with {', '.join(Path(one).name for one in others)}"] if others else []
+    shared = [f"  damaged files are shared with {', '.join(Path(other).name for other in others)}"] if others else []
     left_out = [f"  {line}" for line in more(len(problems) - len(shown), "problem")]
     lines = [f"{path}: {counted(len(problems), 'problem')}", *(f"  {problem}" for problem in shown), *left_out, *shared]
     show_parts(*lines)
@@ -225,7 +225,7 @@ def _tell_result(path: Place, problems: Sequence[str], counts: str, others: Sequ
 def _verify_other(other: OtherAt, keys: ReadingKeys) -> int:
     """Read all tensors and values of a checkpoint without digests: what is missing, cut off or undecodable is found."""
     tensors = other.tensors
-    num_bytes = sum(one.num_bytes for one in tensors.values())
+    num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
     with progress_bar(f"read {printable(other.path.name)}", num_bytes) as advance:
         problems = other.problems(advance)
     if keys.json:
@@ -248,15 +248,15 @@ def _verify_other(other: OtherAt, keys: ReadingKeys) -> int:
 def _show_other(other: OtherAt, keys: InspectKeys) -> None:
     tensors, values = other.tensors, other.values
     if keys.json:
-        arrays = {name: one.to_json() | {"size_bytes": one.num_bytes} for name, one in tensors.items()}
+        arrays = {name: tensor.to_json() | {"size_bytes": tensor.num_bytes} for name, tensor in tensors.items()}
         print_json(
             {"path": str(other.path), "format": other.kind, "arrays": arrays, "values": values, "unread": other.unread}
         )
         return
-    size = decimal(sum(one.num_bytes for one in tensors.values()))
+    size = decimal(sum(tensor.num_bytes for tensor in tensors.values()))
     head = f"{other.path}: {other.kind}, {counted(len(tensors), 'tensor')}, {size}, no digests"
     head += f"; {counted(len(values), 'plain value')}: {some_of(values, MOST_ROWS)}" if values else ""
-    named = [(name, one) for name, one in tensors.items() if _is_chosen(name, keys.filter)]
+    named = [(name, tensor) for name, tensor in tensors.items() if _is_chosen(name, keys.filter)]
     arrays_table = Listing("array", "dtype", "shape", "size", "", right=(3,), text=(4,), bare=(1, 2, 3))
     for name, entry in first_rows(named, most=None if keys.all else keys.limit):
         tied = f"is {entry.alias_of}" if entry.alias_of is not None else ""
@@ -300,7 +300,7 @@ def _checkpoint_as_json(path: Place, manifest: CheckpointManifest) -> dict[str, 
         "components": {key: component.to_json() for key, component in manifest.components.items()},
         "arrays": {name: entry.to_json() | {"size_bytes": entry.num_bytes} for name, entry in manifest.arrays.items()},
         "below": {
-            folder: _checkpoint_as_json(path / folder, one) for folder, one in manifests_below(path, manifest).items()
+            folder: _checkpoint_as_json(path / folder, inner) for folder, inner in manifests_below(path, manifest).items()
         },
     }
 
@@ -374,11 +374,11 @@ def _show_checkpoint(path: Path, manifest: CheckpointManifest, use: DiskUse, key
     components = Listing("component", "pattern", "group", "written by", "equal on", "arrays", "size", right=(5, 6))
     arrays = Listing("array", "dtype", "shape", "size", "where", right=(3,), text=(4,), bare=(1, 2, 3, 4))
     every: list[tuple[str, ArrayEntry]] = []
-    for one in (manifest, *manifests_below(path, manifest).values()):
-        for key, component in one.components.items():
-            num_arrays, size = str(len(one.arrays_of(key))), decimal(component.size_bytes)
+    for inner in (manifest, *manifests_below(path, manifest).values()):
+        for key, component in inner.components.items():
+            num_arrays, size = str(len(inner.arrays_of(key))), decimal(component.size_bytes)
             components.add(key, *_component_cells(component), num_arrays, size)
-        every += one.arrays.items()
+        every += inner.arrays.items()
     named = [(name, entry) for name, entry in every if _is_chosen(name, keys.filter)]
     for name, entry in first_rows(named, most=None if keys.all else keys.limit):
         size = decimal(entry.num_bytes)

@@ -55,7 +55,7 @@ class OtherAt:
         pieces = (Piece(name, box, entry.dtype) for name, entry in own.items() for box in slabs(entry, PIECE_BYTES))
         for batch in batches(pieces):
             if self._problem(batch) is not None:
-                found += [said for one in batch if (said := self._problem([one])) is not None]
+                found += [said for name in batch if (said := self._problem([name])) is not None]
             progress(sum(piece.num_bytes for piece in batch))
         return found
 
@@ -79,7 +79,7 @@ def other_at(path: Place, *, allow_pickle: bool) -> OtherAt | None:
     kind = format_at(path)
     if kind is None and isinstance(path, Path) and path.is_dir() and is_megatron_zarr(path):
         stored = MegatronZarr(path)
-        entries = {key: ArrayEntry(one.dtype, one.shape) for key, one in stored.arrays.items()}
+        entries = {key: ArrayEntry(array.dtype, array.shape) for key, array in stored.arrays.items()}
         read = partial(_read_of_zarr, stored)
         return OtherAt(
             path, "Megatron-Core's zarr", entries, read, {key: key for key in entries}, list(stored.layout.objects)
@@ -95,11 +95,11 @@ def other_at(path: Place, *, allow_pickle: bool) -> OtherAt | None:
         try:
             for prefix in opened.copies(key):
                 start = "" if key == STATE else f"{key}/{prefix}"
-                for name, one in opened.tensors(key, prefix).items():
-                    is_first = one.name == f"{key}/{prefix}{name}"
-                    first = None if is_first else one.name.removeprefix(f"{STATE}/")
-                    found.tensors[start + name] = ArrayEntry(one.entry.dtype, one.entry.shape, alias_of=first)
-                    found.names[start + name] = one.name
+                for name, tensor in opened.tensors(key, prefix).items():
+                    is_first = tensor.name == f"{key}/{prefix}{name}"
+                    first = None if is_first else tensor.name.removeprefix(f"{STATE}/")
+                    found.tensors[start + name] = ArrayEntry(tensor.entry.dtype, tensor.entry.shape, alias_of=first)
+                    found.names[start + name] = tensor.name
                 found.values.extend(start + name for name in opened.plain(key, prefix))
         except (CheckpointError, OSError) as error:
             found.unread.append(sentence(error))

@@ -81,11 +81,11 @@ def alike(entries: Mapping[str, ArrayEntry]) -> list[Alike]:
     for names in by_bytes[:_MOST_DRAWN]:
         entry = entries[max(names, key=lambda name: entries[name].num_bytes)]
         picture = picture_of(entry)
-        look = len(entry.shape), picture.dims, tuple(one.look for one in picture.rectangles)
+        look = len(entry.shape), picture.dims, tuple(rectangle.look for rectangle in picture.rectangles)
         ranks = tuple(sorted({rank for rank, _, _ in entry.writers}))
         found.setdefault(look, Alike(picture, ranks, _cut_dims(entry), [])).names.extend(names)
-    for one in found.values():
-        one.names.sort(key=lambda name: -entries[name].num_bytes)
+    for group in found.values():
+        group.names.sort(key=lambda name: -entries[name].num_bytes)
     return sorted(found.values(), key=lambda one: -_num_bytes(one.names, entries))
 
 
@@ -151,7 +151,7 @@ def _merged(cells: dict[tuple[int, int], tuple[int, ...]]) -> Iterator[tuple[tup
     while cells:
         (row, column), ranks = next(iter(cells.items()))
         right = next(at for at in count(column) if cells.get((row, at)) != ranks)
-        below = next(at for at in count(row) if any(cells.get((at, one)) != ranks for one in range(column, right)))
+        below = next(at for at in count(row) if any(cells.get((at, at_column)) != ranks for at_column in range(column, right)))
         rows, columns = range(row, below), range(column, right)
         for place in product(rows, columns):
             del cells[place]

@@ -155,7 +155,7 @@ class _Command:
 
     def begin(self, folder: Path, hydra_files: Iterable[str]) -> None:
         """Note the folder that Hydra is about to make, and the files that it will write there."""
-        self.new_folders = [one for one in (folder, *folder.parents) if not one.exists()]
+        self.new_folders = [parent for parent in (folder, *folder.parents) if not parent.exists()]
         self.new_files = [folder / name for name in hydra_files if not (folder / name).exists()]
 
     def begin_sweep(self, folder: Path, cfg: DictConfig) -> None:

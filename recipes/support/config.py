@@ -68,7 +68,7 @@ class TrainKeys:
 SaveKeys = make_dataclass(
     "SaveKeys",
     [(name, kind, field(default=MISSING)) for name, kind in _OWN_SAVE_KEYS.items()]
-    + [(one.name, one.type, field(default=MISSING)) for one in fields(SaveSettings)],
+    + [(setting.name, setting.type, field(default=MISSING)) for setting in fields(SaveSettings)],
 )
 """The keys of `save`: the recipe's own, and the fields of `SaveSettings`."""
 
@@ -184,7 +184,7 @@ def save_settings(save: Mapping[str, Any]) -> SaveSettings:
         raise ConfigurationError(
             f"coordinator.saves.save={shown(save)}: expected the keys of save; leave it at ${{save}}"
         )
-    return SaveSettings(**{one.name: save[one.name] for one in fields(SaveSettings)})
+    return SaveSettings(**{setting.name: save[setting.name] for setting in fields(SaveSettings)})
 
 
 def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
@@ -274,9 +274,9 @@ def resolved(kind: type, cfg: DictConfig | dict[str, Any]) -> dict[str, Any]:
 def given_keys(overrides: Iterable[str]) -> list[str]:
     """Return the dotted keys that a command line sets, choices of files such as `ckpt=zarr` included."""
     keys = []
-    for one in OverridesParser.create().parse_overrides(list(overrides)):
-        name = one.get_key_element().lstrip("+~")
-        keys += [f"{name}.{key}" for key in one.value()] if isinstance(one.value(), dict) else [name]
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        name = override.get_key_element().lstrip("+~")
+        keys += [f"{name}.{key}" for key in override.value()] if isinstance(override.value(), dict) else [name]
     return keys
 
 

@@ -91,7 +91,7 @@ def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
         if len(left) + 4 > column:
             lines += [f"  {left}", *(f"{'':{column}}{line}" for line in wrapped)]
         else:
-            lines += [f"{f'  {left}':{column}}{wrapped[0]}".rstrip(), *(f"{'':{column}}{one}" for one in wrapped[1:])]
+            lines += [f"{f'  {left}':{column}}{wrapped[0]}".rstrip(), *(f"{'':{column}}{line}" for line in wrapped[1:])]
     return lines
 
 

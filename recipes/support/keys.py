@@ -124,12 +124,12 @@ def keys_of_command(conf: Path, config_name: str, overrides: Sequence[str] = ())
         places = [source.path for source in loader.get_sources() if source.scheme() == "file"]
         options = {name: tuple(loader.get_group_options(name)) for name in cfg.hydra.runtime.choices}
     phrases: dict[str, str] = {}
-    for one in listed.defaults:
-        files = [Path(place, f"{one.config_path}.yaml") for place in places]
+    for default in listed.defaults:
+        files = [Path(place, f"{default.config_path}.yaml") for place in places]
         for file in [file for file in files if file.is_file()][:1]:
             comments = read(file)
             for name, phrase in [*comments.nodes.items(), *((key.name, key.phrase) for key in comments.keys)]:
-                full = f"{one.package}.{name}" if one.package else name
+                full = f"{default.package}.{name}" if default.package else name
                 phrases[full] = phrase or phrases.get(full, "")
     chosen = cfg.hydra.runtime.choices
     own = with_choice(conf, config_name, chosen)
@@ -171,7 +171,7 @@ def shown(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(shown, value))}]"
     if isinstance(value, Mapping):
-        return f"{{{','.join(f'{key}:{shown(one)}' for key, one in value.items())}}}"
+        return f"{{{','.join(f'{key}:{shown(item)}' for key, item in value.items())}}}"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -197,7 +197,7 @@ def _phrase(name: str, value: Any, phrases: Mapping[str, str]) -> str:
         return phrases[name]
     if last == TARGET:
         return _OF_TARGET
-    alike = (text for one, text in phrases.items() if one.startswith(f"{top}.") and one.endswith(f".{last}") and text)
+    alike = (text for other, text in phrases.items() if other.startswith(f"{top}.") and other.endswith(f".{last}") and text)
     reference = re.fullmatch(r"\$\{([\w.]+)\}", str(value))
     return f"the value of {reference[1]}" if reference else next(alike, "") if "." in rest else ""
 
@@ -247,7 +247,7 @@ class _Reader:
 
     def _source(self, value: yaml.Node) -> str:
         if isinstance(value, yaml.SequenceNode) and not value.flow_style:
-            return f"[{', '.join(one.value for one in value.value)}]"
+            return f"[{', '.join(child.value for child in value.value)}]"
         return " ".join(self._text[value.start_mark.index : value.end_mark.index].split())
 
     def _comment(self, key: yaml.Node, value: yaml.Node) -> str:
@@ -261,7 +261,7 @@ class _Reader:
             else ()
         )
         if column < 0:
-            items = ((one.value, self._comment(one, one)) for one in value.value) if inside else ()
+            items = ((child.value, self._comment(child, child)) for child in value.value) if inside else ()
             return "; ".join(f"{name}: {phrase}" for name, phrase in items if phrase)
         parts = [self._lines[number][column + 1 :]]
         for line in self._lines[number + 1 :]:

@@ -111,7 +111,7 @@ def refuse_other_files(path: Path) -> None:
     Raises:
         ConfigurationError: a file that is no page, or a folder, is there; its folder does not exist, or is inside of a checkpoint.
     """
-    checkpoint = next((one for one in path.absolute().parents if (one / MANIFEST_NAME).is_file()), None)
+    checkpoint = next((parent for parent in path.absolute().parents if (parent / MANIFEST_NAME).is_file()), None)
     if path.is_dir():
         raise ConfigurationError(f"{path} is a folder; give the path of a file in it, such as {path / 'page.html'}")
     if not path.parent.is_dir():

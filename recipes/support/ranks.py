@@ -128,7 +128,7 @@ def usable_cores() -> int:
     quotas = [float(bound)]
     with suppress(OSError):
         groups = _OWN_GROUPS.read_text().splitlines()
-        here = _GROUPS / next((one.removeprefix("0::/") for one in groups if one.startswith("0::")), "")
+        here = _GROUPS / next((group.removeprefix("0::/") for group in groups if group.startswith("0::")), "")
         for folder in (here, *here.parents):
             with suppress(OSError, ValueError):  # no file, or no limit: "max"
                 quota, period = (folder / "cpu.max").read_text().split()

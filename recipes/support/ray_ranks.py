@@ -182,7 +182,7 @@ def _room(of_rank: Mapping[str, float], numbers: Sequence[int], is_told: Callabl
         there = min([numbers[-1], too_many - 1, *(int(free.get(name, 0.0) / number) for name, number in of_rank.items())])
         if there != most:
             most, since_s = there, time.monotonic()
-            num = max((one for one in numbers if one <= most), default=0)
+            num = max((count for count in numbers if count <= most), default=0)
         if num and (num == numbers[-1] or time.monotonic() - since_s >= _SETTLES_S):
             group = placement_group([dict(of_rank)] * num, strategy="PACK")
             if ray.wait([group.ready()], timeout=5.0)[0]:
@@ -203,15 +203,15 @@ def _numbered(
     """Return the actors in the order of their ranks, those of a node together, and the variables of each."""
     nodes = list(dict.fromkeys(node for node, _, _ in places))
     order = sorted(range(len(ranks)), key=lambda one: (nodes.index(places[one][0]), one))
-    of_node = [[one for one in order if places[one][0] == node] for node in nodes]
+    of_node = [[at for at in order if places[at][0] == node] for node in nodes]
     _, address, port = places[order[0]]
     found = []
-    for rank, one in enumerate(order):
-        node = nodes.index(places[one][0])
+    for rank, old_rank in enumerate(order):
+        node = nodes.index(places[old_rank][0])
         numbers = {"RANK": rank, "WORLD_SIZE": len(ranks), "GROUP_RANK": node, "GROUP_WORLD_SIZE": len(nodes), "MASTER_PORT": port}
-        numbers |= {"LOCAL_RANK": of_node[node].index(one), "LOCAL_WORLD_SIZE": len(of_node[node]), OWN_DEVICE: int(has_own_device)}
+        numbers |= {"LOCAL_RANK": of_node[node].index(old_rank), "LOCAL_WORLD_SIZE": len(of_node[node]), OWN_DEVICE: int(has_own_device)}
         found.append({name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": address})
-    return [ranks[one] for one in order], found
+    return [ranks[old_rank] for old_rank in order], found
 
 
 def _outcome(
@@ -237,10 +237,10 @@ def _outcome(
                 gone[rank] = f"failed: {sentence(error.cause)}"
             except RayError as error:
                 gone[rank] = f"is gone: {type(error).__name__}"
-        if gone or any("error" in one for one in said.values()):
+        if gone or any("error" in offer for offer in said.values()):
             deadline = min(deadline, time.monotonic() + _LAST_WORDS_S)
-    errors = [one["error"] for one in said.values() if "error" in one]
-    if any("told" in one for one in said.values()) and not gone:
+    errors = [offer["error"] for offer in said.values() if "error" in offer]
+    if any("told" in offer for offer in said.values()) and not gone:
         raise SystemExit(TOLD_TO_END)
     if errors:
         # One that lost its connection to another says less than one that was told which.

@@ -188,15 +188,15 @@ class Report:
 
     def saved(self, saved: Sequence[SaveReport]) -> None:
         """Show saves that were committed, each with the loss of its step. While there is a live line, only long ones get another."""
-        for one in saved:
-            step = int(one.checkpoint_id)
-            figures = {"save_s": one.save_s, "blocked_s": one.blocked_s, "bytes": one.bytes}
+        for save in saved:
+            step = int(save.checkpoint_id)
+            figures = {"save_s": save.save_s, "blocked_s": save.blocked_s, "bytes": save.bytes}
             self._add(step, {f"checkpoint/{name}": value for name, value in figures.items()})
             if self._line is not None:
-                self._line.saved(one)
-            if self._line is None or not self._line.is_shown or one.save_s > SHOWN_AFTER_S:
+                self._line.saved(save)
+            if self._line is None or not self._line.is_shown or save.save_s > SHOWN_AFTER_S:
                 start = f"{self._step_line(step, self._losses[step])}  " if step in self._losses else ""
-                self._say(start + _saved(one))
+                self._say(start + _saved(save))
             self._losses = {other: loss for other, loss in self._losses.items() if other > step}
 
     def resumed(self, loaded: LoadReport) -> None:
@@ -318,7 +318,7 @@ def _has_moved(before: Mapping[str, Any], after: Mapping[str, Any], key: str) ->
     was, now = before.get(key), after.get(key)
     if not (isinstance(was, str) and isinstance(now, str)):
         return False
-    folders = [(str(before[one]), str(after[one])) for one in _FOLDER_KEYS[1:] if one in before and one in after]
+    folders = [(str(before[key]), str(after[key])) for key in _FOLDER_KEYS[1:] if key in before and key in after]
     return any(was.startswith(f"{old}/") and now == new + was.removeprefix(old) for old, new in folders)
 
 

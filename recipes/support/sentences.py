@@ -165,7 +165,7 @@ def _no_such_choice(error: MissingConfigException) -> str:
 
 def _no_such_key(key: str, conf: Path, config_name: str) -> str:
     keys = _keys(conf, config_name)
-    same = [one for one in keys if one.rpartition(".")[2] == key]  # lr is optimizer.lr
+    same = [known for known in keys if known.rpartition(".")[2] == key]  # lr is optimizer.lr
     near = same if len(same) == 1 else difflib.get_close_matches(key, keys, n=1)
     hint = f"did you mean {near[0]}?" if near else "--help-all shows the keys there are"
     return f"{key}: there is no such key; {hint}"

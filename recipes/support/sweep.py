@@ -102,7 +102,7 @@ def sweep_table(rows: list[dict[str, Any]]) -> Group:
     """
     first, *others = (row["overrides"] for row in rows)
     common = [override for override in first if others and all(override in other for other in others)]
-    own = [[one.partition("=") for one in row["overrides"] if one not in common] for row in rows]
+    own = [[override.partition("=") for override in row["overrides"] if override not in common] for row in rows]
     short = short_names([key for of_job in own for key, _, _ in of_job])
     table = table_of("job", "overrides", *COLUMNS, right=(0, *range(2, 1 + len(COLUMNS))), wide=(1,))
     table.title = f"{len(rows)} jobs: seconds of a save and a load, bytes of one checkpoint"

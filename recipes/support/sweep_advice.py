@@ -96,8 +96,8 @@ def advice(jobs: Sequence[Job]) -> list[str]:
 def differing(jobs: Sequence[Job]) -> list[str]:
     """Return the keys of the overrides that not all jobs share, in their order."""
     values = [overrides_of(job) for job in jobs]
-    keys = dict.fromkeys(key for one in values for key in one)
-    return [key for key in keys if any(one.get(key) != values[0].get(key) for one in values)]
+    keys = dict.fromkeys(key for value in values for key in value)
+    return [key for key in keys if any(value.get(key) != values[0].get(key) for value in values)]
 
 
 def overrides_of(job: Job) -> dict[str, str]:
@@ -122,7 +122,7 @@ def _advice_on(key: str, jobs: Sequence[Job]) -> str | None:
     found: list[tuple[float, str]] = []
     for choice, mine in by_choice.items():
         rivals = {
-            other: {one: _effect(one, mine, theirs) for one in measures}
+            other: {criterion: _effect(criterion, mine, theirs) for criterion in measures}
             for other, theirs in by_choice.items()
             if other != choice
         }
@@ -142,7 +142,7 @@ def _is_in_background(job: Job) -> bool:
 def _effect(measure: Measure, mine: Mapping[Any, Job], theirs: Mapping[Any, Job]) -> _Effect:
     """The effect on a measure over all pairs of jobs with equal other overrides; not clear where there are none."""
     pairs = [(job, theirs[others]) for others, job in mine.items() if others in theirs]
-    ratios = [one[measure.key] / other[measure.key] for one, other in pairs if one[measure.key] and other[measure.key]]
+    ratios = [mine[measure.key] / other[measure.key] for mine, other in pairs if mine[measure.key] and other[measure.key]]
     if not ratios or len(ratios) < len(pairs):
         return _Effect(measure, (), False)
     is_clear = len({ratio < 1 for ratio in ratios}) == 1 and all(_is_clear(measure, *pair) for pair in pairs)
@@ -158,13 +158,13 @@ def _is_clear(measure: Measure, one: Job, other: Job) -> bool:
 
 def _sentence(choice: str, rival: str, main: Measure, effects: Mapping[Measure, _Effect]) -> str:
     """The greatest gain, the other gains, and what it costs; from the costs follows where to choose it."""
-    others = [one for one in effects.values() if one.measure is not main]
-    gains = [one for one in others if one.is_gain]
-    costs = [one for one in others if one.is_clear and not one.is_gain]
+    others = [effect for effect in effects.values() if effect.measure is not main]
+    gains = [other for other in others if other.is_gain]
+    costs = [other for other in others if other.is_clear and not other.is_gain]
     load = effects[_LOAD]
     if main is _READ and load.ratios and not load.is_clear:  # fewer bytes can take longer: say how long in any case
         (costs if load.mean >= 1.05 else gains).append(load)
-    clauses = [f"{effects[main].clause()} of {rival}", *(one.clause() for one in [*gains, *costs])]
+    clauses = [f"{effects[main].clause()} of {rival}", *(effect.clause() for effect in [*gains, *costs])]
     listed = " and ".join([", ".join(clauses[:-1]), clauses[-1]] if len(clauses) > 1 else clauses)
     return f"{choice} {listed} here: choose it{f' where {main.where}' if costs else ''}."
 

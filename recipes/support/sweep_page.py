@@ -51,7 +51,7 @@ def sweep_page(jobs: Sequence[Job], names: Mapping[str, str], digest_digits: int
         figures=_FIGURES,
         hues={digest: hue(at) for at, digest in enumerate(dict.fromkeys(job["state_digest"] for job in sound))},
         digits=digest_digits,
-        shared=[one for one in jobs[0]["overrides"] if one.partition("=")[0] not in keys],
+        shared=[override for override in jobs[0]["overrides"] if override.partition("=")[0] not in keys],
     )
 
 

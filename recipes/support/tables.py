@@ -141,7 +141,7 @@ class Listing:
         each = [[line for lines in column for line in lines] for column in columns]
         natural = [max(map(cell_len, lines)) for lines in each]
         words = {at: max(cell_len(word) for line in each[at] for word in [*line.split(), ""]) for at in self._text}
-        widths = [words.get(at, one) for at, one in enumerate(natural)]
+        widths = [words.get(at, least) for at, least in enumerate(natural)]
         room = width - sum(widths) - 2 * len(widths) + 1
         if room < 0:
             return None

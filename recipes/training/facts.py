@@ -84,7 +84,7 @@ def _node_of(described: Any, group: str, where: str) -> dict[str, Any]:
 def _is_plain(value: Any) -> bool:
     """Whether it is a plain value, or a list of plain values, without interpolation."""
     if isinstance(value, list):
-        return all(_is_plain(one) and not isinstance(one, list) for one in value)
+        return all(_is_plain(item) and not isinstance(item, list) for item in value)
     return value is None or isinstance(value, (bool, int, float)) or (isinstance(value, str) and "${" not in value)
 
 

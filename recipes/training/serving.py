@@ -84,7 +84,7 @@ class Served:
                 phase.from_lead = self._keys["urls"] or [self._start(run_dir)]
                 self._before = [self._tokens(url) for url in phase.from_lead]
         self._servers = VllmServers(phase.from_lead, timeout_s=self._keys["timeout_s"])
-        (name,) = (name for name, one in CheckpointEngineRegistry.engines.items() if one is type(self.engine))
+        (name,) = (name for name, kind in CheckpointEngineRegistry.engines.items() if kind is type(self.engine))
         settings = {key: value for key, value in self._cfg["engine"].items() if key != "_target_"}
         self._trainer = self._stack.enter_context(VllmTrainer(self._servers, (), engine=name, settings=settings))
 
@@ -106,7 +106,7 @@ class Served:
                     {"url": url, "before": before, "after": self._tokens(url, published["version"])}
                     for url, before in zip(self._servers.urls, self._before, strict=True)
                 ]
-        return [published | one for one in phase.from_lead]
+        return [published | row for row in phase.from_lead]
 
     def close(self) -> None:
         """Leave the servers, and end the one that the run has started."""

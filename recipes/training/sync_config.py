@@ -112,7 +112,7 @@ def num_ranks(roles: Mapping[str, Any]) -> int:
 
 def _checked_training(run: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of training and of its checkpoints, checked as `recipes.train` does, for the ranks that train."""
-    own = {one.name: run[one.name] for one in fields(config.RunKeys)}
+    own = {key.name: run[key.name] for key in fields(config.RunKeys)}
     own["agree"] = {"timeout_s": run["agree"]["timeout_s"]}
     own["launch"] = {"nproc_per_node": run["roles"]["trainer"]}
     found = config.checked(OmegaConf.create(own), num_ranks=run["roles"]["trainer"])

@@ -116,7 +116,7 @@ def _require_own_history(cfg: Mapping[str, Any], ledger: Catalog[Any]) -> None:
     if step is not None and step >= cfg["train"]["steps"]:
         return  # a run that is resumed at its last step saves nothing
     newer = ledger.newer_than(place_of(resumed))
-    others = [one.path.name for one in (committed if newer is None else newer)]
+    others = [commit.path.name for commit in (committed if newer is None else newer)]
     if others:
         foreign = ("checkpoints of another history", "remove")
         kind, then = foreign if newer is None else ("newer checkpoints", "set aside")
@@ -380,7 +380,7 @@ class Training:
         torch.distributed.all_gather(gathered, mine)
         losses, told = torch.stack(gathered).cpu().T.tolist()
         self.is_told_to_end = any(told)
-        known = [one for rank, one in enumerate(losses) if self.layout.knows_loss(rank, num_ranks)]
+        known = [value for rank, value in enumerate(losses) if self.layout.knows_loss(rank, num_ranks)]
         return sum(known) / len(known)
 
 
@@ -399,7 +399,7 @@ def resume(training: Training, coordinator: CheckpointCoordinator, summary: Summ
     path = None if cfg["resume"] == "latest" else cfg["resume"]
     loaded = _load(training, coordinator, report, path, strict=cfg["load"]["strict"], cast=cfg["load"]["cast"])
     digest = training.digest()
-    restored = {one.key for one in loaded.components if goes_on(one)}
+    restored = {component.key for component in loaded.components if goes_on(component)}
     lines = training.go_on_from(loaded.path, loaded.checkpoint_id, restored, loaded.config_text)
     summary.add_resume(loaded, digest)
     report.cfg = training.cfg

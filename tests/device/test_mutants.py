@@ -121,7 +121,7 @@ MUTANTS = [
     Mutant(
         "dist_checkpointing.load begins before what was queued for its tensors is done",
         "ckpt/dist_checkpointing/folder/loading.py: load_tensors",
-        "wait_for_all((one.data for one in tensors if one.data is not None))",
+        "wait_for_all((tensor.data for tensor in tensors if tensor.data is not None))",
         "",
         (f"{LATE}::test_ckpt_load_waits_where_it_converts_the_data_type",),
     ),

@@ -159,7 +159,7 @@ def _left_at(place: ObjectPath) -> dict[str, str]:
             found = fit(parse(files.read(_PARTS, _MOST_BYTES), _PARTS), dict[str, str], _PARTS)
     except FileNotFoundError:
         return {}
-    if not found.keys() <= {COMMON, OBJECTS, SHARDED} or not all(re.fullmatch("[0-9a-f]{16}", one) for one in found.values()):
+    if not found.keys() <= {COMMON, OBJECTS, SHARDED} or not all(re.fullmatch("[0-9a-f]{16}", nonce) for nonce in found.values()):
         raise CheckpointExistsError(f"{place / _PARTS} is in the way, and no save has written it; remove it if nobody needs it")
     return found
 

@@ -150,7 +150,7 @@ class Owned:
 
     def lists(self, path: str) -> bool:
         """Whether a dead save may have made the file, or top folder, at this path."""
-        return any(one.lists(path) for one in self.made)
+        return any(making.lists(path) for making in self.made)
 
     def has_made_manifest(self, path: str, folder: Path) -> bool:
         """Whether the manifest at this path is the very one that a dead save has written there."""
@@ -160,7 +160,7 @@ class Owned:
                 digest = digest_of(opened.read(path, MAX_FILE_BYTES))
         except CorruptCheckpointError:  # no regular file
             return False
-        return digest in [one.manifest for one in self.made if one.base == base]
+        return digest in [making.manifest for making in self.made if making.base == base]
 
     def remove_from(self, folder: Path, progress: Callable[[], object]) -> None:
         """Remove the files, manifests last, then those of the folders that are empty, then the proofs.
@@ -190,8 +190,8 @@ def _make_free(folder: Path, mark: SaveMarker, progress: Callable[[], object]) -
     for name in sorted(os.listdir(folder)):
         if name in _NAMES or INDEX.fullmatch(name) or owned.lists(name):
             _look_at(folder, name, owned, progress)
-    for one in chain.from_iterable(lines[:-1] for lines in made.values()):  # what precedes the last line has been done
-        if owned.files and one.manifest and not (folder / one.base / MANIFEST_NAME).exists():
+    for making in chain.from_iterable(lines[:-1] for lines in made.values()):  # what precedes the last line has been done
+        if owned.files and making.manifest and not (folder / making.base / MANIFEST_NAME).exists():
             raise _in_the_way(folder / next(iter(owned.files)))
     if owned.files or owned.folders:
         named = next(iter(owned.files or owned.folders))

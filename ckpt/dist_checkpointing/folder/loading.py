@@ -121,15 +121,15 @@ def load_tensors(
         with topology.phase("check"):
             memory = HostMemory()
             tensors = tensors_in(sharded_state_dict, "loads")
-            wait_for_all(one.data for one in tensors if one.data is not None)
+            wait_for_all(tensor.data for tensor in tensors if tensor.data is not None)
             loads = {
-                id(one): _Load(
-                    one,
-                    _require_stored(one, source.stored, checkpoint_dir),
+                id(tensor): _Load(
+                    tensor,
+                    _require_stored(tensor, source.stored, checkpoint_dir),
                     memory,
-                    into_data=one.data is not None if into_data is None else into_data,
+                    into_data=tensor.data is not None if into_data is None else into_data,
                 )
-                for one in tensors
+                for tensor in tensors
             }
         reading = source.prepare([wanted for load in loads.values() for wanted in load.wanted])
         with closing(reading), topology.phase("read"):

@@ -171,7 +171,7 @@ def array_at(checkpoint_dir: Path, key: str) -> MegatronArray:
     try:
         with CheckpointFolder(checkpoint_dir) as folder:
             said = read(folder.read(f"{key}/{ARRAY_FILE}", _MOST_METADATA_BYTES), _Document, where)
-        codecs = [one for one in (*(said.filters or ()), said.compressor) if one is not None]
+        codecs = [codec for codec in (*(said.filters or ()), said.compressor) if codec is not None]
         _require_known(codecs)
     except (ValueError, KeyError, TypeError, OSError) as error:
         if isinstance(error, CorruptCheckpointError):
@@ -184,7 +184,7 @@ def array_at(checkpoint_dir: Path, key: str) -> MegatronArray:
         grid=tuple(max(side, 1) for side in said.chunks),
         is_raw=not codecs and said.order == "C" and not said.dtype.startswith(">"),
         separator=said.dimension_separator,
-        codecs=tuple(one["id"] for one in codecs),
+        codecs=tuple(codec["id"] for codec in codecs),
     )
     if len(said.shape) != len(said.chunks) or max(array.num_bytes, array.chunk_bytes) > MAX_INT:
         raise corrupt(where, f"an array of shape {list(said.shape)} cannot lie in chunks of {list(said.chunks)}")

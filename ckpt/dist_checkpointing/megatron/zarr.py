@@ -251,11 +251,11 @@ def megatron_objects(checkpoint_dir: Path) -> dict[str, ShardedObject]:
         made = ShardedObject.empty_from_unique_key(path.removesuffix(".pt"))
         by_key.setdefault(made.key, []).append(made)
     for objects in by_key.values():
-        last = max((one.global_offset[-1] for one in objects if one.global_offset), default=0)
-        for one in objects:
-            if one.global_shape[-1:] == (_UNKNOWN_SIDE,):
-                one.global_shape = (*one.global_shape[:-1], last + 1)
-    return {one.unique_key: one for objects in by_key.values() for one in objects}
+        last = max((saved_object.global_offset[-1] for saved_object in objects if saved_object.global_offset), default=0)
+        for saved_object in objects:
+            if saved_object.global_shape[-1:] == (_UNKNOWN_SIDE,):
+                saved_object.global_shape = (*saved_object.global_shape[:-1], last + 1)
+    return {saved_object.unique_key: saved_object for objects in by_key.values() for saved_object in objects}
 
 
 def load_megatron_object(

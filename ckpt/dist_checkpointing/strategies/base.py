@@ -279,7 +279,7 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
         with importing(f"the default strategy for {_triple(action, backend, version)}"):
             _register_defaults_of(backend)
     if (backend, version) not in registered:
-        known = ", ".join(_triple(action, *one) for one in sorted(registered)) or "none"
+        known = ", ".join(_triple(action, *triple) for triple in sorted(registered)) or "none"
         raise ConfigurationError(
             f"there is no default strategy for {_triple(action, backend, version)}; registered are {known}; the "
             f"backends {', '.join(_FILLED_BY)} register theirs when asked for: give a strategy, or call register_default_strategy first"

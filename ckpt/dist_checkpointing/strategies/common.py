@@ -82,9 +82,9 @@ class JsonSaveCommonStrategy(SaveCommonStrategy):
         with topology.operation(f"save into {checkpoint_dir}"):
             with topology.phase("count objects") as phase:
                 objects = {
-                    one.unique_key: one.data
-                    for one in nested_values(sharded_objects_state_dict)
-                    if is_main_replica(one.replica_id)
+                    leaf.unique_key: leaf.data
+                    for leaf in nested_values(sharded_objects_state_dict)
+                    if is_main_replica(leaf.replica_id)
                 }
                 phase.merge = {"objects": total(len(objects))}
             if phase.merged["objects"]:
@@ -120,7 +120,7 @@ class JsonLoadCommonStrategy(DeclaredFormats, LoadCommonStrategy):
         Raises:
             MissingStateError: there is no such object.
         """
-        wanted = sorted({one.unique_key for one in nested_values(sharded_objects_state_dict)})
+        wanted = sorted({leaf.unique_key for leaf in nested_values(sharded_objects_state_dict)})
         if not wanted:
             return sharded_objects_state_dict
         found: Mapping[Any, Any] = {}

@@ -99,7 +99,7 @@ class SaveTensors(AsyncSaveShardedStrategy):
         with topology.operation(f"save into {checkpoint_dir}"), topology.phase("look at the tensors") as phase:
             tensors = tensors_in(sharded_state_dict, "saves")
             mine = contribution_of(tensors, spread_replicas=self._spread_replicas)
-            device = device_of(one.data for one in tensors if one.data is not None)
+            device = device_of(tensor.data for tensor in tensors if tensor.data is not None)
             phase.merge = {"sharded_strategy": alike(self.described)}
             phase.answer = lambda: require_alike(phase.merged)
         planner = Planner(topology, self._storage(), device, pack_below_bytes=0)
@@ -155,7 +155,7 @@ class LoadTensors(DeclaredFormats, LoadShardedStrategy):
     def load_tensors_metadata(self, checkpoint_dir: Place) -> ShardedStateDict:
         """Key -> ShardedTensor without data and uncut, of every tensor in the checkpoint. Not collective."""
         stored = self._open(place_of(checkpoint_dir), Topology.alone(), DirectLoad()).stored
-        return {key: uncut(key, torch_dtype(one.dtype), one.shape) for key, one in stored.items()}
+        return {key: uncut(key, torch_dtype(array.dtype), array.shape) for key, array in stored.items()}
 
     def remove_sharded_tensors(self, checkpoint_dir: str | Place, key_prefix: str) -> None:
         """Remove every tensor whose key starts with `key_prefix`; the rest is a whole checkpoint. Collective."""

@@ -162,7 +162,7 @@ def _arrays_in(checkpoint_dir: Path) -> dict[str, str]:
     if not (checkpoint_dir / MANIFEST_NAME).is_file():
         return {key: key for key in layout_of(checkpoint_dir).arrays}
     arrays = read_manifest(checkpoint_dir).arrays_of(SHARDED)
-    return {key: one.path for key, one in arrays.items() if one.store == "zarr" and one.path is not None}
+    return {key: array.path for key, array in arrays.items() if array.store == "zarr" and array.path is not None}
 
 
 def _to_torch(array: np.ndarray[Any, Any], key: str) -> torch.Tensor:

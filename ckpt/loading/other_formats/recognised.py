@@ -108,9 +108,9 @@ def recognised(path: Path) -> str | None:
     if below := [path for path in listed if _is_read(path)]:
         return f"{path} is not a checkpoint: give one that it holds, such as {some_of([str(path) for path in below])}"
     weights = weights_at(path)
-    for one in [weights] if weights else [path for path in listed if path.suffix in _OF_WEIGHTS]:
-        if (kind := _kind_of(path, one)) and " without tensors" not in kind:
-            return f"{path} is not a checkpoint: {one} is {kind}"
+    for file in [weights] if weights else [path for path in listed if path.suffix in _OF_WEIGHTS]:
+        if (kind := _kind_of(path, file)) and " without tensors" not in kind:
+            return f"{path} is not a checkpoint: {file} is {kind}"
     if (path / "config.json").is_file():
         return f"{path} is a folder of Hugging Face's without weights: get its model.safetensors, too"
     return None

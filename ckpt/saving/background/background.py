@@ -156,7 +156,7 @@ class Background:
             except RuntimeError:  # the process may have no more threads; the save is committed all the same
                 delete_folder(folder)
                 return
-            self._deletions = [*(one for one in self._deletions if one.is_alive()), thread]
+            self._deletions = [*(deletion for deletion in self._deletions if deletion.is_alive()), thread]
 
     def wait_for_snapshots(self) -> None:
         """Wait until no save copies state any more. Any thread, before it changes state."""

@@ -154,7 +154,7 @@ def _hold_whole(module: nn.Module, mesh: DeviceMesh) -> None:
     """Make a layer's parameters replicated DTensors; its inputs and outputs are plain tensors."""
 
     def enter(module: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> tuple[DTensor, ...]:
-        return tuple(DTensor.from_local(one, mesh, [Replicate()], run_check=False) for one in inputs)
+        return tuple(DTensor.from_local(tensor, mesh, [Replicate()], run_check=False) for tensor in inputs)
 
     def leave(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> torch.Tensor:
         return output.to_local()
