@@ -38,7 +38,7 @@ class Commit:
         problem: why it is.
     """
 
-    one: Committed[Place]
+    committed: Committed[Place]
     use: DiskUse
     files: Mapping[Hashable, int]
     new_bytes: int
@@ -48,11 +48,11 @@ class Commit:
 
     @property
     def name(self) -> str:
-        return self.one.path.name
+        return self.committed.path.name
 
     @property
     def time(self) -> float:
-        return self.one.timestamp.timestamp()
+        return self.committed.timestamp.timestamp()
 
     @property
     def size(self) -> int:
@@ -60,9 +60,9 @@ class Commit:
 
     @property
     def tip(self) -> str:
-        run = f"\nrun {self.one.run_id}" if self.one.run_id else ""
+        run = f"\nrun {self.committed.run_id}" if self.committed.run_id else ""
         sizes = f"{decimal(self.size)}, {decimal(self.new_bytes)} of them new"
-        return f"{self.name}\ncommitted {utc(self.one.timestamp)} UTC\n{sizes}{run}"
+        return f"{self.name}\ncommitted {utc(self.committed.timestamp)} UTC\n{sizes}{run}"
 
 
 def leave_page(keys: InspectKeys) -> None:
@@ -113,7 +113,7 @@ def folder_page(root: Place) -> str:
         apparent_bytes=sum(use.apparent_bytes for use in each.values()),
         commits=commits,
         metrics=list(dict.fromkeys(name for commit in commits if commit.head for name in commit.head.metrics))[:_MOST_METRICS],
-        runs=list(dict.fromkeys(commit.one.run_id for commit in commits)),
+        runs=list(dict.fromkeys(commit.committed.run_id for commit in commits)),
         sharing=commits[-_MOST_SHARING:],
         shared=_shared(commits[-_MOST_SHARING:]),
         most_sharing=_MOST_SHARING,
@@ -155,7 +155,7 @@ def _newest(commits: Sequence[Commit]) -> tuple[str, dict[str, Any] | None]:
     """The name of the newest checkpoint that is whole and still there, and what the page shows of it."""
     for commit in reversed(commits):
         try:
-            return commit.name, _values(commit.one.path, commit.use)
+            return commit.name, _values(commit.committed.path, commit.use)
         except (CheckpointError, OSError):  # the table says so of damaged ones
             continue
     return "", None
