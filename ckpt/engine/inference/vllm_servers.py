@@ -114,13 +114,11 @@ class VllmServers:
         """Have all workers join, each server's after those of the servers before it. An update of trainers that are gone is closed."""
         sizes = self._sizes()
 
-        def init(server: _VllmServer, first: int) -> None:
+        def join(server: _VllmServer, first: int) -> bool | None:
             own = {"urls": [server.url], "timeout_s": self.timeout_s, "pause_mode": self.pause_mode}
-            late = CheckpointError(f"the inference engine at {server.url} is loading a version for more than {self.timeout_s:g} s")
-            info = {**init_info, "first": first, "server": own}
-            poll_until(lambda: server.join(info), timeout_s=self.timeout_s, failure=lambda: late)
+            return server.join({**init_info, "first": first, "server": own})
 
-        self._each(init, [sum(sizes[:number]) for number in range(len(sizes))])
+        self._await(join, "is loading a version for more than", [sum(sizes[:number]) for number in range(len(sizes))])
 
     def start_weight_update(self) -> None:
         """Have all workers receive."""
@@ -180,12 +178,14 @@ class VllmServers:
         self.await_up()
         return self._each(_VllmServer.num_workers)
 
-    def _await(self, ask: Callable[[_VllmServer], bool | None], does_not: str) -> None:
-        def await_one(server: _VllmServer) -> None:
-            failure = CheckpointError(f"the inference engine at {server.url} {does_not} {self.timeout_s:g} s")
-            poll_until(lambda: ask(server), timeout_s=self.timeout_s, failure=lambda: failure)
+    def _await(self, ask: Callable[..., bool | None], does_not: str, *more: Sequence[Any]) -> None:
+        """Ask each server, with its item of each of `more`, until its answer is not None."""
 
-        self._each(await_one)
+        def await_one(server: _VllmServer, *given: Any) -> None:
+            failure = CheckpointError(f"the inference engine at {server.url} {does_not} {self.timeout_s:g} s")
+            poll_until(lambda: ask(server, *given), timeout_s=self.timeout_s, failure=lambda: failure)
+
+        self._each(await_one, *more)
 
     def _each(self, call: Callable[..., _T], *more: Sequence[Any]) -> list[_T]:
         """Call with each server, and its item of each of `more`, at once."""
