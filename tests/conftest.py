@@ -16,7 +16,7 @@ from hypothesis import settings
 from ckpt.ranks.addresses import LOOPBACK, interface_of
 from tests.conf.configs import parsed_once
 from tests.device.devices import why_absent
-from tests.pace import pace_at_start
+from tests.support.pace import pace_at_start
 
 # Torch asks a name server who is at the other end of each connection, but of one on loopback; an answer that gets lost costs 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")

@@ -37,7 +37,7 @@ from ckpt.saving.save_settings import SaveSettings
 from tests.adversarial import held_state, shim
 from tests.adversarial.driver import Case, Child, Ended, Outcome, in_child
 from tests.adversarial.shim import Action, Kind, Orders, named
-from tests.states import spreading
+from tests.support.states import spreading
 
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},

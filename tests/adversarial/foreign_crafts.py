@@ -20,9 +20,9 @@ from typing import Any
 import xxhash
 
 from tests.adversarial.foreign import Craft
-from tests.bounded import ZSTD_SKIPPED, zstd_frame
-from tests.crafts import edit_file, edit_index, edit_json, edit_manifest, resign, signed, write_listed
-from tests.crafts import write_manifest as write_signed
+from tests.support.bounded import ZSTD_SKIPPED, zstd_frame
+from tests.support.crafts import edit_file, edit_index, edit_json, edit_manifest, resign, signed, write_listed
+from tests.support.crafts import write_manifest as write_signed
 
 Tree = dict[str, Any]
 Way = tuple[str | int, ...]

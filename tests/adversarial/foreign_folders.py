@@ -30,7 +30,7 @@ from tests.adversarial import held_state
 from tests.adversarial.driver import Case, Outcome, in_child
 from tests.adversarial.foreign import LATE_S, MEMORY_BYTES, why_outside
 from tests.adversarial.shim import Orders
-from tests.states import Held, coordinator
+from tests.support.states import Held, coordinator
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "megatron" / "dp2"
 _HUGE = 10**18

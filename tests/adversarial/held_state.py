@@ -19,12 +19,12 @@ from ckpt.errors import CheckpointError
 from ckpt.format.dtypes import raw_bytes
 from ckpt.loading.report import LoadReport
 from ckpt.ranks.topology import Topology
-from tests.states import Fitted, coordinator, random_bits
+from tests.support.states import Fitted, coordinator, random_bits
 
 ROWS = 96
 COLUMNS = 200
 BACKENDS = {"zarr": "zarr", "tensorstore": "ocdbt", "kimi-engine": "safetensors"}
-"""Name of `ckpt=` -> name in tests.states."""
+"""Name of `ckpt=` -> name in tests.support.states."""
 
 
 def state_of(checkpoint_id: str, rank: int, world_size: int) -> dict[str, dict[str, Any]]:

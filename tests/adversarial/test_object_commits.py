@@ -11,8 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.object_server import ObjectServer
-from tests.object_writers import FAILED, SCENARIOS, ended, generations, go_on, orphans, start, stop, take_over, write
+from tests.support.object_server import ObjectServer
+from tests.support.object_writers import (
+    FAILED,
+    SCENARIOS,
+    ended,
+    generations,
+    go_on,
+    orphans,
+    start,
+    stop,
+    take_over,
+    write,
+)
 
 BEFORE = {"1": 1, "2": 2}
 AFTER = {

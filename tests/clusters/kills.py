@@ -30,8 +30,8 @@ from ckpt.catalog.verify import verify_checkpoint
 from recipes.support.ranks import RANK_VARIABLES
 from tests.clusters.slurm_cluster import PYTHON, SlurmCluster
 from tests.e2e.restarting import AGENT, FOLDER
-from tests.real_stores import free_ports
-from tests.states import require_equal_states
+from tests.support.real_stores import free_ports
+from tests.support.states import require_equal_states
 
 REPO = Path(__file__).parents[2]
 RUN = ("model.size=nano", "train.steps=1000000", "save.every=2", "save.keep_last=null", "resume=latest")

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import psutil
 
-from tests.real_stores import free_ports
+from tests.support.real_stores import free_ports
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol", "unshare")
 _BEGINS_S = 60.0

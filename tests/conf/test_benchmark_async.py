@@ -16,7 +16,7 @@ from recipes.benchmark.background_contenders import DCP, NOTHING, OURS, Saving, 
 from recipes.benchmark.background_saves import COLUMNS, MEASUREMENT, compared, figures_of, show
 from recipes.benchmark.training_step import _in_turns
 from tests.conf.configs import benchmark_config
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 KEYS: dict[str, Any] = {
     "workload": "gpt2_fsdp",

@@ -14,7 +14,7 @@ from ckpt.ranks.topology import Topology
 from recipes.benchmark.megatron_state import OPTIMIZERS, RankHoldings, ShardArguments, data_parallel_ranks, shards_of
 from recipes.benchmark.megatron_strategies import MEASUREMENT, show
 from tests.conf.configs import config
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 KEYS = {"repeats": 1, "contenders": ["zarr"], "optimizer": "ranges", "in_place": False, "megatron_python": None}
 GRIDS = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (4, 2)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import recipes.benchmark.__main__
-from tests.ranks import forkserver
+from tests.support.ranks import forkserver
 
 SMALL = tuple(f"benchmark.{key}" for key in ("tp=2", "pp=2", "layers=2", "width=64", "vocab=64"))
 

@@ -13,7 +13,7 @@ import pytest
 import recipes.benchmark.__main__
 from recipes.benchmark import reckoned_agreements
 from recipes.benchmark.reckoned_agreements import PER_HOST, bytes_for_the_lead, reckon, reckon_saves, request_costs
-from tests.ranks import forkserver
+from tests.support.ranks import forkserver
 
 KEYS = ("ranks=[2,3]", "reckoned=[2,3,40]", "processes=2", "phases=2", "repeats=1", "payload_bytes=500")
 

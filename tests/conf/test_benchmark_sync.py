@@ -17,7 +17,7 @@ from recipes.benchmark.weight_updates import MEASUREMENT, PARTS, compared, show
 from recipes.benchmark.weights import made_of, rows_of
 from tests.conf.configs import benchmark_config
 from tests.device import devices
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 KEYS: dict[str, Any] = {
     "mib": 1,

@@ -31,7 +31,7 @@ import recipes.sync_weights
 import recipes.train
 import recipes.verify
 from recipes.support.cli import _Job
-from tests.pages import parsed
+from tests.support.pages import parsed
 
 SMALL = ["train.batch_size=2", "launch.nproc_per_node=1", "model.size=nano"]
 BYTES = 2e6

@@ -31,7 +31,7 @@ from recipes.support.help import commands, help_text
 from recipes.support.keys import by_dotted_key, keys_of_command, read
 from recipes.support.report import Summary
 from tests.conf.configs import composed
-from tests.doc_scripts import doc_script
+from tests.support.doc_scripts import doc_script
 
 SCREEN = 45
 COMMANDS = {name: module for module, (name, _) in commands(CONF).items()}

@@ -21,8 +21,8 @@ from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings
 from recipes.commands import reading
 from recipes.commands.reading import committed_below
-from tests.pages import parsed
-from tests.states import Held, coordinator
+from tests.support.pages import parsed
+from tests.support.states import Held, coordinator
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 import ckpt
 from tests.conf.test_reading import run
-from tests.dcp_runs import save_by_dcp
 from tests.golden.megatron.truth import FOLDER
+from tests.support.dcp_runs import save_by_dcp
 
 STATE: dict[str, Any] = {"w": torch.arange(6.0).reshape(2, 3), "list": [torch.ones(2)], "step": 7}
 NAMES = ("epoch=3-step=10.ckpt", "with space", "ünïcode", "[x]", "a,b", "(1)", "x{y}", "a#b", "$x", "~x", "it's", "1e3")

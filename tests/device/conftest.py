@@ -11,7 +11,7 @@ from ckpt.ranks.topology import Topology
 from tests.device import devices
 from tests.device.memory import Kind, state_of
 from tests.device.saves import Saved, coordinator
-from tests.states import Held
+from tests.support.states import Held
 
 
 @pytest.fixture(autouse=True)

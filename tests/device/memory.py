@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tests.states import same_bits
+from tests.support.states import same_bits
 
 Lay = Callable[[torch.Tensor], torch.Tensor]
 """Makes a tensor of flat memory: a view of all of it, or of some."""

@@ -15,7 +15,7 @@ from ckpt.loading.strategy import LoadingStrategy
 from ckpt.ranks.topology import Topology
 from tests.device.devices import made
 from tests.device.memory import Kind, require_same, state_of, values_of
-from tests.states import Held, backend_named
+from tests.support.states import Held, backend_named
 
 ZSTD = [{"name": "zstd", "configuration": {"level": 1, "checksum": False}}]
 

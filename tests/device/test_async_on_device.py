@@ -18,15 +18,15 @@ from ckpt.errors import StateChangedError
 from ckpt.loading.direct import DirectLoad
 from ckpt.ranks.topology import Topology
 from ckpt.state.statefuls import ModelState, OptimizerState
-from tests.async_runs import SETTINGS, Troubled, error_of, let_go, settings
-from tests.covering import and_in_full, rows
 from tests.device.devices import ADVERSARY, CUDA, NPU, made
 from tests.device.memory import AWKWARD, Memory, require_same, tiny
 from tests.device.saves import require_saved, torch_device
 from tests.device.test_resume_on_device import BACKENDS, LAYOUTS, Run, checkpoint, runs_on
-from tests.ranks import run_ranks
-from tests.states import Held
-from tests.states import coordinator as on_host
+from tests.support.async_runs import SETTINGS, Troubled, error_of, let_go, settings
+from tests.support.covering import and_in_full, rows
+from tests.support.ranks import run_ranks
+from tests.support.states import Held
+from tests.support.states import coordinator as on_host
 
 pytestmark = pytest.mark.parametrize("device", [NPU, CUDA])
 

@@ -29,8 +29,8 @@ from ckpt.storage.runs import WantedBox
 from ckpt.storage.wanted_bytes import WantedBytes
 from tests.device.devices import ADVERSARY
 from tests.device.memory import Filled, Heard
-from tests.ranks import run_ranks
-from tests.states import ALL_DTYPES
+from tests.support.ranks import run_ranks
+from tests.support.states import ALL_DTYPES
 from tests.unit.storage.test_extents import reads, store
 
 MIB = 1 << 20

@@ -21,9 +21,9 @@ from ckpt.ranks.topology import Topology
 from tests.device.devices import ADVERSARY, CUDA, NPU
 from tests.device.memory import Kind, Memory, require_same, values_of
 from tests.device.saves import torch_device
-from tests.engines import BUCKET_BYTES, KINDS, joined, num_ranks, publish, receive, update
-from tests.ranks import run_ranks
-from tests.states import Held
+from tests.support.engines import BUCKET_BYTES, KINDS, joined, num_ranks, publish, receive, update
+from tests.support.ranks import run_ranks
+from tests.support.states import Held
 
 MIXED = {name: Kind(kind.dtype, kind.num_elements, kind.lay) for name, kind in KINDS.items()}
 """Of most data types, tiny and larger than a bucket, dense and strided."""

@@ -18,9 +18,9 @@ from ckpt.ranks.topology import Topology
 from tests.device.devices import CUDA, NPU
 from tests.device.memory import Filled, Kind, Memory, values_of
 from tests.device.saves import torch_device
-from tests.engines import joined, publish, update
-from tests.ranks import run_ranks
-from tests.states import Held
+from tests.support.engines import joined, publish, update
+from tests.support.ranks import run_ranks
+from tests.support.states import Held
 
 on_devices = pytest.mark.parametrize("device", [NPU, CUDA])
 on_stand_in = pytest.mark.parametrize("device", [NPU])

@@ -33,12 +33,12 @@ from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
 from ckpt.saving.background.async_utils import AsyncCallsQueue, AsyncRequest
 from ckpt.state.state_digest import state_digest
-from tests.covering import covering
 from tests.device.devices import ADVERSARY, CUDA, NPU, why_too_many
 from tests.device.memory import AWKWARD, Kind, Memory, require_same, state_of, tiny, values_of
 from tests.device.saves import Saved, coordinator, require_saved, torch_device
-from tests.ranks import run_ranks
-from tests.states import Fitted, random_bits, spreading
+from tests.support.covering import covering
+from tests.support.ranks import run_ranks
+from tests.support.states import Fitted, random_bits, spreading
 
 pytestmark = pytest.mark.parametrize("device", [NPU, CUDA])
 

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 from ckpt.ranks.topology import Topology
 from tests.npu_sim.checks import FOLDER, Checks, settings
 from tests.npu_sim.npu_sim_build import BuildError, build
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 DTYPES = [
     torch.float32,

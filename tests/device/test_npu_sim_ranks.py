@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckpt.ranks.topology import Topology
 from tests.npu_sim.checks import Checks, settings
-from tests.ranks import Dead, run_ranks
+from tests.support.ranks import Dead, run_ranks
 
 WORLD = 2
 

@@ -14,8 +14,8 @@ from ckpt.saving.save_settings import SaveSettings
 from tests.device.devices import ADVERSARY, CUDA, NPU, made
 from tests.device.memory import AWKWARD, Memory, require_same, values_of
 from tests.device.saves import require_saved, torch_device
-from tests.ranks import run_ranks
-from tests.states import Held
+from tests.support.ranks import run_ranks
+from tests.support.states import Held
 
 pytestmark = pytest.mark.parametrize("device", [NPU, CUDA])
 

@@ -16,7 +16,7 @@ from ckpt.format.dtypes import raw_bytes
 from ckpt.ranks.topology import Topology
 from ckpt.state.state_digest import state_digest
 from tests.device.real_torch_npu import RealTorchNpu, UnavailableError, once, prepare
-from tests.states import BACKENDS, Held, cpu, global_index
+from tests.support.states import BACKENDS, Held, cpu, global_index
 from tests.torch_npu_stub import build, cases
 
 pytestmark = pytest.mark.torch_npu

@@ -19,10 +19,10 @@ from ckpt.storage.stored import read_manifest
 from recipes.support.config import checked
 from recipes.training.training import train
 from tests.conf.configs import composed
-from tests.covering import rows
 from tests.device.devices import ADVERSARY, CUDA, NPU
 from tests.e2e.runs import TEXT
-from tests.ranks import run_ranks
+from tests.support.covering import rows
+from tests.support.ranks import run_ranks
 
 LAYOUTS = {
     "single": 1,

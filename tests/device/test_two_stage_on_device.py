@@ -21,8 +21,8 @@ from ckpt.ranks.topology import Topology
 from tests.device.devices import ADVERSARY
 from tests.device.memory import AWKWARD, Memory, values_of
 from tests.device.saves import Saved, coordinator, torch_device
-from tests.ranks import run_ranks
-from tests.states import Fitted, spreading
+from tests.support.ranks import run_ranks
+from tests.support.states import Fitted, spreading
 
 pytestmark = pytest.mark.npu
 

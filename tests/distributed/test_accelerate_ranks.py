@@ -19,8 +19,8 @@ from ckpt.errors import CheckpointError
 from ckpt.integrations.huggingface_accelerate import CkptAccelerator
 from ckpt.ranks.topology import Topology
 from ckpt.saving.manifest_writer import ManifestWriter
-from tests.ranks import run_ranks
-from tests.states import Held
+from tests.support.ranks import run_ranks
+from tests.support.states import Held
 
 STEPS = 14
 

@@ -13,8 +13,8 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 
 from ckpt.engine import AdapterWeights
 from ckpt.ranks.topology import Topology
-from tests.ranks import run_ranks
-from tests.states import same_bits
+from tests.support.ranks import run_ranks
+from tests.support.states import same_bits
 
 
 def adapted() -> PeftModel:

@@ -17,8 +17,8 @@ from ckpt.errors import CheckpointError, CorruptCheckpointError, RankAbsentError
 from ckpt.ranks.addresses import LOOPBACK
 from ckpt.ranks.stores import reach, serve, where_is
 from ckpt.ranks.topology import Topology
-from tests.frozen import Frozen
-from tests.ranks import Dead, run_ranks
+from tests.support.frozen import Frozen
+from tests.support.ranks import Dead, run_ranks
 
 SAVE = "save of checkpoint-00000020"
 

@@ -36,10 +36,10 @@ from ckpt.state.flatten import flatten
 from ckpt.state.plain import to_json
 from ckpt.storage.stored import read_index, read_listed_file, read_manifest
 from recipes.benchmark.plan_costs import SyntheticGPT
-from tests import plain_safetensors
-from tests.ranks import run_threads
-from tests.states import ALL_DTYPES, BACKENDS, Held, coordinator, random_bits, same_bits
-from tests.tilings import held
+from tests.support import plain_safetensors
+from tests.support.ranks import run_threads
+from tests.support.states import ALL_DTYPES, BACKENDS, Held, coordinator, random_bits, same_bits
+from tests.support.tilings import held
 
 SHARED = ("global", "replicated")
 OWN = ("per_rank", "per_group", "per_node")

@@ -25,7 +25,7 @@ from ckpt.catalog.verify import verify_checkpoint
 from ckpt.errors import CheckpointError, StorageError
 from ckpt.ranks.topology import Topology
 from ckpt.state.statefuls import OptimizerState
-from tests.async_runs import (
+from tests.support.async_runs import (
     SHAPE,
     Trainee,
     Troubled,
@@ -39,9 +39,9 @@ from tests.async_runs import (
     settings,
     until,
 )
-from tests.ranks import run_threads
-from tests.states import ALL_DTYPES, Held, coordinator, random_bits, zero_bits
-from tests.values import same_values
+from tests.support.ranks import run_threads
+from tests.support.states import ALL_DTYPES, Held, coordinator, random_bits, zero_bits
+from tests.support.values import same_values
 
 AGREE_S = 10.0
 BACKENDS = ("zarr", "safetensors")

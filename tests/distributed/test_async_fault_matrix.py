@@ -19,10 +19,10 @@ import pytest
 
 from ckpt.errors import CheckpointError, RankAbsentError, StorageError
 from ckpt.ranks.topology import Topology
-from tests.async_runs import settings, until
 from tests.distributed.test_patterns import PATTERNS
-from tests.faults import Case, FaultyTopology, Job, State, Step, names_in, run_jobs
-from tests.ranks import run_ranks
+from tests.support.async_runs import settings, until
+from tests.support.faults import Case, FaultyTopology, Job, State, Step, names_in, run_jobs
+from tests.support.ranks import run_ranks
 
 NODES = (2, 2)
 VICTIMS = (0, 2)

@@ -26,7 +26,7 @@ from ckpt.errors import CheckpointError, RankAbsentError, StorageError
 from ckpt.ranks.topology import Topology
 from ckpt.saving.background import background
 from ckpt.saving.prepared_save import SaveReport
-from tests.async_runs import (
+from tests.support.async_runs import (
     PATIENCE_S,
     SHAPE,
     Left,
@@ -39,9 +39,9 @@ from tests.async_runs import (
     settings,
     until,
 )
-from tests.covering import and_in_full, rows
-from tests.ranks import Dead, run_ranks, run_threads
-from tests.states import BACKENDS, Held, coordinator, global_index, same_bits
+from tests.support.covering import and_in_full, rows
+from tests.support.ranks import Dead, run_ranks, run_threads
+from tests.support.states import BACKENDS, Held, coordinator, global_index, same_bits
 
 AGREE_S = 2.0
 
@@ -560,8 +560,8 @@ import sys, torch
 from pathlib import Path
 from ckpt import StateComponent
 from ckpt.ranks.topology import Topology
-from tests.async_runs import SHAPE, Troubled, settings
-from tests.states import Held, coordinator, global_index
+from tests.support.async_runs import SHAPE, Troubled, settings
+from tests.support.states import Held, coordinator, global_index
 
 if __name__ == "__main__":
     root, notes = Path(sys.argv[1]), Path(sys.argv[2])

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from ckpt.catalog.verify import verify_checkpoint
-from tests.async_runs import SETTINGS
 from tests.conf.configs import config
-from tests.covering import rows
 from tests.distributed.test_layouts import BACKENDS, LAYOUTS, checkpoint
 from tests.distributed.test_layouts import _train as train_all
 from tests.e2e.runs import SMALL
-from tests.ranks import run_ranks
+from tests.support.async_runs import SETTINGS
+from tests.support.covering import rows
+from tests.support.ranks import run_ranks
 
 STEPS = ["train.steps=3"]
 

@@ -24,9 +24,9 @@ from ckpt.saving.save_settings import SaveSettings
 from ckpt.state.overlap import Optimizers
 from ckpt.state.statefuls import OptimizerState
 from recipes.benchmark.measuring import PeakMemory
-from tests.async_runs import Troubled, committed, deadline, has_come, let_go, settings, until
-from tests.ranks import run_ranks
-from tests.states import Held, coordinator, random_bits, same_bits
+from tests.support.async_runs import Troubled, committed, deadline, has_come, let_go, settings, until
+from tests.support.ranks import run_ranks
+from tests.support.states import Held, coordinator, random_bits, same_bits
 
 BUFFER_MIB = 8
 SLACK_MIB = 14  # Python's own, and what malloc keeps

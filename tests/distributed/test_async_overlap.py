@@ -26,7 +26,7 @@ from ckpt.errors import CheckpointError, StateChangedError, StorageError
 from ckpt.ranks.topology import Topology
 from ckpt.saving.background.snapshot import Snapshot
 from ckpt.state.statefuls import ModelState, OptimizerState
-from tests.async_runs import (
+from tests.support.async_runs import (
     PATIENCE_S,
     Trainee,
     Troubled,
@@ -37,9 +37,9 @@ from tests.async_runs import (
     require_holds,
     settings,
 )
-from tests.covering import and_in_full
-from tests.ranks import run_ranks, run_threads
-from tests.states import Held, coordinator
+from tests.support.covering import and_in_full
+from tests.support.ranks import run_ranks, run_threads
+from tests.support.states import Held, coordinator
 
 
 @pytest.fixture(autouse=True)

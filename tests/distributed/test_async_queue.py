@@ -17,7 +17,7 @@ from ckpt.errors import CheckpointError, RankAbsentError, StorageError
 from ckpt.ranks.default_topology import current_topology, use_topology
 from ckpt.ranks.topology import Topology
 from ckpt.saving.background.async_utils import AsyncCallsQueue, AsyncRequest
-from tests.ranks import Dead, run_ranks
+from tests.support.ranks import Dead, run_ranks
 
 SAVE = "save of checkpoint-20"
 

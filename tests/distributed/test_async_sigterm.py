@@ -18,7 +18,9 @@ from ckpt.catalog.verify import verify_checkpoint
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.topology import Topology
 from recipes.training.training import train
-from tests.async_runs import (
+from tests.conf.configs import config
+from tests.distributed.test_async_faults import AGREE_S, Numbered, require_sound
+from tests.support.async_runs import (
     PATIENCE_S,
     SETTINGS,
     Left,
@@ -29,9 +31,7 @@ from tests.async_runs import (
     settings,
     until,
 )
-from tests.conf.configs import config
-from tests.distributed.test_async_faults import AGREE_S, Numbered, require_sound
-from tests.ranks import Dead, run_ranks
+from tests.support.ranks import Dead, run_ranks
 
 TERMINATED = Dead(-signal.SIGTERM)
 SLACK_S = 5.0

@@ -19,8 +19,8 @@ from ckpt.errors import ConfigurationError, ReplicationError
 from ckpt.ranks.topology import Topology
 from ckpt.state.statefuls import ModelState
 from ckpt.storage.stored import read_manifest
-from tests.ranks import run_ranks, run_threads
-from tests.states import Held, coordinator, same_bits
+from tests.support.ranks import run_ranks, run_threads
+from tests.support.states import Held, coordinator, same_bits
 
 Values = dict[str, Any]
 

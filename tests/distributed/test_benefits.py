@@ -22,8 +22,8 @@ from recipes.support import CONF
 from recipes.training.training import Training
 from tests.conf.configs import config
 from tests.distributed.test_layouts import LAYOUTS
-from tests.ranks import run_threads
-from tests.states import Held, coordinator, cpu, global_index, random_bits, same_bits
+from tests.support.ranks import run_threads
+from tests.support.states import Held, coordinator, cpu, global_index, random_bits, same_bits
 
 LARGE = (64, 1000)  # 256 kB of float32
 

@@ -12,8 +12,8 @@ from ckpt import StateComponent
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.loading import casting
 from ckpt.ranks.topology import Topology
-from tests.ranks import run_threads
-from tests.states import Fitted, coordinator, spreading
+from tests.support.ranks import run_threads
+from tests.support.states import Fitted, coordinator, spreading
 
 ROWS, COLUMNS = 64, 50
 

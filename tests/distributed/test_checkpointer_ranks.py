@@ -34,8 +34,8 @@ from recipes.training.training import Training
 from tests.conf.configs import config
 from tests.distributed.test_layouts import LAYOUTS
 from tests.e2e.runs import SMALL
-from tests.ranks import run_ranks
-from tests.states import Held
+from tests.support.ranks import run_ranks
+from tests.support.states import Held
 
 SAMPLE = ("ddp 2", "fsdp 3", "pipeline 2", "ddp_tp 4")
 

@@ -18,8 +18,8 @@ from ckpt.backends.zarr import ZarrBackend
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.format.records import ArraySpec
 from ckpt.ranks.topology import Phase, Topology
-from tests.ranks import run_ranks, run_threads
-from tests.states import Held, coordinator, global_index, same_bits
+from tests.support.ranks import run_ranks, run_threads
+from tests.support.states import Held, coordinator, global_index, same_bits
 
 DEADLINE_S = 20.0
 SHAPE = (64, 1000)

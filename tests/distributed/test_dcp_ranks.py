@@ -14,8 +14,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import ckpt
 from ckpt.integrations.dcp import CkptReader, CkptWriter
 from ckpt.ranks.topology import Topology
-from tests.ranks import run_ranks
-from tests.states import random_bits
+from tests.support.ranks import run_ranks
+from tests.support.states import random_bits
 
 
 def _fsdp_program(topology: Topology, folder: Path, saves: bool) -> list[torch.Tensor]:

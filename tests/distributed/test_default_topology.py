@@ -16,8 +16,8 @@ import ckpt
 from ckpt.errors import CheckpointError
 from ckpt.ranks.default_topology import current_topology, wait_at_most
 from ckpt.ranks.topology import Topology
-from tests.pace import patience
-from tests.ranks import run_ranks
+from tests.support.pace import patience
+from tests.support.ranks import run_ranks
 
 ROUNDS = 3
 

@@ -42,9 +42,9 @@ from ckpt.errors import (
 )
 from ckpt.saving.background.async_utils import AsyncCallsQueue, AsyncRequest
 from ckpt.storage.stored import read_manifest
-from tests.cuts import CUTS
-from tests.ranks import Topology, run_ranks
-from tests.sharded_saves import (
+from tests.support.cuts import CUTS
+from tests.support.ranks import Topology, run_ranks
+from tests.support.sharded_saves import (
     LOADS,
     SAVES,
     blank,
@@ -59,8 +59,8 @@ from tests.sharded_saves import (
     train,
     training_state,
 )
-from tests.states import Held, global_index, random_bits, same_bits
-from tests.values import same_values
+from tests.support.states import Held, global_index, random_bits, same_bits
+from tests.support.values import same_values
 
 # Every cut into every other
 
@@ -804,7 +804,7 @@ def test_a_value_that_is_neither_a_tensor_nor_plain_is_refused_by_name_on_every_
     """S1.76: nothing is pickled."""
     kind, message = the_one(threads(2, _save_what_is_not_plain, tmp_path, where))
     assert kind is ConfigurationError
-    assert f"{named} is a tests.states.Held, which is neither a tensor nor plain" in message
+    assert f"{named} is a tests.support.states.Held, which is neither a tensor nor plain" in message
     assert not dist_checkpointing.check_is_distributed_checkpoint(tmp_path)
 
 

@@ -39,10 +39,10 @@ from ckpt.format.manifest_parsing import parse_index
 from ckpt.ranks.addresses import machine
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.waiting import in_thread
-from tests.covering import and_in_full
-from tests.pace import patience
-from tests.ranks import Dead, Topology, run_ranks
-from tests.sharded_saves import (
+from tests.support.covering import and_in_full
+from tests.support.pace import patience
+from tests.support.ranks import Dead, Topology, run_ranks
+from tests.support.sharded_saves import (
     SAVES,
     both_formats,
     bytes_of,
@@ -53,8 +53,8 @@ from tests.sharded_saves import (
     threads,
     training_state,
 )
-from tests.states import Held, coordinator, global_index
-from tests.values import same_values
+from tests.support.states import Held, coordinator, global_index
+from tests.support.values import same_values
 
 # Interrupted
 

@@ -26,8 +26,8 @@ from ckpt.errors import (
 from ckpt.format.places import place_of
 from ckpt.ranks.topology import Topology
 from ckpt.storage.objects import store
-from tests.object_server import ObjectServer
-from tests.sharded_saves import (
+from tests.support.object_server import ObjectServer
+from tests.support.sharded_saves import (
     SAVES,
     require_training_state,
     save_training_state,

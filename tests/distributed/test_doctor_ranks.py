@@ -24,8 +24,8 @@ from ckpt.state.pattern_check import examine
 from ckpt.storage.stored import read_manifest
 from recipes.commands import patterns
 from tests.conf.configs import config
-from tests.ranks import run_ranks, run_threads
-from tests.states import Held, coordinator, random_bits
+from tests.support.ranks import run_ranks, run_threads
+from tests.support.states import Held, coordinator, random_bits
 
 SHAPE = (120, 50)
 

@@ -13,8 +13,8 @@ from ckpt import StateComponent
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, MissingStateError, WorldSizeError
 from ckpt.loading.report import Status
 from ckpt.ranks.topology import Topology
-from tests.ranks import run_ranks, run_threads
-from tests.states import Fitted, Held, coordinator, global_index, same_bits
+from tests.support.ranks import run_ranks, run_threads
+from tests.support.states import Fitted, Held, coordinator, global_index, same_bits
 
 
 class Queue(Held):

@@ -15,9 +15,19 @@ from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.ranks.topology import Topology
 from tests.distributed.test_engine_faults import _killed_at, _rejoin, be_patient
-from tests.engines import BUCKET_BYTES, collected, join, joined, num_ranks, publish, receive, require_same, update
-from tests.ranks import run_ranks
-from tests.states import Held, random_bits
+from tests.support.engines import (
+    BUCKET_BYTES,
+    collected,
+    join,
+    joined,
+    num_ranks,
+    publish,
+    receive,
+    require_same,
+    update,
+)
+from tests.support.ranks import run_ranks
+from tests.support.states import Held, random_bits
 
 BLOCK = 4 << 10
 FULL = pytest.mark.full

@@ -29,9 +29,9 @@ from ckpt.engine.elastic.membership import Rendezvous
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingStateError, RankAbsentError
 from ckpt.ranks.topology import Topology
-from tests.async_runs import until
 from tests.distributed.test_engine_faults import Watched, weights_of
-from tests.ranks import Dead, run_ranks
+from tests.support.async_runs import until
+from tests.support.ranks import Dead, run_ranks
 
 PATIENCE_S = 300.0
 """Of the engines: longer than `LONGEST_S`, so that nobody is found to be gone by waiting for it."""

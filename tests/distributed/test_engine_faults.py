@@ -33,11 +33,11 @@ from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointEr
 from ckpt.ranks.addresses import LOOPBACK
 from ckpt.ranks.stores import serve
 from ckpt.ranks.topology import Topology
-from tests.async_runs import until
-from tests.covering import and_in_full, rows
-from tests.engines import joined
-from tests.ranks import Dead, run_ranks
-from tests.states import Held, global_index
+from tests.support.async_runs import until
+from tests.support.covering import and_in_full, rows
+from tests.support.engines import joined
+from tests.support.ranks import Dead, run_ranks
+from tests.support.states import Held, global_index
 
 NUM_TENSORS, SHAPE = 6, (96, 301)  # 113 KiB each, in buckets of 64 KiB
 TIMEOUT_S = 3.0

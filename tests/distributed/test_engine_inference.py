@@ -31,8 +31,8 @@ from ckpt.errors import CheckpointError, RankAbsentError
 from ckpt.ranks.topology import Topology
 from tests.device.devices import ADVERSARY, CUDA, NPU
 from tests.device.saves import torch_device
-from tests.ranks import run_ranks
-from tests.states import Held, random_bits, same_bits
+from tests.support.ranks import run_ranks
+from tests.support.states import Held, random_bits, same_bits
 
 BUCKET_MIB = 1 / 16
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {

@@ -35,7 +35,7 @@ from ckpt.ranks.topology import Topology
 from ckpt.state.statefuls import ModelState
 from tests.device import devices
 from tests.device.devices import NPU
-from tests.engines import (
+from tests.support.engines import (
     DISAGGREGATED,
     KINDS,
     NEVER,
@@ -54,8 +54,8 @@ from tests.engines import (
     require_same,
     update,
 )
-from tests.ranks import run_ranks
-from tests.states import Held, random_bits
+from tests.support.ranks import run_ranks
+from tests.support.states import Held, random_bits
 
 STEPS = (1, 2, 3)
 SIZES = ((1, 1), (2, 2), (3, 1), (1, 3))

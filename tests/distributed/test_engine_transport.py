@@ -18,8 +18,8 @@ from ckpt.engine.wire.load_transport import EngineTransport
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.topology import Topology
-from tests.ranks import run_ranks
-from tests.states import Held, coordinator, cpu, random_bits, same_bits, spreading
+from tests.support.ranks import run_ranks
+from tests.support.states import Held, coordinator, cpu, random_bits, same_bits, spreading
 
 SHAPES = {f"w{number}": (257, 4001 + number) for number in range(6)}
 """Of 3.9 MiB each: all of them are several blocks of 4 MiB, which are read and checked as one, for each of three hosts."""

@@ -13,7 +13,7 @@ from ckpt.ranks.topology import Topology
 from recipes.training import text
 from recipes.training.training import train
 from tests.conf.configs import config
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 WINDOW = 65  # bytes of a sample: the small model's context, and the last target
 WINDOWS = 62  # of an epoch: no multiple of the batch, so the last batch reaches into the next epoch

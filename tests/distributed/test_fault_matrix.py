@@ -20,7 +20,7 @@ import ckpt
 from ckpt.errors import CheckpointError, RankAbsentError, StorageError
 from ckpt.ranks.topology import Topology
 from tests.distributed.test_patterns import PATTERNS
-from tests.faults import (
+from tests.support.faults import (
     BY_OTHERS,
     FAULTS,
     Case,
@@ -34,7 +34,7 @@ from tests.faults import (
     run_jobs,
     works,
 )
-from tests.ranks import Dead, run_ranks
+from tests.support.ranks import Dead, run_ranks
 
 NODES = (2, 1)
 NODES_IN_FULL = (2, 2)

@@ -18,9 +18,9 @@ from ckpt.backends.base import Previous, Writer
 from ckpt.errors import CheckpointError, CorruptCheckpointError, RankAbsentError, StorageError
 from ckpt.format.records import ArraySpec
 from ckpt.ranks.topology import Topology
-from tests.covering import covering
-from tests.ranks import Dead, run_ranks
-from tests.states import Held, backend_named, coordinator, global_index, same_bits
+from tests.support.covering import covering
+from tests.support.ranks import Dead, run_ranks
+from tests.support.states import Held, backend_named, coordinator, global_index, same_bits
 
 SHAPE = (64, 1000)
 

@@ -19,8 +19,8 @@ from ckpt.loading.forecast import Forecast, Rank, forecast
 from ckpt.loading.report import Status
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import SharingPattern, elastic_choices
-from tests.ranks import run_threads
-from tests.states import Held, coordinator, cpu, global_index
+from tests.support.ranks import run_threads
+from tests.support.states import Held, coordinator, cpu, global_index
 
 PATTERNS = [pattern.value for pattern in SharingPattern]
 SAVED_ON = (2, 2)

@@ -20,8 +20,8 @@ from ckpt.format.manifest import CheckpointManifest
 from ckpt.ranks.topology import Topology
 from ckpt.state.statefuls import ModelState, OptimizerState
 from ckpt.storage.stored import read_manifest
-from tests.ranks import run_threads
-from tests.states import Held, coordinator, random_bits, same_bits
+from tests.support.ranks import run_threads
+from tests.support.states import Held, coordinator, random_bits, same_bits
 
 Instances = tuple[tuple[int, ...], ...]
 OLD, NEW = "old-machine-", "new-machine-"

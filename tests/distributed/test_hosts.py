@@ -20,8 +20,8 @@ import ckpt.ranks.heartbeat as heartbeat_module
 from ckpt.errors import CheckpointError, RankAbsentError
 from ckpt.ranks.mail import Mail
 from ckpt.ranks.topology import Topology
-from tests.pace import patience
-from tests.ranks import Dead, run_ranks
+from tests.support.pace import patience
+from tests.support.ranks import Dead, run_ranks
 
 SAVE = "save of checkpoint-00000020"
 NODES = [2, 1, 3]

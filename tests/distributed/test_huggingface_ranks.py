@@ -19,7 +19,7 @@ from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.topology import Topology
 from ckpt.saving.manifest_writer import ManifestWriter
 from ckpt.storage.stored import read_manifest
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]}}
@@ -35,7 +35,7 @@ def _train(
     mode: str = "async",
 ) -> tuple[dict[int, float], str, Any]:
     """Train from the newest checkpoint on. The losses; a digest of weights and moments; and what ended the program."""
-    from tests.trainers import Seen, Stopped, trainer  # in the rank: it takes a second
+    from tests.support.trainers import Seen, Stopped, trainer  # in the rank: it takes a second
 
     world_size = str(topology.world_size)
     os.environ.update({"RANK": str(topology.rank), "LOCAL_RANK": str(topology.rank)})
@@ -110,7 +110,7 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path, layout: str) -> None:
 
 
 def _stop(topology: Topology) -> None:
-    from tests.trainers import stop
+    from tests.support.trainers import stop
 
     stop()
 

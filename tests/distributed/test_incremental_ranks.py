@@ -22,10 +22,10 @@ from ckpt.errors import CorruptCheckpointError
 from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.storage.stored import read_index, read_manifest
-from tests import plain_safetensors
-from tests.incremental_saves import bytes_on_disk
-from tests.ranks import run_ranks
-from tests.states import Held, coordinator, same_bits
+from tests.support import plain_safetensors
+from tests.support.incremental_saves import bytes_on_disk
+from tests.support.ranks import run_ranks
+from tests.support.states import Held, coordinator, same_bits
 
 RANKS = 2
 ROWS = 480

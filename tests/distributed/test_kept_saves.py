@@ -26,8 +26,8 @@ from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.storage.pool import PoolFile
-from tests.ranks import run_ranks
-from tests.states import Held, coordinator, random_bits, same_bits
+from tests.support.ranks import run_ranks
+from tests.support.states import Held, coordinator, random_bits, same_bits
 
 STRATEGIES: dict[str, Callable[[], LoadingStrategy]] = {"direct": DirectLoad, "two-stage": TwoStageLoad}
 MODES = {

@@ -31,8 +31,8 @@ from ckpt.ranks.stores import serve
 from recipes.support.launch import launch
 from recipes.support.local_ranks import _death
 from recipes.support.ranks import RANK_VARIABLES, _process_group, listening_on, rank_of_environment, ranks_exist
-from tests import jobs
-from tests.jobs import (
+from tests.support import jobs
+from tests.support.jobs import (
     SAVE,
     adds_up,
     config,
@@ -42,8 +42,8 @@ from tests.jobs import (
     stands_still_in_training,
     was_told_to_end,
 )
-from tests.pace import patience
-from tests.ranks import forkserver
+from tests.support.pace import patience
+from tests.support.ranks import forkserver
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = {
@@ -54,7 +54,7 @@ HERE = {
 
 
 def _jobs(*arguments: str, launcher: list[str] | None = None, **environment: str) -> subprocess.Popen[str]:
-    command = [*(launcher or [sys.executable]), "-m", "tests.jobs", *arguments]
+    command = [*(launcher or [sys.executable]), "-m", "tests.support.jobs", *arguments]
     return subprocess.Popen(
         command,
         cwd=ROOT,
@@ -109,7 +109,7 @@ def test_a_run_ends_in_time_and_names_the_rank_that_stands_still(
 @pytest.mark.usefixtures("launched_once")
 @pytest.mark.parametrize("stopped", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_rank_that_stands_still_while_the_process_group_is_made_is_named(stopped: int) -> None:
-    device = config(1)["device"] | {"_target_": "tests.jobs.StoppingDevice", "stopped": stopped}
+    device = config(1)["device"] | {"_target_": "tests.support.jobs.StoppingDevice", "stopped": stopped}
     _check_stopped(adds_up, 2, stopped, "has been silent for 3 s, last seen", device=device)
 
 

@@ -14,7 +14,7 @@ from ckpt.ranks.topology import Topology
 from recipes.training.training import train
 from tests.conf.configs import config
 from tests.e2e.runs import SMALL
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 LAYOUTS = {
     "single": (1, ["parallel=single"]),

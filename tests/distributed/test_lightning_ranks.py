@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import ckpt
-from tests.forked_ranks import RunForked, forked_from
-from tests.ranks import Dead
+from tests.support.forked_ranks import RunForked, forked_from
+from tests.support.ranks import Dead
 
 KILLED = Dead(-9)
 ASYNC = {"mode": "async", "format": "tensorstore", "load": "two-stage"}
@@ -21,7 +21,7 @@ ASYNC = {"mode": "async", "format": "tensorstore", "load": "two-stage"}
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[RunForked]:
-    with forked_from("tests.lightning_runs") as run:
+    with forked_from("tests.support.lightning_runs") as run:
         yield run
 
 
@@ -227,7 +227,7 @@ def test_what_cannot_be_is_refused_in_words_and_what_is_no_checkpoint_stays(run:
 
 
 _REFUSALS = [
-    "ConfigurationError: save into F/odd: hyper_parameters: cfg.x[0] is a tests.lightning_runs.refusals.<locals>.Odd, which is",
+    "ConfigurationError: save into F/odd: hyper_parameters: cfg.x[0] is a tests.support.lightning_runs.refusals.<locals>.Odd, which is",
     "ConfigurationError: storage_options have no effect here",
     "ConfigurationError: path is hdfs://bucket/x: expected the path of a folder, or an address",
     "CheckpointNotFoundError: load of F/nothing: F/nothing is not a checkpoint",

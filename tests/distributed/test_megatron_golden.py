@@ -34,7 +34,8 @@ from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
 from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert_on_ranks, run_of
-from tests.cuts import (
+from tests.golden.megatron.truth import Truth, truth
+from tests.support.cuts import (
     CUTS,
     Cut,
     along,
@@ -46,10 +47,9 @@ from tests.cuts import (
     padded,
     padded_and_flattened,
 )
-from tests.golden.megatron.truth import Truth, truth
-from tests.ranks import run_ranks
-from tests.states import same_bits
-from tests.values import same_values
+from tests.support.ranks import run_ranks
+from tests.support.states import same_bits
+from tests.support.values import same_values
 
 GOLDEN = ("tp2", "dp2", "tp2-dp2", "zero-dim", "old-names")
 LIBRARIES: tuple[Callable[..., LoadShardedStrategy], ...] = (ZarrLoadShardedStrategy, TensorStoreLoadShardedStrategy)

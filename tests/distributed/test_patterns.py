@@ -20,8 +20,17 @@ from ckpt.errors import (
     WorldSizeError,
 )
 from ckpt.ranks.topology import Topology
-from tests.ranks import run_ranks
-from tests.states import ALL_DTYPES, BACKENDS, Held, coordinator, global_index, random_bits, same_bits, zero_bits
+from tests.support.ranks import run_ranks
+from tests.support.states import (
+    ALL_DTYPES,
+    BACKENDS,
+    Held,
+    coordinator,
+    global_index,
+    random_bits,
+    same_bits,
+    zero_bits,
+)
 
 PATTERNS = ("global", "replicated", "per_rank", "per_group", "per_node", "sharded")
 LARGE = (48, 1000)  # 192 kB of float32: an array of its own

@@ -16,8 +16,8 @@ from ckpt.backends.zarr import ZarrBackend
 from ckpt.loading.direct import DirectLoad
 from ckpt.ranks.topology import Topology
 from recipes.benchmark.measuring import PeakMemory
-from tests.ranks import run_ranks
-from tests.states import Fitted, coordinator, random_bits
+from tests.support.ranks import run_ranks
+from tests.support.states import Fitted, coordinator, random_bits
 
 BUFFER_MIB = PACKED_MIB = IN_FLIGHT_MIB = 8
 SLACK_MIB = 10  # Python's own

@@ -23,9 +23,9 @@ from ckpt.errors import CorruptCheckpointError, MissingStateError, RankAbsentErr
 from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.state.statefuls import ModelState
-from tests.engines import MixedModel, joined, live_model, put, receive, require_holds
-from tests.ranks import run_ranks
-from tests.states import Held, coordinator, random_bits, same_bits
+from tests.support.engines import MixedModel, joined, live_model, put, receive, require_holds
+from tests.support.ranks import run_ranks
+from tests.support.states import Held, coordinator, random_bits, same_bits
 
 MODES = {
     "sync": SaveSettings(),

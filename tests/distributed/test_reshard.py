@@ -16,8 +16,8 @@ from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import ShardingError
 from ckpt.ranks.topology import Topology
 from ckpt.state.address import address_of
-from tests.ranks import run_ranks
-from tests.states import BACKENDS, Held, coordinator, global_index, same_bits
+from tests.support.ranks import run_ranks
+from tests.support.states import BACKENDS, Held, coordinator, global_index, same_bits
 
 SHAPES = ((257, 300), (37,), (1000, 7, 11), (2, 3), (50, 50))
 

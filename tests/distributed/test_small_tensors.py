@@ -16,8 +16,8 @@ import torch
 from ckpt import StateComponent
 from ckpt.ranks.topology import Phase, Topology
 from ckpt.saving import planner
-from tests.ranks import run_ranks
-from tests.states import Held, coordinator
+from tests.support.ranks import run_ranks
+from tests.support.states import Held, coordinator
 
 MANY = 20_000
 ENOUGH = 4_000  # to tell a file for each from a handful

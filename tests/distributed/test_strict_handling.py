@@ -29,7 +29,7 @@ from ckpt.errors import CheckpointError, ConfigurationError, MissingStateError, 
 from ckpt.ranks.default_topology import current_topology, use_topology
 from ckpt.ranks.topology import Phase, Topology
 from ckpt.state.sharded_tensor import ShardedTensor
-from tests.ranks import run_ranks, run_threads
+from tests.support.ranks import run_ranks, run_threads
 
 
 class Watched:

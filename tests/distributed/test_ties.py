@@ -13,8 +13,8 @@ from ckpt import StateComponent
 from ckpt.errors import ShardingError
 from ckpt.ranks.topology import Topology
 from ckpt.storage.stored import read_manifest
-from tests.ranks import run_ranks, run_threads
-from tests.states import Held, coordinator, random_bits, same_bits
+from tests.support.ranks import run_ranks, run_threads
+from tests.support.states import Held, coordinator, random_bits, same_bits
 
 SHAPE = (2, 70_000)  # two rows: of three ranks the last holds none
 

@@ -12,7 +12,7 @@ from ckpt.ranks.topology import Topology
 from recipes.training.text import TextData
 from recipes.training.training import train
 from tests.conf.configs import config
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ from ckpt.ranks.topology import Topology
 from ckpt.storage.stored import read_index, read_manifest
 from ckpt.storage.wanted_bytes import WantedBytes
 from recipes.benchmark.measuring import PeakMemory
-from tests.ranks import Dead, run_ranks
-from tests.states import (
+from tests.support.ranks import Dead, run_ranks
+from tests.support.states import (
     ALL_DTYPES,
     BACKENDS,
     Fitted,

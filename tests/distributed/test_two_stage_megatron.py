@@ -25,9 +25,9 @@ from ckpt.errors import ConfigurationError, MissingStateError
 from ckpt.loading.two_stage.timing import timed, timers
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
-from tests.ranks import run_ranks
-from tests.sharded_saves import SAVES, blank
-from tests.states import global_index, random_bits, same_bits
+from tests.support.ranks import run_ranks
+from tests.support.sharded_saves import SAVES, blank
+from tests.support.states import global_index, random_bits, same_bits
 
 TP, DP = 2, 2
 

@@ -15,9 +15,9 @@ import pytest
 from ckpt.backends.registry import BACKENDS
 from ckpt.errors import StorageError, sentence
 from ckpt.saving.save_settings import SaveSettings
-from tests.forked_ranks import RunForked, forked_from
-from tests.ranks import Dead
-from tests.users import GROUP
+from tests.support.forked_ranks import RunForked, forked_from
+from tests.support.ranks import Dead
+from tests.support.users import GROUP
 
 ONE, OTHER, STRANGER = 61001, 61002, 61003
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -29,7 +29,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other u
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[RunForked]:
-    with forked_from("tests.users") as run:
+    with forked_from("tests.support.users") as run:
         yield run
 
 

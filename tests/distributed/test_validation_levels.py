@@ -18,8 +18,8 @@ from ckpt.ranks.topology import Topology
 from ckpt.state.replication import MAX_NAMED
 from recipes.benchmark.validation_costs import MEASUREMENT, show
 from tests.conf.configs import config
-from tests.ranks import run_ranks, run_threads
-from tests.states import ALL_DTYPES, Held, coordinator, random_bits, same_bits
+from tests.support.ranks import run_ranks, run_threads
+from tests.support.states import ALL_DTYPES, Held, coordinator, random_bits, same_bits
 
 LEVELS = ("none", "quick", "tensor", "full")
 SHAPE = (200, 120)

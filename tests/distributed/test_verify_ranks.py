@@ -18,9 +18,9 @@ from ckpt.loading.strategy import ReadStats
 from ckpt.ranks.topology import Topology
 from ckpt.storage import extents
 from ckpt.storage.stored import read_manifest
-from tests.async_runs import until
-from tests.ranks import run_ranks
-from tests.states import BACKENDS, Held, coordinator, cpu
+from tests.support.async_runs import until
+from tests.support.ranks import run_ranks
+from tests.support.states import BACKENDS, Held, coordinator, cpu
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ckpt import Checkpointer
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
-from tests.ranks import run_ranks
-from tests.states import same_bits
+from tests.support.ranks import run_ranks
+from tests.support.states import same_bits
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # it scripts functions as it is imported

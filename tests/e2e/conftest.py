@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.runs import BACKENDS, checkpoint, run
-from tests.ranks import forkserver
+from tests.support.ranks import forkserver
 
 STEPS = 6
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.pace import patience
+from tests.support.pace import patience
 
 VARIABLE = "CKPT_TEST_RUN"
 

@@ -24,8 +24,8 @@ from recipes.support.launch import launch
 from recipes.training.training import settle_start, train
 from tests.conf.configs import config
 from tests.device.devices import make_importable
-from tests.pace import patience
-from tests.ranks import forkserver
+from tests.support.pace import patience
+from tests.support.ranks import forkserver
 
 REPO = Path(recipes.train.__file__).parent.parent
 TEXT = Path(sysconfig.get_path("stdlib"), "stat.py")

@@ -16,12 +16,12 @@ import pytest
 
 from ckpt.catalog.verify import verify_checkpoint
 from ckpt.errors import StorageError
-from tests.async_runs import SETTINGS, Left
-from tests.covering import and_in_full
 from tests.e2e.conftest import STEPS, Run
 from tests.e2e.processes import a_second, left_after, mark, marked
 from tests.e2e.runs import TEXT, Command, checkpoint, committed, root_of, run, start, summary_of
-from tests.pace import patience
+from tests.support.async_runs import SETTINGS, Left
+from tests.support.covering import and_in_full
+from tests.support.pace import patience
 
 RANKS = 2
 TOLD = -signal.SIGTERM

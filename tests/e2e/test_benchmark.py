@@ -14,7 +14,7 @@ from recipes.benchmark import contenders, conversions
 from recipes.benchmark.limits import Raw
 from recipes.benchmark.saves_and_loads import MEASUREMENT, SECONDS, show
 from tests.conf.configs import benchmark_config
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 EVERYBODY = [
     "raw", "raw-direct", "memcpy", "broadcast", "dcp", "safetensors", "safetensors-one-file", "zarr", "zarr/two-stage", "tensorstore",

@@ -34,14 +34,14 @@ from ckpt.errors import StorageError
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.storage.stored import read_manifest
 from recipes.commands.converting import shard_bytes
-from tests.anonymous_memory import most_anonymous_bytes
-from tests.covering import covering
-from tests.dcp_runs import dcp_state, require_equal, run_of, save_by_dcp
 from tests.e2e.conftest import STEPS, Run
 from tests.e2e.runs import checkpoint, run
 from tests.golden.megatron.truth import Truth, truth
-from tests.states import same_bits
-from tests.values import same_values
+from tests.support.anonymous_memory import most_anonymous_bytes
+from tests.support.covering import covering
+from tests.support.dcp_runs import dcp_state, require_equal, run_of, save_by_dcp
+from tests.support.states import same_bits
+from tests.support.values import same_values
 
 GOLDEN = ("tp2", "dp2", "tp2-dp2", "zero-dim", "old-names")
 

@@ -15,7 +15,7 @@ import ckpt
 from ckpt import Checkpointer
 from ckpt.ranks.topology import Topology
 from recipes.commands.converting import ConvertKeys, convert_on_ranks, run_of
-from tests.values import same_values
+from tests.support.values import same_values
 
 TIED = "gpt2"
 CONFIGS = {

@@ -19,12 +19,12 @@ from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
 from ckpt.ranks.topology import Topology
 from ckpt.storage.stored import read_index, read_manifest
 from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert_on_ranks, run_of
-from tests.anonymous_memory import growth
 from tests.e2e.test_convert import require_all_of
 from tests.golden.megatron.truth import truth
-from tests.ranks import run_ranks, run_threads
-from tests.sharded_saves import bytes_of
-from tests.states import Held, coordinator, random_bits
+from tests.support.anonymous_memory import growth
+from tests.support.ranks import run_ranks, run_threads
+from tests.support.sharded_saves import bytes_of
+from tests.support.states import Held, coordinator, random_bits
 
 SHAPE = (12, 9000)
 CASES = {

@@ -9,8 +9,8 @@ import pytest
 from ckpt.ranks.topology import Topology
 from recipes.commands.comparing import DiffKeys, diff
 from recipes.commands.converting import ConvertKeys, ConvertLaunchKeys, ConvertLoadKeys, convert_on_ranks, run_of
-from tests.covering import and_in_full
 from tests.e2e.runs import checkpoint, run
+from tests.support.covering import and_in_full
 
 LAYOUTS = {
     "single": (1, ["parallel=single", "model.tie_embeddings=true"]),

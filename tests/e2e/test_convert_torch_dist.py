@@ -21,11 +21,11 @@ from ckpt.loading.other_formats.megatron_folders import open_sharded
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
 from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert_on_ranks, run_of
-from tests.dcp_runs import save_by_dcp
 from tests.golden.torch_dist.contents import ARGUMENTS, RANGES, WHOLE_CHUNKS, common, random_state, values
-from tests.ranks import run_ranks
-from tests.states import same_bits
-from tests.values import same_values
+from tests.support.dcp_runs import save_by_dcp
+from tests.support.ranks import run_ranks
+from tests.support.states import same_bits
+from tests.support.values import same_values
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "torch_dist"
 

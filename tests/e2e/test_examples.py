@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import processes
-from tests.pace import patience
+from tests.support.pace import patience
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

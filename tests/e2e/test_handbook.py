@@ -22,8 +22,8 @@ import pytest
 
 from tests.e2e import processes
 from tests.e2e.runs import REPO
-from tests.pace import patience
-from tests.ranks import forkserver
+from tests.support.pace import patience
+from tests.support.ranks import forkserver
 
 PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", REPO / "CHANGELOG.md", *sorted((REPO / "docs").rglob("*.md"))]
 IN_A_CLONE = ("ckpt", "conf", "examples", "recipes", "tests", "docs", "constraints.txt", "pyproject.toml")

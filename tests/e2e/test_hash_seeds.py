@@ -17,7 +17,7 @@ def test_programs_under_several_hash_seeds_write_the_same_bytes_and_find_the_sam
     for seed in SEEDS:
         (folder := tmp_path / str(seed)).mkdir()
         environment = {**os.environ, "PYTHONHASHSEED": str(seed), "OMP_NUM_THREADS": "1"}
-        words = [sys.executable, "-m", "tests.hash_seeds", str(folder)]
+        words = [sys.executable, "-m", "tests.support.hash_seeds", str(folder)]
         processes.append(subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True))
     first, *others = (_found(process) for process in processes)
     assert len(first["files"]) > 50

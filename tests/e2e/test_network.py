@@ -68,7 +68,7 @@ def test_a_rollout_that_joins_on_the_same_machine_opens_nothing_either(tmp_path:
 @pytest.mark.full
 def test_ranks_that_somebody_else_starts_listen_where_they_reach_each_other(tmp_path: Path) -> None:
     """MASTER_ADDR names the interface of the store; ranks of one machine need no other than the loopback one for the rest."""
-    rank = f"RANK=$RANK {sys.executable} -m tests.jobs adds_up"
+    rank = f"RANK=$RANK {sys.executable} -m tests.support.jobs adds_up"
     both = f"(RANK=0; {rank}) & (RANK=1; {rank}); code=$?; wait $!; exit $code"
     environment = {"WORLD_SIZE": "2", "MASTER_ADDR": OUTER, "MASTER_PORT": "4711"}
     found = watched(["sh", "-c", both], tmp_path, **environment)

@@ -24,8 +24,8 @@ from recipes.training.training import train
 from tests.conf.configs import config
 from tests.e2e.nodes import cache_of
 from tests.e2e.runs import REPO, TEXT, checkpoint, summary_of
-from tests.ranks import run_ranks, run_threads
-from tests.states import Held, coordinator, same_bits
+from tests.support.ranks import run_ranks, run_threads
+from tests.support.states import Held, coordinator, same_bits
 
 HERE = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
 NODES = [[0, 1], [2, 3]]

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 from ckpt.format.places import ObjectPath
 from ckpt.storage.objects.store import store_of
-from tests.object_server import ObjectServer
-from tests.pace import patience
+from tests.support.object_server import ObjectServer
+from tests.support.pace import patience
 
 ROOT = "s3://bucket/run"
 

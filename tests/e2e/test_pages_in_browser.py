@@ -20,8 +20,8 @@ from recipes.support.page import page
 from recipes.support.sweep import short_names
 from recipes.support.sweep_advice import differing
 from recipes.support.sweep_page import sweep_page
-from tests.pages import HOSTILE, SENTENCE, SHOWN, failed, job, manifest, rows, whole
-from tests.states import Held, coordinator
+from tests.support.pages import HOSTILE, SENTENCE, SHOWN, failed, job, manifest, rows, whole
+from tests.support.states import Held, coordinator
 
 pytestmark = pytest.mark.full
 

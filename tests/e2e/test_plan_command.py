@@ -24,7 +24,7 @@ from recipes.training.training import train
 from tests.conf.configs import composed, config
 from tests.e2e.conftest import Run
 from tests.e2e.runs import SMALL, TEXT, checkpoint, run
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 STEP = 4
 SAMPLE = STEP * 12

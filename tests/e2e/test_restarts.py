@@ -21,8 +21,8 @@ from ckpt.storage.stored import read_manifest
 from recipes.support.ranks import RANK_VARIABLES
 from tests.e2e.restarting import AGENT, FOLDER, PAUSE_S
 from tests.e2e.runs import REPO, TEXT, checkpoint, run, summary_of
-from tests.pace import patience
-from tests.states import same_bits
+from tests.support.pace import patience
+from tests.support.states import same_bits
 
 HERE = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
 STEPS = 8

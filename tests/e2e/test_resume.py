@@ -24,10 +24,10 @@ from ckpt.ranks.topology import Topology
 from ckpt.storage.stored import read_manifest
 from recipes.training.training import Training, learning_rate_factor
 from tests.conf.configs import config
-from tests.covering import rows
 from tests.e2e.conftest import STEPS, Run
 from tests.e2e.runs import BACKENDS, SMALL, checkpoint, committed, root_of, run, summary_of
-from tests.states import cpu
+from tests.support.covering import rows
+from tests.support.states import cpu
 
 SUMMARY_KEYS = {
     "first_step", "final_step", "losses", "resumed_from", "fell_back_from", "loaded_digest", "state_digest", "world_size",

@@ -15,10 +15,10 @@ import pytest
 from ckpt.catalog.verify import verify_checkpoint
 from ckpt.ranks.topology import Topology
 from recipes.training.training import Training, train
-from tests.async_runs import SETTINGS, until
 from tests.e2e.conftest import STEPS, Run
 from tests.e2e.processes import a_second, left_after, mark, marked
 from tests.e2e.runs import Command, Job, checkpoint, committed, root_of, run, start
+from tests.support.async_runs import SETTINGS, until
 
 TOLD_TO_END = 143
 AT = 2

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.processes import a_second, left_after, mark, marked
 from tests.e2e.runs import SMALL, Command
-from tests.pages import parsed
+from tests.support.pages import parsed
 
 FAILED = (
     "train.batch_size=12 does not divide into the 5 parts that parallel=ddp makes of a batch on 5 ranks: give a multiple of 5, "

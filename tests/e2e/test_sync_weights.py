@@ -23,9 +23,9 @@ from recipes.training.joining import join_rollout
 from recipes.training.sync_config import checked_join, checked_sync
 from recipes.training.syncing import settle_sync, sync_weights
 from recipes.training.training import Training
-from tests.async_runs import until
 from tests.conf.configs import composed
 from tests.e2e.runs import SMALL, Command, Forked, checkpoint, committed
+from tests.support.async_runs import until
 
 STEPS = 3
 

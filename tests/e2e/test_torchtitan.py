@@ -27,8 +27,8 @@ from ckpt.format.places import place_of
 from ckpt.ranks.topology import Topology
 from ckpt.storage.files_of import names_below
 from tests.e2e.test_examples import EXAMPLES, TORCHRUN, losses_of
-from tests.object_server import ObjectServer
-from tests.ranks import run_ranks
+from tests.support.object_server import ObjectServer
+from tests.support.ranks import run_ranks
 
 pytest.importorskip(
     "torchtitan", reason="torchtitan is not installed: pip install 'ckpt-coordinator[torchtitan]' triton"

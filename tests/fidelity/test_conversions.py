@@ -23,11 +23,11 @@ from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import source_at
 from ckpt.ranks.topology import Topology
 from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert_on_ranks, run_of
-from tests.dcp_runs import dcp_state, one_process_is_meant, require_equal, save_by_dcp
-from tests.dcp_runs import run_of as trained
 from tests.fidelity.same import same
 from tests.fidelity.table import PLAIN
 from tests.fidelity.test_kinds import as_torch_gives_it, keys, scalars
+from tests.support.dcp_runs import dcp_state, one_process_is_meant, require_equal, save_by_dcp
+from tests.support.dcp_runs import run_of as trained
 
 FORMATS = ("zarr", "tensorstore", "kimi-engine", "dcp", "torch")
 PAIRS = list(itertools.product(FORMATS, repeat=2))

@@ -14,10 +14,10 @@ import ckpt
 from ckpt import Checkpointer
 from ckpt.errors import ConfigurationError
 from ckpt.state.plain import KINDS, NAMESPACES
-from tests.doc_scripts import doc_script
 from tests.fidelity.same import same
 from tests.fidelity.table import PLAIN, Row, containers, refused, tensors, values
 from tests.fidelity.test_kinds import Kept, as_torch_gives_it, through_checkpointer
+from tests.support.doc_scripts import doc_script
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROWS = [*values(), *tensors(), *refused()]

@@ -32,12 +32,12 @@ from ckpt.engine import AdapterWeights, HuggingFaceWeights
 from ckpt.engine.inference import vllm as plugin
 from ckpt.engine.inference.vllm_servers import OfflineVllm, VllmServers, VllmTrainer
 from ckpt.errors import MissingStateError
-from tests import stand_in_vllm
-from tests.pace import patience
 from tests.servers import kills
 from tests.servers.models import make, write, write_int8
 from tests.servers.vllm_server import ON_CPU, VllmServer
-from tests.states import require_equal_states
+from tests.support import stand_in_vllm
+from tests.support.pace import patience
+from tests.support.states import require_equal_states
 
 pytestmark = pytest.mark.full
 PROMPT = [5, 6, 7]

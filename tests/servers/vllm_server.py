@@ -17,8 +17,8 @@ import psutil
 
 from ckpt.errors import CheckpointError
 from ckpt.ranks.addresses import LOOPBACK
-from tests.pace import patience
-from tests.real_stores import free_ports
+from tests.support.pace import patience
+from tests.support.real_stores import free_ports
 
 ON_CPU = {
     "VLLM_SERVER_DEV_MODE": "1",  # routes for RLHF

@@ -31,7 +31,7 @@ from ckpt.memory.device import Device, SideStream, device_memory, pinned, wait_f
 from ckpt.ranks.topology import Topology
 from ckpt.state.state_digest import state_digest
 from ckpt.state.statefuls import RNGState
-from tests.states import ALL_DTYPES, Held, backend_named, random_bits, same_bits
+from tests.support.states import ALL_DTYPES, Held, backend_named, random_bits, same_bits
 
 MIB = 1 << 20
 STRATEGIES = {

@@ -37,8 +37,8 @@ from ckpt.saving.save_settings import SaveSettings
 from ckpt.state.state_digest import state_digest
 from ckpt.state.statefuls import ModelState, OptimizerState, RNGState
 from ckpt.storage.stored import read_manifest
-from tests.ranks import run_threads
-from tests.states import BACKENDS, Fitted, Held, coordinator, cpu, global_index, random_bits, same_bits
+from tests.support.ranks import run_threads
+from tests.support.states import BACKENDS, Fitted, Held, coordinator, cpu, global_index, random_bits, same_bits
 
 ALONE = Topology.alone()
 

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.covering import covering, rows
+from tests.support.covering import covering, rows
 
 _AXES = st.lists(st.integers(1, 5), min_size=2, max_size=5).map(
     lambda sizes: {f"axis {n}": [f"{n}.{value}" for value in range(size)] for n, size in enumerate(sizes)}

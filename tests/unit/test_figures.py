@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import ckpt
-from tests.doc_scripts import doc_script
+from tests.support.doc_scripts import doc_script
 
 DOCS = Path(ckpt.__file__).parents[1] / "docs"
 MACHINE = {

@@ -20,8 +20,8 @@ from ckpt.errors import ConfigurationError
 from ckpt.format import zarr_dtypes
 from ckpt.format.dtypes import raw_bytes, zarr_name
 from ckpt.ranks.topology import Topology
-from tests import plain_safetensors
-from tests.states import ALL_DTYPES, Held, coordinator, global_index, random_bits
+from tests.support import plain_safetensors
+from tests.support.states import ALL_DTYPES, Held, coordinator, global_index, random_bits
 
 NEED_REGISTERING = tuple(d for d in ALL_DTYPES if d is torch.bfloat16 or "float8" in str(d))
 LARGE = (300, 500)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import ckpt.format.names
 from ckpt.ranks.topology import Topology
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 _kept = []
 

@@ -18,7 +18,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from ckpt.version import __version__
-from tests.doc_scripts import doc_script
+from tests.support.doc_scripts import doc_script
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
@@ -42,7 +42,7 @@ def test_a_command_that_readme_does_not_show_fails_with_its_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "package", sorted({path.parent.relative_to(CHECKOUT) for path in CHECKOUT.glob("ckpt/*/**/*.py")}), ids=str
+    "package", sorted({path.parent.relative_to(CHECKOUT) for path in CHECKOUT.glob("ckpt/*/**/*.py")} | {Path("tests/support")}), ids=str
 )
 def test_a_package_lists_its_files_once_and_no_others(package: Path) -> None:
     guide = ast.get_docstring(ast.parse((CHECKOUT / package / "__init__.py").read_text())) or ""

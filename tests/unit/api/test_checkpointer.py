@@ -26,9 +26,9 @@ from ckpt.errors import (
 from ckpt.format.names import step_of
 from ckpt.ranks.topology import Topology
 from ckpt.storage.stored import read_manifest
-from tests.crafts import edit_manifest
-from tests.ranks import run_ranks
-from tests.states import same_bits
+from tests.support.crafts import edit_manifest
+from tests.support.ranks import run_ranks
+from tests.support.states import same_bits
 
 SIZE = 8
 

@@ -32,8 +32,8 @@ from ckpt.saving import planner
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.storage.objects import files
 from ckpt.storage.objects import store as stores
-from tests.object_server import ObjectServer
-from tests.pace import patience
+from tests.support.object_server import ObjectServer
+from tests.support.pace import patience
 
 SMALL_FILES = ("checkpoint_manifest.json", "plain.json")
 FORMATS = ("zarr", "tensorstore", "kimi-engine")
@@ -47,7 +47,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
 
 
 REAL = json.loads(os.environ.get("CKPT_TEST_STORES", "[]"))
-"""Stores of others that run beside the tests: see `tests/real_stores.py`."""
+"""Stores of others that run beside the tests: see `tests/support/real_stores.py`."""
 
 
 @pytest.fixture(params=["s3", "gs", "memory", *(f"real{number}" for number in range(len(REAL)))])

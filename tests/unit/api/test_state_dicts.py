@@ -11,7 +11,7 @@ import zarr
 
 import ckpt
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigurationError, MissingStateError
-from tests.states import ALL_DTYPES, random_bits, same_bits
+from tests.support.states import ALL_DTYPES, random_bits, same_bits
 
 
 def state_of_everything() -> dict[str, Any]:

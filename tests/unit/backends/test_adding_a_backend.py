@@ -19,8 +19,8 @@ from ckpt.backends import registry
 from ckpt.backends.base import Backend
 from ckpt.catalog.verify import verify_checkpoint
 from ckpt.ranks.topology import Topology
-from tests.backend_contract import BackendContract
-from tests.states import Held, coordinator, random_bits, same_bits
+from tests.support.backend_contract import BackendContract
+from tests.support.states import Held, coordinator, random_bits, same_bits
 
 PAGE = Path(__file__).parents[3] / "docs" / "adding-a-backend.md"
 

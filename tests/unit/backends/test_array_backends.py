@@ -21,10 +21,10 @@ from ckpt.format import zarr_dtypes
 from ckpt.format.box import whole
 from ckpt.format.dtypes import bits_of
 from ckpt.format.records import ArraySpec
-from tests import plain_safetensors
-from tests.arrays import Saved, array, key_of, save
-from tests.backend_contract import BackendContract, samples
-from tests.states import backend_named, random_bits, same_bits
+from tests.support import plain_safetensors
+from tests.support.arrays import Saved, array, key_of, save
+from tests.support.backend_contract import BackendContract, samples
+from tests.support.states import backend_named, random_bits, same_bits
 
 ZSTD = [{"name": "zstd", "configuration": {"level": 1, "checksum": False}}]
 EVERY = ("zarr", "ocdbt", "file", "safetensors", "zstd")

@@ -14,10 +14,10 @@ from ckpt.errors import CheckpointError
 from ckpt.format.box import Box
 from ckpt.format.records import ArraySpec
 from ckpt.storage.objects import store
-from tests.arrays import SAVES, Saved, array, expected, read_by_extents
-from tests.backend_contract import BackendContract
-from tests.object_server import ObjectServer
-from tests.stored_path import StoredPath
+from tests.support.arrays import SAVES, Saved, array, expected, read_by_extents
+from tests.support.backend_contract import BackendContract
+from tests.support.object_server import ObjectServer
+from tests.support.stored_path import StoredPath
 from tests.unit.backends import test_array_backends as folders
 
 

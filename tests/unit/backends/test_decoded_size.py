@@ -18,7 +18,7 @@ import tensorstore as ts
 from ckpt.backends.decoded_size import require_bytes_decode_within, require_decodes_within
 from ckpt.errors import CorruptCheckpointError
 from ckpt.storage.checkpoint_files import CheckpointFolder
-from tests.bounded import BOMBS, ZSTD_SKIPPED, little_memory, zstd_frame
+from tests.support.bounded import BOMBS, ZSTD_SKIPPED, little_memory, zstd_frame
 
 SIZE = 400_000
 MUCH = 40 << 20

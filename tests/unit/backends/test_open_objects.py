@@ -18,7 +18,7 @@ import ckpt
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.format.places import ObjectPath
 from ckpt.storage.objects.store import store_of
-from tests.object_server import ObjectServer
+from tests.support.object_server import ObjectServer
 
 W = torch.arange(2_400_000.0).reshape(1200, 2000)  # smaller arrays are packed by zarr, in a store
 STATE = {"w": W, "small": torch.arange(5), "n": 7}

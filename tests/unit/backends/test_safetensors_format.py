@@ -33,9 +33,9 @@ from ckpt.format.box import Box, chunk_box, num_chunks, whole
 from ckpt.format.dtypes import item_bytes, torch_dtype, zarr_name
 from ckpt.format.records import ArraySpec, Content, Expected
 from ckpt.storage import direct_io
-from tests import plain_safetensors
-from tests.arrays import array, expected, save
-from tests.states import ALL_DTYPES, random_bits, same_bits
+from tests.support import plain_safetensors
+from tests.support.arrays import array, expected, save
+from tests.support.states import ALL_DTYPES, random_bits, same_bits
 
 keys = st.text(st.characters(), max_size=12) | st.sampled_from(
     ["__metadata__", "w[0:2]", "w[0:2]?", "[]", "w[0:2][0:2]"]

@@ -23,8 +23,8 @@ from ckpt.backends.ocdbt_format import tree_of
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.errors import ConfigurationError, StorageError
 from ckpt.format.box import Box, whole
-from tests.arrays import array, read_by_extents, save
-from tests.states import random_bits
+from tests.support.arrays import array, read_by_extents, save
+from tests.support.states import random_bits
 
 
 def test_an_unknown_kvstore_is_refused_with_the_choices() -> None:

@@ -15,7 +15,7 @@ from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import whole
 from ckpt.format.records import ArraySpec
 from ckpt.storage.extents import ExtentReader
-from tests.arrays import array, save
+from tests.support.arrays import array, save
 
 
 def test_chunk_files_lie_where_their_number_says(tmp_path: Path) -> None:

@@ -32,11 +32,11 @@ from ckpt.storage import files as files_module
 from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.pieces import Pieces
 from ckpt.storage.stored import check_file, read_index, read_manifest
-from tests import plain_safetensors
-from tests.arrays import array, expected, read_by_extents
-from tests.covering import and_in_full, covering
-from tests.incremental_saves import Shelf, as_saved, bytes_on_disk
-from tests.states import BACKENDS, backend_named
+from tests.support import plain_safetensors
+from tests.support.arrays import array, expected, read_by_extents
+from tests.support.covering import and_in_full, covering
+from tests.support.incremental_saves import Shelf, as_saved, bytes_on_disk
+from tests.support.states import BACKENDS, backend_named
 
 ZSTD = [{"name": "zstd", "configuration": {"level": 1, "checksum": False}}]
 STORES = (*BACKENDS, "zstd")

@@ -14,8 +14,8 @@ from ckpt.catalog.owner import about_process, has_ended
 from ckpt.errors import FolderInUseError
 from ckpt.format.places import ObjectPath
 from ckpt.storage.objects.store import Store, store_of
-from tests.object_server import ObjectServer
-from tests.pace import patience
+from tests.support.object_server import ObjectServer
+from tests.support.pace import patience
 
 ROOT = ObjectPath("s3", "bucket", "run")
 OWNER = ROOT / ".run.owner.json"

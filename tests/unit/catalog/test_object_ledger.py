@@ -13,7 +13,7 @@ from ckpt.errors import CheckpointExistsError, ConfigurationError
 from ckpt.format.manifest import CheckpointManifest
 from ckpt.format.places import ObjectPath
 from ckpt.storage.objects.store import Store, store_of
-from tests.object_server import ObjectServer
+from tests.support.object_server import ObjectServer
 
 ROOT = ObjectPath("s3", "bucket", "run")
 

@@ -22,7 +22,7 @@ import pytest
 from ckpt.catalog import owner
 from ckpt.catalog.owner import FolderLock
 from ckpt.errors import FolderInUseError
-from tests.pace import patience
+from tests.support.pace import patience
 
 OTHER_RUN = """
 import sys

@@ -36,8 +36,8 @@ from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.ranks.topology import Topology
 from ckpt.saving import manifest_writer
 from ckpt.storage.stored import read_manifest
-from tests.ranks import run_ranks
-from tests.states import Fitted, Held, coordinator
+from tests.support.ranks import run_ranks
+from tests.support.states import Fitted, Held, coordinator
 
 OTHER_RUN = """
 import sys

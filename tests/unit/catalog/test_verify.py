@@ -19,7 +19,7 @@ from ckpt.format.digests import digest_of
 from ckpt.format.manifest import MANIFEST_NAME, Index, index_name
 from ckpt.ranks.topology import Topology
 from ckpt.storage.stored import read_index, read_manifest
-from tests.states import BACKENDS, Held, coordinator
+from tests.support.states import BACKENDS, Held, coordinator
 
 BIG = 1_500_000  # float32: one chunk of 6,000,000 bytes, so two blocks
 BLOCK = 4 << 20

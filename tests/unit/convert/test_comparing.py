@@ -25,7 +25,7 @@ from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import source_at
 from ckpt.ranks.topology import Topology
 from recipes.diff import main
-from tests.states import ALL_DTYPES, random_bits
+from tests.support.states import ALL_DTYPES, random_bits
 
 
 def state() -> dict[str, Any]:

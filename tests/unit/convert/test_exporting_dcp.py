@@ -20,10 +20,17 @@ from ckpt.errors import CheckpointExistsError, CorruptCheckpointError, StorageEr
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import source_at
 from ckpt.ranks.topology import Topology
-from tests.dcp_runs import dcp_state, one_process_is_meant, require_equal, run_of, save_by_dcp, tensors_of_all_kinds
-from tests.ranks import run_ranks
-from tests.states import same_bits
-from tests.values import same_values
+from tests.support.dcp_runs import (
+    dcp_state,
+    one_process_is_meant,
+    require_equal,
+    run_of,
+    save_by_dcp,
+    tensors_of_all_kinds,
+)
+from tests.support.ranks import run_ranks
+from tests.support.states import same_bits
+from tests.support.values import same_values
 
 
 def exported(src: Path, dst: Path, topology: Topology | None = None) -> None:

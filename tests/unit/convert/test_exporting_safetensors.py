@@ -42,11 +42,11 @@ from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import source_at
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
-from tests.anonymous_memory import most_anonymous_bytes
-from tests.crafts import edit_manifest
 from tests.golden.megatron.truth import truth
-from tests.ranks import run_threads
-from tests.states import ALL_DTYPES, Held, coordinator, random_bits, same_bits
+from tests.support.anonymous_memory import most_anonymous_bytes
+from tests.support.crafts import edit_manifest
+from tests.support.ranks import run_threads
+from tests.support.states import ALL_DTYPES, Held, coordinator, random_bits, same_bits
 
 LARGE = 1 << 62
 ZSTD = [{"name": "zstd", "configuration": {"level": 1, "checksum": False}}]

@@ -17,9 +17,9 @@ from ckpt.errors import CheckpointExistsError, CorruptCheckpointError, StorageEr
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import source_at
 from ckpt.ranks.topology import Topology
-from tests.dcp_runs import run_of, save_by_dcp, tensors_of_all_kinds
-from tests.states import same_bits
-from tests.values import same_values
+from tests.support.dcp_runs import run_of, save_by_dcp, tensors_of_all_kinds
+from tests.support.states import same_bits
+from tests.support.values import same_values
 
 
 def exported(src: Path, dst: Path, topology: Topology | None = None) -> None:

@@ -26,10 +26,10 @@ from ckpt.loading.loader import source_at
 from ckpt.ranks.topology import Topology
 from ckpt.saving.writing import RankWritePlan
 from ckpt.storage.stored import read_manifest
-from tests.dcp_runs import dcp_state, require_equal, run_of, save_by_dcp, tensors_of_all_kinds
-from tests.ranks import run_ranks
-from tests.states import same_bits
-from tests.values import same_values
+from tests.support.dcp_runs import dcp_state, require_equal, run_of, save_by_dcp, tensors_of_all_kinds
+from tests.support.ranks import run_ranks
+from tests.support.states import same_bits
+from tests.support.values import same_values
 
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "zarr": ZarrBackend,

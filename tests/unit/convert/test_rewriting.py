@@ -37,11 +37,11 @@ from ckpt.saving.save_settings import SaveSettings
 from ckpt.state.state_digest import state_digest
 from ckpt.storage.extents import ExtentReader
 from ckpt.storage.stored import read_index, read_manifest
-from tests.anonymous_memory import most_anonymous_bytes
-from tests.crafts import edit_json
-from tests.ranks import run_threads
-from tests.sharded_saves import bytes_of, save_training_state, threads
-from tests.states import ALL_DTYPES, Held, coordinator, random_bits, same_bits
+from tests.support.anonymous_memory import most_anonymous_bytes
+from tests.support.crafts import edit_json
+from tests.support.ranks import run_threads
+from tests.support.sharded_saves import bytes_of, save_training_state, threads
+from tests.support.states import ALL_DTYPES, Held, coordinator, random_bits, same_bits
 
 ZSTD = [{"name": "zstd", "configuration": {"level": 1, "checksum": False}}]
 FORMATS = ("zarr", "ocdbt", "kimi")

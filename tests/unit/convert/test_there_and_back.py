@@ -28,12 +28,12 @@ from ckpt.loading.loader import source_at
 from ckpt.ranks.topology import Topology
 from ckpt.storage.stored import read_manifest
 from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert_on_ranks, run_of
-from tests.covering import covering
-from tests.dcp_runs import dcp_state, one_process_is_meant, save_by_dcp, tensors_of_all_kinds
-from tests.dcp_runs import run_of as trained
-from tests.ranks import run_threads
-from tests.states import Held, coordinator, random_bits
-from tests.values import same_values
+from tests.support.covering import covering
+from tests.support.dcp_runs import dcp_state, one_process_is_meant, save_by_dcp, tensors_of_all_kinds
+from tests.support.dcp_runs import run_of as trained
+from tests.support.ranks import run_threads
+from tests.support.states import Held, coordinator, random_bits
+from tests.support.values import same_values
 
 RANKS = 4
 HOSTS = ["a", "a", "b", "b"]

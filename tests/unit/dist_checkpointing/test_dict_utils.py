@@ -26,7 +26,7 @@ from ckpt.dist_checkpointing.dict_utils import (
 )
 from ckpt.errors import CheckpointError
 from ckpt.state.sharded_tensor import ShardedTensor
-from tests.states import ALL_DTYPES, random_bits
+from tests.support.states import ALL_DTYPES, random_bits
 
 Nested = dict[Any, Any] | list[Any]
 leaves = st.integers(-9, 9) | st.text(max_size=2) | st.tuples(st.integers(0, 1))

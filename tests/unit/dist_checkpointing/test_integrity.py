@@ -20,7 +20,7 @@ from ckpt.dist_checkpointing.mapping import ReplicaId, ShardedObject
 from ckpt.errors import ShardingError
 from ckpt.format.box import Box, overlap
 from ckpt.state.sharded_tensor import ShardedTensor
-from tests.tilings import cuts
+from tests.support.tilings import cuts
 
 Held = list[list[Sharded]]
 shapes = st.lists(st.integers(1, 5), max_size=3).map(tuple)

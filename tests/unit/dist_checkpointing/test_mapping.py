@@ -20,7 +20,7 @@ from ckpt.errors import CheckpointError, ShapeMismatchError, ShardingError
 from ckpt.format.box import Box
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharded_tensor import ShardedTensor
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 PIECE = ShardedTensor("w", torch.arange(6.0).view(2, 3), torch.float32, (2, 3), (4, 9), (2, 3), (2, 3))
 """The chunk in row 1 and column 1 of 2 x 3 equal ones."""

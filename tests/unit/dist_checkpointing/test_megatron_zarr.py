@@ -40,10 +40,10 @@ from ckpt.format import zarr_dtypes
 from ckpt.format.box import Box, whole
 from ckpt.format.dtypes import AS_INTEGERS, torch_dtype, zarr_name
 from ckpt.format.unpickling import UnknownObject
-from tests.bounded import BOMBS, little_memory
 from tests.golden.megatron.truth import truth
-from tests.states import ALL_DTYPES, global_index, random_bits, same_bits
-from tests.values import same_values
+from tests.support.bounded import BOMBS, little_memory
+from tests.support.states import ALL_DTYPES, global_index, random_bits, same_bits
+from tests.support.values import same_values
 
 GOLDEN = ("tp2", "dp2", "tp2-dp2", "zero-dim", "old-names")
 LIBRARIES = ("zarr", "tensorstore")

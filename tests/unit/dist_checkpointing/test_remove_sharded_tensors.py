@@ -39,9 +39,9 @@ from ckpt.format.manifest import MANIFEST_NAME, Index
 from ckpt.format.manifest_parsing import parse_index
 from ckpt.ranks.default_topology import use_topology
 from ckpt.storage.stored import read_manifest
-from tests.ranks import Dead, Topology, run_ranks, run_threads
-from tests.sharded_saves import SafetensorsSaveShardedStrategy
-from tests.states import random_bits, same_bits
+from tests.support.ranks import Dead, Topology, run_ranks, run_threads
+from tests.support.sharded_saves import SafetensorsSaveShardedStrategy
+from tests.support.states import random_bits, same_bits
 
 SAVES = {
     "zarr": ZarrSaveShardedStrategy(),

@@ -27,8 +27,8 @@ from ckpt.dist_checkpointing.optimizer import (
 from ckpt.errors import ShapeMismatchError, ShardingError
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharded_tensor import ShardedTensor
-from tests.ranks import run_ranks
-from tests.states import same_bits
+from tests.support.ranks import run_ranks
+from tests.support.states import same_bits
 
 
 class Trained:

@@ -35,8 +35,8 @@ from ckpt.dist_checkpointing.strategies.zarr import (
 )
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, ShapeMismatchError
 from ckpt.ranks.default_topology import use_topology
-from tests.ranks import Topology, run_threads
-from tests.states import global_index, random_bits, same_bits
+from tests.support.ranks import Topology, run_threads
+from tests.support.states import global_index, random_bits, same_bits
 
 VALUES = global_index((6, 4))
 DIRECT: dict[str, type[Any]] = {"zarr": ZarrLoadShardedStrategy, "tensorstore": TensorStoreLoadShardedStrategy}

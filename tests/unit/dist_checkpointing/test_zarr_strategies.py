@@ -46,7 +46,7 @@ from ckpt.errors import (
     ShardingError,
 )
 from ckpt.format import zarr_dtypes
-from tests.states import ALL_DTYPES, global_index, random_bits, same_bits
+from tests.support.states import ALL_DTYPES, global_index, random_bits, same_bits
 
 SAVES = {
     "zarr": ZarrSaveShardedStrategy(),

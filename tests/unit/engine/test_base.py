@@ -25,7 +25,7 @@ from ckpt.engine import (
 )
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 ENGINES = {
     "naive": NaiveCheckpointEngine,

@@ -17,7 +17,7 @@ from ckpt.engine.wire.layout import WeightLayout
 from ckpt.engine.wire.pool import digest_of_bucket
 from ckpt.errors import CorruptCheckpointError, MissingStateError
 from ckpt.state.statefuls import ModelState
-from tests.engines import BUCKET_BYTES, TIED, MixedModel, Published, live_model, require_same
+from tests.support.engines import BUCKET_BYTES, TIED, MixedModel, Published, live_model, require_same
 
 STEP = 5
 

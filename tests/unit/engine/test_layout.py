@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckpt.engine.wire.layout import ALIGNED, Weight, WeightLayout, aligned, first_names, take_turns
 from ckpt.errors import ConfigurationError
-from tests.states import ALL_DTYPES
+from tests.support.states import ALL_DTYPES
 
 SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 WEIGHTS = st.lists(st.tuples(st.sampled_from(ALL_DTYPES), SHAPES), max_size=12)

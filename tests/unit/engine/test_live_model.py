@@ -15,8 +15,8 @@ from ckpt.engine import LiveModel, WeightVersion
 from ckpt.engine.wire.layout import WeightLayout
 from ckpt.errors import CheckpointError, MissingStateError, ReplicationError, ShapeMismatchError
 from ckpt.state.statefuls import ModelState
-from tests.engines import NEVER, TIED, MixedModel, Published, live_model, put, require_same
-from tests.states import Held
+from tests.support.engines import NEVER, TIED, MixedModel, Published, live_model, put, require_same
+from tests.support.states import Held
 
 SOON_S = 10.0
 

@@ -24,8 +24,8 @@ from ckpt.engine.wire.layout import WeightLayout
 from ckpt.engine.wire.pool import digest_of_bucket
 from ckpt.errors import CheckpointError, ConfigurationError, RankLeftError
 from ckpt.ranks.topology import Topology
-from tests.ranks import run_ranks
-from tests.states import Held, global_index
+from tests.support.ranks import run_ranks
+from tests.support.states import Held, global_index
 
 parameter_server = pytest.importorskip("ckpt.engine.parameter_server")
 

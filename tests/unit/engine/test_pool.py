@@ -16,7 +16,7 @@ from ckpt.engine.wire.pool import HostPool, ReceivedStream, digest_of_bucket
 from ckpt.errors import ConfigurationError
 from ckpt.format.dtypes import as_integers
 from ckpt.memory.huge_pages import staging_memory
-from tests.states import ALL_DTYPES, random_bits, same_bits, zero_bits
+from tests.support.states import ALL_DTYPES, random_bits, same_bits, zero_bits
 
 
 def _transposed(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 
 from ckpt.engine import MasterMetadata
 from ckpt.ranks.topology import Topology
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 INTERFACE = {
     "prepare": ["self"],

@@ -16,7 +16,7 @@ import torch
 from ckpt.engine.inference.vllm_servers import VllmServers, VllmTrainer
 from ckpt.errors import CheckpointError, ConfigurationError, MissingStateError
 from ckpt.ranks.waiting import in_thread
-from tests.stand_in_vllm import Model, Server, Source, installed
+from tests.support.stand_in_vllm import Model, Server, Source, installed
 
 TIMEOUT_S = 20.0
 _PATIENCE_S = 3 * TIMEOUT_S  # workers may take TIMEOUT_S to notice that the trainers are gone

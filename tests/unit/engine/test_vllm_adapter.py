@@ -19,7 +19,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from ckpt.engine import AdapterWeights
 from ckpt.engine.inference.vllm_servers import OfflineVllm, VllmServers, VllmTrainer
 from ckpt.errors import CheckpointError, ConfigurationError, MissingStateError
-from tests.stand_in_vllm import Server, Source
+from tests.support.stand_in_vllm import Server, Source
 
 TIMEOUT_S = 20.0
 ADAPTER_BYTES = 2 * (70 + 300) * 4

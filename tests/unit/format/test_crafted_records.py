@@ -31,8 +31,8 @@ from ckpt.ranks.topology import Topology
 from ckpt.state.statefuls import RNGState
 from ckpt.storage.stored import read_index, read_manifest
 from recipes.commands.reading import InspectKeys, ReadingKeys, show, verify
-from tests.bounded import ZSTD_SKIPPED, little_memory, zstd_frame
-from tests.crafts import (
+from tests.support.bounded import ZSTD_SKIPPED, little_memory, zstd_frame
+from tests.support.crafts import (
     MANIFEST,
     Tree,
     edit_index,
@@ -45,8 +45,8 @@ from tests.crafts import (
     write_listed,
     write_manifest,
 )
-from tests.ranks import run_threads
-from tests.states import Held, coordinator
+from tests.support.ranks import run_threads
+from tests.support.states import Held, coordinator
 
 BIG = 40_000
 PLAIN = "model/plain.json"

@@ -10,7 +10,7 @@ import torch
 from ckpt.backends.zarr_format import described_as
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.format.dtypes import bits_of, item_bytes, raw_bytes, torch_dtype, zarr_name
-from tests.states import ALL_DTYPES, random_bits
+from tests.support.states import ALL_DTYPES, random_bits
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)

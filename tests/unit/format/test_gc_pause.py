@@ -15,8 +15,8 @@ import torch
 from ckpt import StateComponent
 from ckpt.format.gc_pause import gc_paused
 from ckpt.ranks.topology import Topology
-from tests.async_runs import Troubled, has_come, let_go, settings, until
-from tests.states import Held, coordinator
+from tests.support.async_runs import Troubled, has_come, let_go, settings, until
+from tests.support.states import Held, coordinator
 
 
 @pytest.fixture(autouse=True)

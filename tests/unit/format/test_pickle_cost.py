@@ -18,7 +18,7 @@ import torch
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.format.pickle_cost import TooMuchError, require_bounded
 from ckpt.format.unpickling import unpickle, unpickle_archived, unpickle_inert, unpickle_state_dict
-from tests.bounded import little_memory
+from tests.support.bounded import little_memory
 
 
 def _tower(levels: int) -> bytes:

@@ -20,8 +20,8 @@ import torch
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.format.unpickling import UnknownObject, unknown_in, unpickle
-from tests.states import global_index
-from tests.values import same_values
+from tests.support.states import global_index
+from tests.support.values import same_values
 
 HERE = __name__
 

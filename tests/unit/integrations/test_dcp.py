@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 import ckpt
 from ckpt.errors import CheckpointExistsError, CheckpointGoneError, ConfigurationError, CorruptCheckpointError
 from ckpt.integrations.dcp import CkptReader, CkptWriter
-from tests.states import ALL_DTYPES, random_bits, same_bits
+from tests.support.states import ALL_DTYPES, random_bits, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled, )?unavailable or uninitialized")
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import ckpt
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.integrations.huggingface_accelerate import CkptAccelerator
-from tests.states import Held
+from tests.support.states import Held
 
 
 @pytest.fixture(autouse=True)

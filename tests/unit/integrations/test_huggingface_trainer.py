@@ -32,8 +32,8 @@ from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.saving.manifest_writer import ManifestWriter
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.storage.stored import read_manifest
-from tests.trainers import STEPS, Seen, Stopped, state_of, stop, trainer
-from tests.values import same_values
+from tests.support.trainers import STEPS, Seen, Stopped, state_of, stop, trainer
+from tests.support.values import same_values
 
 
 def saved_in(folder: Path) -> list[str]:

@@ -13,11 +13,11 @@ from accelerate.utils import ProjectConfiguration
 from ckpt.catalog.catalog import catalog_at
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigurationError
 from ckpt.format.places import place_of
-from tests.object_server import ObjectServer
-from tests.trainers import STEPS, Seen, Stopped, state_of, stop, trainer
+from tests.support.object_server import ObjectServer
+from tests.support.trainers import STEPS, Seen, Stopped, state_of, stop, trainer
+from tests.support.values import same_values
 from tests.unit.integrations.test_huggingface_accelerate import Program
 from tests.unit.integrations.test_huggingface_trainer import BEST, Graded
-from tests.values import same_values
 
 ROOT = "s3://bucket/run"
 

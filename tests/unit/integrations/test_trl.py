@@ -19,7 +19,7 @@ def _trainer(folder: Path, *callbacks: Any) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from tests.trainers import model
+    from tests.support.trainers import model
 
     class Tuner(CkptTrainerMixin, trl.SFTTrainer):
         pass
@@ -46,8 +46,8 @@ def _trainer(folder: Path, *callbacks: Any) -> Any:
 
 def test_sft_goes_on_to_the_bit(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="TRL is not installed")
-    from tests.trainers import Seen, Stopped, state_of, stop
-    from tests.values import same_values
+    from tests.support.trainers import Seen, Stopped, state_of, stop
+    from tests.support.values import same_values
 
     straight = _trainer(tmp_path / "straight", before := Seen())
     straight.train()

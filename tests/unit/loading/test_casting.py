@@ -18,7 +18,7 @@ from ckpt.loading import casting
 from ckpt.loading.casting import Cast, batches_of, readings_of
 from ckpt.loading.strategy import ReadRequest
 from ckpt.ranks.topology import Topology
-from tests.states import Fitted, coordinator, spreading
+from tests.support.states import Fitted, coordinator, spreading
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn)
 

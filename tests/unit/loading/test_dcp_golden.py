@@ -11,8 +11,8 @@ import ckpt
 from ckpt import Checkpointer
 from ckpt.ranks.topology import Topology
 from tests.golden.dcp.contents import bits_of, run_of
-from tests.ranks import run_ranks
-from tests.states import same_bits
+from tests.support.ranks import run_ranks
+from tests.support.states import same_bits
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "dcp"
 TORCH, TORCHTITAN = GOLDEN / "torch-2.13.0" / "step-7", GOLDEN / "torchtitan-0.3.0" / "step-7"

@@ -15,8 +15,8 @@ from ckpt import Checkpointer
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.ranks.topology import Topology
 from tests.golden.deepspeed.contents import MOMENTS, STEPS, Net, run_of, values
-from tests.ranks import run_ranks
-from tests.states import same_bits
+from tests.support.ranks import run_ranks
+from tests.support.states import same_bits
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "deepspeed"
 TAG = "global_step3_universal"

@@ -15,8 +15,8 @@ from ckpt.loading.loader import source_at
 from ckpt.loading.other_formats.other_source import format_at
 from ckpt.ranks.topology import Topology
 from tests.golden.fsdp_dtensor.contents import param_to_group_meta, plain, tensors
-from tests.states import same_bits
-from tests.values import same_values
+from tests.support.states import same_bits
+from tests.support.values import same_values
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "fsdp_dtensor" / "core-0.16.1" / "iter_0000007"
 

@@ -16,8 +16,8 @@ import ckpt
 from ckpt import Checkpointer
 from ckpt.convert.exporting_safetensors import model_files_in
 from ckpt.errors import CorruptCheckpointError
-from tests.dcp_runs import run_of
-from tests.states import same_bits
+from tests.support.dcp_runs import run_of
+from tests.support.states import same_bits
 
 REVISION = "1b" + "7" * 38
 INDEX = "model.safetensors.index.json"

@@ -23,8 +23,8 @@ from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptChec
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
 from tests.golden.torch_dist.contents import ARGUMENTS, RANGES, WHOLE_CHUNKS, Cut, common, random_state, values
-from tests.ranks import run_ranks
-from tests.states import same_bits
+from tests.support.ranks import run_ranks
+from tests.support.states import same_bits
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "torch_dist"
 VERSIONS = ["0.10.0", "0.16.1"]

@@ -22,9 +22,9 @@ from ckpt import Checkpointer
 from ckpt.backends.ocdbt_format import Node, Value, _interior, manifest_of, tree_of
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError, MissingStateError
 from ckpt.ranks.topology import Topology
-from tests.bounded import BOMBS, little_memory, zstd_frame
-from tests.ranks import run_ranks
-from tests.states import ALL_DTYPES, same_bits
+from tests.support.bounded import BOMBS, little_memory, zstd_frame
+from tests.support.ranks import run_ranks
+from tests.support.states import ALL_DTYPES, same_bits
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "orbax"
 WITH_TYPES = ("manager/7", "zarr2")

@@ -25,10 +25,10 @@ import ckpt
 from ckpt import Checkpointer
 from ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, MissingStateError
 from ckpt.ranks.topology import Topology
-from tests.bounded import little_memory
-from tests.dcp_runs import dcp_state, require_equal, run_of, save_by_dcp, tensors_of_all_kinds
-from tests.ranks import run_ranks
-from tests.states import same_bits
+from tests.support.bounded import little_memory
+from tests.support.dcp_runs import dcp_state, require_equal, run_of, save_by_dcp, tensors_of_all_kinds
+from tests.support.ranks import run_ranks
+from tests.support.states import same_bits
 
 
 def test_a_state_dict_of_dcp_comes_back_as_it_was(tmp_path: Path) -> None:

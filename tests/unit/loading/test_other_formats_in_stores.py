@@ -17,8 +17,8 @@ from ckpt.format.places import ObjectPath
 from ckpt.loading.other_formats.other_source import format_at
 from ckpt.storage.objects.store import store_of
 from recipes.commands.reading_others import other_at
-from tests.object_server import ObjectServer
-from tests.values import same_values
+from tests.support.object_server import ObjectServer
+from tests.support.values import same_values
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 AT = ObjectPath("s3", "bucket", "others")

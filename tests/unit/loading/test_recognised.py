@@ -27,8 +27,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import ckpt
 from ckpt import Checkpointer
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
-from tests.dcp_runs import save_by_dcp
-from tests.states import same_bits
+from tests.support.dcp_runs import save_by_dcp
+from tests.support.states import same_bits
 
 WEIGHTS = {"a.weight": torch.arange(12.0).reshape(3, 4), "a.bias": torch.arange(3.0)}
 GOLDEN = Path(__file__).parents[2] / "golden"

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 import ckpt
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.errors import CorruptCheckpointError
-from tests.arrays import array, save
-from tests.states import same_bits
+from tests.support.arrays import array, save
+from tests.support.states import same_bits
 
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 FIRST, SECOND = torch.arange(6.0).view(2, 3), torch.arange(8, dtype=torch.int64)

@@ -44,7 +44,7 @@ from ckpt.planning.plan import needed_chunks
 from ckpt.ranks.topology import Topology
 from ckpt.storage.held import NOTHING_HELD
 from ckpt.storage.runs import WantedBox
-from tests.states import random_bits, same_bits
+from tests.support.states import random_bits, same_bits
 
 pytestmark = pytest.mark.usefixtures("collected")
 

@@ -15,8 +15,8 @@ from ckpt.errors import CheckpointError, CorruptCheckpointError, MissingStateErr
 from ckpt.loading.report import ComponentReport, LoadReport, Misfits, Status
 from ckpt.ranks.topology import Topology
 from ckpt.state.statefuls import OptimizerState
-from tests.ranks import run_threads
-from tests.states import BACKENDS, Fitted, Held, coordinator, global_index, same_bits
+from tests.support.ranks import run_threads
+from tests.support.states import BACKENDS, Fitted, Held, coordinator, global_index, same_bits
 
 ALONE = Topology.alone()
 LARGE = (200, 100)  # 80 kB: an array of its own

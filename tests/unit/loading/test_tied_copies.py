@@ -17,8 +17,8 @@ import ckpt
 from ckpt import Checkpointer, StateComponent
 from ckpt.errors import CheckpointError, MissingStateError, ShapeMismatchError
 from ckpt.ranks.topology import Topology
-from tests.ranks import run_ranks
-from tests.states import Fitted, coordinator, random_bits, same_bits
+from tests.support.ranks import run_ranks
+from tests.support.states import Fitted, coordinator, random_bits, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 

@@ -34,9 +34,9 @@ from ckpt.loading.loader import source_at
 from ckpt.loading.other_formats.other_checkpoint import Encoded, FilePiece
 from ckpt.loading.other_formats.torch_files import content_of, open_torch_file
 from ckpt.ranks.topology import Topology
-from tests.ranks import run_ranks
-from tests.states import ALL_DTYPES, random_bits, same_bits
-from tests.values import same_values
+from tests.support.ranks import run_ranks
+from tests.support.states import ALL_DTYPES, random_bits, same_bits
+from tests.support.values import same_values
 
 
 def run_of(seed: int) -> dict[str, Any]:

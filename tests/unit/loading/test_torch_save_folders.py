@@ -26,8 +26,8 @@ from ckpt.errors import (
 from ckpt.loading.report import Status
 from ckpt.ranks.topology import Topology
 from ckpt.state.statefuls import OptimizerState
-from tests.ranks import run_ranks, run_threads
-from tests.states import Held, coordinator, global_index, random_bits, same_bits
+from tests.support.ranks import run_ranks, run_threads
+from tests.support.states import Held, coordinator, global_index, random_bits, same_bits
 
 ALONE = Topology.alone()
 

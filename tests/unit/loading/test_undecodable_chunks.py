@@ -18,9 +18,9 @@ from ckpt.loading.loader import source_at
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.ranks.topology import Topology
 from recipes.support.ranks import bug_beneath
-from tests.crafts import edit_file
-from tests.ranks import run_ranks
-from tests.states import Held, coordinator, spreading
+from tests.support.crafts import edit_file
+from tests.support.ranks import run_ranks
+from tests.support.states import Held, coordinator, spreading
 
 CODECS: dict[str, list[dict[str, Any]]] = {
     "gzip": [{"name": "gzip", "configuration": {"level": 1}}],

@@ -27,7 +27,7 @@ from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingState
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import source_at
 from ckpt.ranks.topology import Topology
-from tests.states import same_bits
+from tests.support.states import same_bits
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),

@@ -15,7 +15,7 @@ from ckpt.format.box import Box, chunk_box, num_chunks, whole
 from ckpt.format.dtypes import item_bytes
 from ckpt.planning.plan import SavePlan, choose_grid, needed_chunks, plan_save
 from ckpt.planning.tables import Address, Table, TablePart
-from tests.tilings import held
+from tests.support.tilings import held
 
 
 def table(*addresses: Address, aliases: tuple[tuple[str, str], ...] = ()) -> Table:

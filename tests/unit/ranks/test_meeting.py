@@ -24,7 +24,7 @@ from ckpt.ranks.heartbeat import beat_key
 from ckpt.ranks.meeting import meet
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.topology import Topology
-from tests.pace import patience
+from tests.support.pace import patience
 
 pytestmark = pytest.mark.usefixtures("collected")
 

@@ -26,7 +26,7 @@ from ckpt.ranks.merging import (
     total,
 )
 from ckpt.ranks.topology import Topology
-from tests.ranks import run_threads
+from tests.support.ranks import run_threads
 
 NAMES = st.sampled_from(["a", "b", "c"])
 SMALL = st.integers(-3, 3)

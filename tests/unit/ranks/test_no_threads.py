@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ckpt import Checkpointer
 from ckpt.errors import CheckpointError
 from ckpt.ranks.topology import Topology
-from tests.pace import patience
+from tests.support.pace import patience
 
 
 def open_files() -> set[str]:

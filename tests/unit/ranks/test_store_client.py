@@ -17,7 +17,7 @@ from ckpt.ranks import stores
 from ckpt.ranks.addresses import LOOPBACK
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError, connection, reach, serve
-from tests.frozen import Frozen
+from tests.support.frozen import Frozen
 
 SIZES = [0, 1, 64 << 10, (64 << 10) + 1, 4 << 20, (4 << 20) + 1, 9 << 20]
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, RankAbsentError, StorageError
 from ckpt.ranks.topology import Group, Topology
-from tests.ranks import run_threads
+from tests.support.ranks import run_threads
 
 # One rank alone
 

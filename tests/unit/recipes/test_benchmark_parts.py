@@ -21,7 +21,7 @@ from recipes.benchmark.saves_and_loads import compared
 from recipes.benchmark.slow_store import TokenBucket, slow_reads
 from recipes.benchmark.workloads import Contender, Workload, prepared
 from tests.conf.configs import benchmark_config
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 class Clock:

@@ -17,8 +17,8 @@ from ckpt.ranks.topology import Topology
 from recipes.commands import inspect_page
 from recipes.commands.checkpoint_page import checkpoint_values
 from recipes.support.page import page
-from tests.pages import HOSTILE, SHOWN, Element, manifest, parsed, rows, whole
-from tests.states import Held, coordinator
+from tests.support.pages import HOSTILE, SHOWN, Element, manifest, parsed, rows, whole
+from tests.support.states import Held, coordinator
 
 TEXT = "<script>alert(2)</script><img src=x onerror=alert(2)>\"'&\x1b\u202e\ud800"
 TEXT_SHOWN = "<script>alert(2)</script><img src=x onerror=alert(2)>\"'&\\x1b\\u202e\\ud800"

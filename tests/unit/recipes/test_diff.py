@@ -14,7 +14,7 @@ from ckpt.errors import CheckpointGoneError
 from ckpt.ranks.topology import Topology
 from recipes.commands import comparing
 from recipes.commands.comparing import DiffKeys, diff
-from tests.states import Held, coordinator
+from tests.support.states import Held, coordinator
 
 
 @pytest.mark.parametrize("removed", [0, 1])

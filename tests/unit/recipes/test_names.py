@@ -33,8 +33,8 @@ from recipes.support.cli import recipe
 from recipes.support.live_line import LiveLine
 from recipes.support.sweep import sweep_table
 from recipes.support.tables import DataConsole, print_json
-from tests.pace import patience
-from tests.states import Fitted, Held, coordinator
+from tests.support.pace import patience
+from tests.support.states import Fitted, Held, coordinator
 
 CKPT = Path(errors.__file__).parent
 HOSTILE = (

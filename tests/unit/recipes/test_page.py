@@ -12,7 +12,7 @@ from ckpt.errors import ConfigurationError
 from ckpt.format.manifest import MANIFEST_NAME
 from recipes.support.page import hue, page, write_page
 from recipes.support.sweep_page import sweep_page
-from tests.pages import job, parsed
+from tests.support.pages import job, parsed
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\x00\u202e\ud800 `${x}` {{ 7 * 7 }}"
 SHOWN = HOSTILE.replace("\x00", "\\x00").replace("\u202e", "\\u202e").replace("\ud800", "\\ud800")

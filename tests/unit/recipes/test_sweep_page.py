@@ -9,7 +9,7 @@ import pytest
 from recipes.support.sweep import short_names
 from recipes.support.sweep_advice import advice, differing
 from recipes.support.sweep_page import sweep_page
-from tests.pages import SENTENCE, Element, failed, job, parsed
+from tests.support.pages import SENTENCE, Element, failed, job, parsed
 
 
 def page_of(jobs: list[dict[str, Any]]) -> Element:

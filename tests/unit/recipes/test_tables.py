@@ -21,7 +21,7 @@ from recipes.commands.patterns import show as show_doctor
 from recipes.commands.reading import InspectKeys, show
 from recipes.support.sweep import short_names, sweep_table
 from recipes.support.tables import show as show_parts
-from tests.states import Held, coordinator, global_index
+from tests.support.states import Held, coordinator, global_index
 
 KEYS = {
     "ckpt": ("zarr", "tensorstore"),

@@ -15,8 +15,8 @@ from ckpt.ranks.topology import Topology
 from ckpt.ranks.waiting import nap_s
 from ckpt.storage.file_sink import FileSink
 from ckpt.storage.stored import read_index, read_manifest
-from tests.ranks import run_threads
-from tests.states import BACKENDS, Held, coordinator, global_index
+from tests.support.ranks import run_threads
+from tests.support.states import BACKENDS, Held, coordinator, global_index
 
 
 def _save(topology: Topology, root: Path, backend: str) -> None:

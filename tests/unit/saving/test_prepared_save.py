@@ -22,8 +22,8 @@ from ckpt.saving.prepared_save import Destination, PreparedSave, Written
 from ckpt.saving.writing import RankWritePlan, Staged, WriteJob, WriteResult
 from ckpt.state.collect import collect
 from ckpt.state.sharing import StateComponent
-from tests.ranks import run_threads
-from tests.states import Held, cpu
+from tests.support.ranks import run_threads
+from tests.support.states import Held, cpu
 
 
 class Noting(Destination):

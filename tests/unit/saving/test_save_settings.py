@@ -14,7 +14,7 @@ from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.topology import Topology
 from ckpt.saving.host_cache import memories_of
 from ckpt.saving.save_settings import SaveSettings
-from tests.states import Held, coordinator
+from tests.support.states import Held, coordinator
 
 
 @pytest.mark.parametrize(

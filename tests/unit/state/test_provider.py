@@ -16,8 +16,8 @@ from ckpt.loading.direct import DirectLoad
 from ckpt.ranks.topology import Topology
 from ckpt.state.provider import Provider, components_of, groups_of
 from ckpt.state.statefuls import OptimizerState, RNGState
-from tests.ranks import run_threads
-from tests.states import Held, cpu, same_bits
+from tests.support.ranks import run_threads
+from tests.support.states import Held, cpu, same_bits
 
 ALONE = Topology.alone()
 

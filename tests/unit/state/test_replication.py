@@ -31,8 +31,8 @@ from ckpt.state.replication import (
     require_unchanged,
 )
 from ckpt.state.sharing import StateComponent, level_of
-from tests.ranks import run_threads
-from tests.states import ALL_DTYPES, Held, random_bits
+from tests.support.ranks import run_threads
+from tests.support.states import ALL_DTYPES, Held, random_bits
 
 BOTH = [(0, 1)]
 QUICK, TENSOR, FULL = ValidationLevel.QUICK, ValidationLevel.TENSOR, ValidationLevel.FULL

@@ -16,7 +16,7 @@ from ckpt.ranks.topology import Topology
 from ckpt.state.address import address_of, local_tensor
 from ckpt.state.flatten import flatten
 from ckpt.state.sharing import addresses, find_aliases
-from tests.states import Held, coordinator
+from tests.support.states import Held, coordinator
 
 ALONE = Topology.alone()
 

@@ -11,8 +11,8 @@ from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import ShardingError
 from ckpt.ranks.topology import Topology
 from ckpt.state.state_digest import state_digest
-from tests.ranks import run_ranks, run_threads
-from tests.states import ALL_DTYPES, Held, random_bits
+from tests.support.ranks import run_ranks, run_threads
+from tests.support.states import ALL_DTYPES, Held, random_bits
 
 SHAPE = (37, 60)
 

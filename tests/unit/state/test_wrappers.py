@@ -19,8 +19,8 @@ from ckpt.state.state_digest import state_digest
 from ckpt.state.statefuls import ModelState, OptimizerState
 from ckpt.state.wrappers import Unwrapping, saved_under
 from ckpt.storage.stored import read_manifest
-from tests.ranks import run_ranks
-from tests.states import coordinator
+from tests.support.ranks import run_ranks
+from tests.support.states import coordinator
 
 
 class Net(nn.Module):

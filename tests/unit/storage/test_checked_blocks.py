@@ -24,7 +24,7 @@ from ckpt.storage.checked_blocks import CheckedBlocks
 from ckpt.storage.extents import ExtentReader
 from ckpt.storage.held import HeldFiles, MemoryFile
 from ckpt.storage.pool import PoolFile
-from tests.ranks import forkserver
+from tests.support.ranks import forkserver
 from tests.unit.storage.test_extents import flip, numbers, part, store
 
 

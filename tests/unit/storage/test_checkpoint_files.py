@@ -34,9 +34,9 @@ from ckpt.storage.direct_io import Buffers
 from ckpt.storage.file_sink import FileSink
 from ckpt.storage.stored import check_file, read_listed_file, read_manifest
 from recipes.commands.reading import InspectKeys, show
-from tests.crafts import MANIFEST, edit_index, edit_manifest, index_path, manifest_tree, resign, write_manifest
-from tests.ranks import run_threads
-from tests.states import Held, coordinator, global_index
+from tests.support.crafts import MANIFEST, edit_index, edit_manifest, index_path, manifest_tree, resign, write_manifest
+from tests.support.ranks import run_threads
+from tests.support.states import Held, coordinator, global_index
 
 ZSTD = [{"name": "zstd", "configuration": {"level": 1, "checksum": False}}]
 W = "model/w/c/0/0"

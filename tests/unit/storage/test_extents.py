@@ -25,7 +25,7 @@ from ckpt.storage import extents, wanted_bytes
 from ckpt.storage.extents import ExtentReader
 from ckpt.storage.runs import WantedBox
 from ckpt.storage.wanted_bytes import WantedBytes
-from tests.states import ALL_DTYPES
+from tests.support.states import ALL_DTYPES
 
 
 def store(

@@ -22,7 +22,7 @@ from ckpt.catalog.verify import verify_checkpoint
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import StorageError
 from ckpt.ranks.topology import Topology
-from tests.states import Held, coordinator
+from tests.support.states import Held, coordinator
 
 BACKENDS = {
     "zarr": ZarrBackend,

@@ -21,7 +21,7 @@ from ckpt.storage.objects.files import ObjectFiles
 from ckpt.storage.objects.sink import NUM_THREADS, ObjectSink
 from ckpt.storage.objects.store import Store, Tag, store_of
 from ckpt.storage.stored import has_manifest
-from tests.object_server import ObjectServer
+from tests.support.object_server import ObjectServer
 
 ROOT = ObjectPath("s3", "bucket", "root")
 MIB = 1 << 20

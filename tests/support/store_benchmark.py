@@ -1,10 +1,10 @@
 """Seconds of a save and a load in an object store, beside DCP with s3fs and with s3torchconnector, and beside the bare requests.
 
     pip install s3fs 's3torchconnector[dcp]==1.5.0'
-    python -m tests.store_benchmark [rounds]
+    python -m tests.support.store_benchmark [rounds]
 
-Two ranks hold halves of 403 MB, in tensors of 50 MB. The store is `tests/object_server.py`, in a process of its own on this machine; it
-keeps objects in memory. All contenders take turns in one run of the ranks; of each the median is printed, and its ratio to the bare
+Two ranks hold halves of 403 MB, in tensors of 50 MB. The store is `object_server`, in a process of its own on this machine; it keeps
+objects in memory. All contenders take turns in one run of the ranks; of each the median is printed, and its ratio to the bare
 requests.
 """
 
@@ -32,7 +32,7 @@ from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.format.places import ObjectPath
 from ckpt.storage.objects.store import store_of
-from tests.object_server import ObjectServer
+from tests.support.object_server import ObjectServer
 
 RANKS, TENSORS, SHAPE = 2, 8, (2048, 6144)
 SEGMENT = 64 << 20

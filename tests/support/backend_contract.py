@@ -19,8 +19,8 @@ from ckpt.format.box import Box, chunk_box, whole
 from ckpt.format.dtypes import zarr_name
 from ckpt.format.names import encode_key
 from ckpt.format.records import ArraySpec, stored_shape
-from tests.arrays import Saved, array, expected, read_by_extents, save
-from tests.states import ALL_DTYPES, random_bits, same_bits, zero_bits
+from tests.support.arrays import Saved, array, expected, read_by_extents, save
+from tests.support.states import ALL_DTYPES, random_bits, same_bits, zero_bits
 
 
 def samples(dtype: torch.dtype) -> dict[ArraySpec, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""A program that saves and loads in all ways, and prints what it found: `python -m tests.hash_seeds FOLDER`.
+"""A program that saves and loads in all ways, and prints what it found: `python -m tests.support.hash_seeds FOLDER`.
 
 Python draws the order of a set of strings anew for each process. Nothing of it may reach a file or an answer: the program prints one text,
 whatever PYTHONHASHSEED is.

@@ -24,8 +24,8 @@ from ckpt.format.dtypes import bits_of
 from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry, CheckpointManifest, ComponentManifest, Index, index_name
 from ckpt.format.records import ArraySpec, stored_shape
 from ckpt.storage.stored import read_index, read_manifest
-from tests import plain_safetensors
-from tests.arrays import Saved, dealt, expected, key_of
+from tests.support import plain_safetensors
+from tests.support.arrays import Saved, dealt, expected, key_of
 
 Arrays = Mapping[ArraySpec, torch.Tensor]
 
@@ -172,7 +172,7 @@ def bytes_on_disk(root: Path) -> int:
 
 
 def as_saved(shelf: Shelf, checkpoint_id: str, ranks: Sequence[int]) -> Saved:
-    """A checkpoint as `tests.arrays` has it."""
+    """A checkpoint as `tests.support.arrays` has it."""
     saved = Saved(shelf.folder(checkpoint_id), dict(shelf.saved[checkpoint_id]), shelf.backend.store)
     manifest = read_manifest(saved.root)
     for rank in ranks:

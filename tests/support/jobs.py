@@ -1,6 +1,6 @@
 """Jobs that tests launch, and a command that launches them one after another as a sweep does:
 
-    python -m tests.jobs adds_up:3 is_killed:2
+    python -m tests.support.jobs adds_up:3 is_killed:2
 
 prints one line of JSON per job: what it returned or raised, and what it left behind.
 """
@@ -209,7 +209,7 @@ def main(arguments: list[str]) -> None:
         name, _, number = argument.partition(":")
         stopped = int(os.environ.get("STOPPED", "-1"))
         cfg = config(int(number or 1), folder=os.environ.get("FOLDER_OF_PIDS", ""), stopped=stopped)
-        from tests import jobs  # by its own name, as a recipe's job would be, not as part of __main__
+        from tests.support import jobs  # by its own name, as a recipe's job would be, not as part of __main__
 
         line = json.dumps(
             {**outcome_of(getattr(jobs, name), cfg), "here": rank_of_environment() if ranks_exist() else None}

@@ -1,4 +1,4 @@
-"""How many small faults the tests of the default run find: `python -m tests.mutation 42 21` tries 42 of them, drawn with seed 21.
+"""How many small faults the tests of the default run find: `python -m tests.support.mutation 42 21` tries 42 of them, drawn with seed 21.
 
 Each is one change that cosmic-ray makes to a line of a part below, in a copy of the checkout; the tests of that part then run there until
 one fails. A fault that no test finds is listed. Needs the extra `mutants`.
@@ -27,7 +27,7 @@ from cosmic_ray import plugins
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 
-REPO = Path(__file__).parent.parent
+REPO = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)

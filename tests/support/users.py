@@ -1,4 +1,4 @@
-"""What people of a Unix group do in one folder, for tests: run on forked ranks (`tests.forked_ranks`), which become other users."""
+"""What people of a Unix group do in one folder, for tests: run on forked ranks (`tests.support.forked_ranks`), which become other users."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Real ranks for tests: processes that live for the whole test run, and give each case a store of its own and a new topology.
 
-They come from a forkserver that has torch loaded already. A process in which a case has left something (tests/leaks.py), in which it
-failed, or from which its end was expected, runs no other.
+They come from a forkserver that has torch loaded already. A process in which a case has left something (`leaks`), in which it failed,
+or from which its end was expected, runs no other.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from ckpt.ranks.addresses import LOOPBACK
 from ckpt.ranks.stores import serve
 from ckpt.ranks.topology import Topology
 from recipes.support.local_ranks import start_forkserver
-from tests import leaks
 from tests.device import devices
-from tests.pace import patience
+from tests.support import leaks
+from tests.support.pace import patience
 
 _PRELOAD = [
     "torch",
@@ -61,11 +61,11 @@ _PRELOAD = [
     "recipes.training.syncing",
     "recipes.training.training",
     "tests.e2e.runs",
-    "tests.engines",
-    "tests.leaks",
-    "tests.pace",
-    "tests.ranks",
-    "tests.states",
+    "tests.support.engines",
+    "tests.support.leaks",
+    "tests.support.pace",
+    "tests.support.ranks",
+    "tests.support.states",
 ]
 
 
@@ -129,7 +129,7 @@ def run_ranks(
         nodes: ranks per simulated host, such as [2, 2].
         expect_dead: ranks that end without a result; their place in the list is a `Dead`. Those that still run (stopped,
             say) when all the others are done are killed.
-        timeout_s: on a quiet machine, as all deadlines that shall not run out (`tests.pace`).
+        timeout_s: on a quiet machine, as all deadlines that shall not run out (`tests.support.pace`).
         agree_s, grace_s: `Topology.timeout_s` and `Topology.grace_s`; None: 30 and 20 s on a quiet machine.
         device: "cpu", "npu" (the stand-in) or "cuda". Each rank works on the one of its local rank before `fn` begins. The test
             is skipped where there are fewer devices than ranks.

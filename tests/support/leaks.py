@@ -1,6 +1,6 @@
 """What a test case left behind in its process: threads, descriptors, process groups, environment, and changed modules.
 
-A process that runs case after case (tests/ranks.py) compares itself with what it was; one that differs is not used again.
+A process that runs case after case (tests/support/ranks.py) compares itself with what it was; one that differs is not used again.
 """
 
 from __future__ import annotations

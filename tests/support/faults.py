@@ -38,8 +38,8 @@ from ckpt.ranks.topology import Phase, Topology
 from tests.distributed.test_elastic import Queue
 from tests.distributed.test_elastic import component as elastic_component
 from tests.distributed.test_patterns import LARGE, blank, groups_of, seed_of, state_of
-from tests.pace import patience
-from tests.states import Held, coordinator, random_bits, same_bits, spreading
+from tests.support.pace import patience
+from tests.support.states import Held, coordinator, random_bits, same_bits, spreading
 
 OPERATIONS = ("save", "load")
 AWAITED = ("is absent", "hangs")

@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 UV = Path(sys.executable).with_name("uv")
 ROOM_BYTES = 12 << 30
 SHOWN = ("torch", "zarr", "tensorstore", "numpy")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from tests.states import ALL_DTYPES, random_bits, same_bits
+from tests.support.states import ALL_DTYPES, random_bits, same_bits
 
 SHAPES = [(), (0,), (3,), (5, 7), (300, 200)]
 

@@ -24,9 +24,9 @@ from ckpt.dist_checkpointing.strategies.zarr import ZarrLoadShardedStrategy, Zar
 from ckpt.errors import CheckpointError
 from ckpt.format.manifest_parsing import parse_index
 from ckpt.ranks.default_topology import use_topology
-from tests.ranks import Topology, run_threads
-from tests.states import global_index, random_bits
-from tests.values import same_values
+from tests.support.ranks import Topology, run_threads
+from tests.support.states import global_index, random_bits
+from tests.support.values import same_values
 
 
 class SafetensorsSaveShardedStrategy(SaveTensors):

@@ -25,7 +25,7 @@ from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import find_aliases
 from ckpt.state.statefuls import ModelState
 from tests.device import devices
-from tests.states import random_bits, same_bits
+from tests.support.states import random_bits, same_bits
 
 BUCKET_BYTES = 1 << 16
 """Smaller than the largest tensor of `KINDS`, so that it lies in several, and some buckets hold many."""

@@ -27,9 +27,9 @@ from ckpt.saving import planner
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.storage.objects import store
 from ckpt.storage.stored import read_manifest
-from tests.object_server import ObjectServer
-from tests.ranks import forkserver
-from tests.states import Held
+from tests.support.object_server import ObjectServer
+from tests.support.ranks import forkserver
+from tests.support.states import Held
 
 ROOT = "s3://bucket/root"
 FAILED = 3

@@ -17,7 +17,7 @@ from ckpt.format.records import ArraySpec, ChunkExtent, Content, Expected, FileR
 from ckpt.storage.extents import ExtentReader
 from ckpt.storage.files_of import files_below
 from ckpt.storage.runs import WantedBox
-from tests.states import zero_bits
+from tests.support.states import zero_bits
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.states import same_bits
+from tests.support.states import same_bits
 
 
 def same_values(a: Any, b: Any) -> bool:

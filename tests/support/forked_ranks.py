@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from ckpt.ranks.addresses import LOOPBACK
-from tests.pace import patience
-from tests.ranks import Dead, forkserver
+from tests.support.pace import patience
+from tests.support.ranks import Dead, forkserver
 
 RunForked = Callable[..., list[Any]]
 """`run(world_size, "function", *args)` -> what each rank returned, or `Dead`."""

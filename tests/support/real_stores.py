@@ -1,6 +1,6 @@
 """Object stores of others, started on loopback: moto and SeaweedFS (S3), azurite (Azure). `.ci/objects` installs and names them.
 
-    python tests/real_stores.py BIN AZURITE -- COMMAND...
+    python tests/support/real_stores.py BIN AZURITE -- COMMAND...
 
 BIN is the folder with `moto_server`, `weed` and the Python that has boto3 and azure-storage-blob; AZURITE the program, or "" for none. The
 command finds the address and the variables of each in `CKPT_TEST_STORES`.

@@ -1,4 +1,4 @@
-"""Trainings by Lightning, for tests: run on forked ranks (`tests.forked_ranks`), since its import takes long."""
+"""Trainings by Lightning, for tests: run on forked ranks (`tests.support.forked_ranks`), since its import takes long."""
 
 from __future__ import annotations
 

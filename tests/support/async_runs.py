@@ -25,9 +25,9 @@ from ckpt.errors import CheckpointError
 from ckpt.format.records import ArraySpec
 from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings
-from tests.pace import patience
-from tests.states import Held, backend_named, coordinator
-from tests.values import same_values
+from tests.support.pace import patience
+from tests.support.states import Held, backend_named, coordinator
+from tests.support.values import same_values
 
 SETTINGS = {
     "async": ["save.mode=async"],

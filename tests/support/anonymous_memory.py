@@ -13,7 +13,7 @@ from pathlib import Path
 _MEASURED = """
 import sys
 from pathlib import Path
-from tests.anonymous_memory import growth
+from tests.support.anonymous_memory import growth
 {imports}
 
 with growth() as most:
@@ -57,7 +57,7 @@ def most_anonymous_bytes(imports: str, measured: str, *args: str | Path) -> int:
     script = _MEASURED.format(imports=imports, measured=measured.strip().replace("\n", "\n    "))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script, *map(str, args)],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)},
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
         stdout=subprocess.PIPE,
         text=True,
         timeout=120,

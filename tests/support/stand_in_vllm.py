@@ -24,8 +24,8 @@ from urllib.parse import parse_qs, urlsplit
 import torch
 from safetensors.torch import load_file
 
-from tests.pace import patience
-from tests.ranks import forkserver
+from tests.support.pace import patience
+from tests.support.ranks import forkserver
 
 _A, _B = TypeVar("_A"), TypeVar("_B")
 
