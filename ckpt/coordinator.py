@@ -41,7 +41,7 @@ from ckpt.saving.prepared_save import SaveReport
 from ckpt.saving.run_history import RunHistory
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.saving.saver import Saver
-from ckpt.saving.weights_to_rollouts import Publisher, WeightSender
+from ckpt.saving.weights_to_rollouts import IN_MEMORY, Publisher, WeightSender
 from ckpt.saving.writing import PACKED_BYTES
 from ckpt.state.doctor import Diagnosis
 from ckpt.state.overlap import Optimizers
@@ -284,8 +284,8 @@ class CheckpointCoordinator:
         """
         if self._publisher is None:
             raise MissingStateError(
-                f"{component} of step {step} cannot be published: this coordinator keeps nothing in memory. Give it "
-                "backend=KimiEngineBackend(pool=True)"
+                f"{component} of step {step} cannot be published: this coordinator keeps nothing in memory. ",
+                "Give it ", IN_MEMORY,
             )
         return await self._publisher.publish(engine, step, component)
 

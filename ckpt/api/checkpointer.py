@@ -19,7 +19,7 @@ from ckpt.backends.registry import BACKENDS
 from ckpt.catalog.catalog import catalog_at
 from ckpt.catalog.retention import Retention
 from ckpt.coordinator import CheckpointCoordinator
-from ckpt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ConfigurationError
+from ckpt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ConfigurationError, unlike
 from ckpt.format.names import step_of
 from ckpt.format.places import Place, place_of
 from ckpt.loading.report import ComponentReport, LoadReport
@@ -32,7 +32,6 @@ from ckpt.saving.arguments import (
     as_device,
     as_location,
     as_topology,
-    check_choice,
     check_count,
     check_flags,
     check_step,
@@ -197,7 +196,8 @@ class Checkpointer:
         options = {name: objects.pop(name) for name in [*objects] if name in _OPTIONS}
         _require_objects(objects)
         for name, value, choices in (("format", format, BACKENDS), ("load", load, STRATEGIES), ("mode", mode, MODES)):
-            check_choice(name, value, choices)
+            if isinstance(value, str) and value not in choices:
+                raise unlike(name, value, f"one of {', '.join(choices)}")
         self._folder = as_location("folder", folder)
         self._ledger = catalog_at(self._folder)
         self._retention = Retention(keep_last, keep_every, keep_best, metric, greater_is_better)

@@ -48,13 +48,13 @@ from ckpt.catalog.owner import (
 )
 from ckpt.catalog.retention import Retention, as_retention
 from ckpt.errors import (
+    Argument,
     CheckpointError,
     CheckpointExistsError,
     ConfigurationError,
-    StorageError,
-    is_full,
     logger_of,
     sentence,
+    telling,
 )
 from ckpt.format.manifest import MANIFEST_NAME, MAX_COMMIT_NUMBER
 from ckpt.format.places import Place
@@ -146,7 +146,7 @@ class Ledger:
 
         A missing root holds none.
         """
-        with told(f"checkpoint root {self._root} cannot be read"):
+        with telling(f"checkpoint root {self._root} cannot be read"):
             names = self._names()
             for _ in range(10):
                 found = self._committed_among(names)
@@ -176,7 +176,7 @@ class Ledger:
 
     def next_commit(self) -> Commit:
         """Return number and time for a checkpoint that will be published. Lead rank only."""
-        with told(f"checkpoint root {self._root} cannot be read"):
+        with telling(f"checkpoint root {self._root} cannot be read"):
             names = [name for name in self._names() if name.startswith((COMMITTED, ".replaced-"))]
             found = [one for name in names if (one := look(self._root / name))]
         return commit_after(found)
@@ -201,7 +201,7 @@ class Ledger:
             lock.acquire(progress)
 
     def _told_of_root(self) -> AbstractContextManager[None]:
-        return told(f"checkpoint root {self._root} cannot be written", "; choose another folder")
+        return telling(f"checkpoint root {self._root} cannot be written", Argument("output_dir", None, "choose another folder"))
 
     def open(self, checkpoint_id: str) -> Path:
         """Clean up after dead saves and return a new, empty, unpublished folder that this process owns.
@@ -350,7 +350,7 @@ class Ledger:
 
     @contextmanager
     def _publishing(self, unpublished: Path, target: Path) -> Iterator[None]:
-        with told(f"{unpublished.name} cannot be published as {target}"):
+        with telling(f"{unpublished.name} cannot be published as {target}"):
             if not (unpublished / MANIFEST_NAME).is_file():
                 raise FileNotFoundError(errno.ENOENT, "it holds no manifest", str(unpublished / MANIFEST_NAME))
             sync_folder(unpublished)
@@ -417,7 +417,7 @@ class Ledger:
             StorageError: one cannot be renamed.
         """
         moved = []
-        with told(f"newer checkpoints in {self._root} cannot be set aside"):
+        with telling(f"newer checkpoints in {self._root} cannot be set aside"):
             for commit in reversed(newer):
                 moved.append(self._aside("abandoned", commit.id))
                 os.rename(commit.path, moved[-1])
@@ -455,7 +455,7 @@ class Ledger:
         """
         if not self._retention.removes and not remove_others:
             return []
-        with told(f"checkpoint root {self._root} cannot be read"):
+        with telling(f"checkpoint root {self._root} cannot be read"):
             self._settle_replaced(self._names())
             committed, living = self.committed(), self.living()
         newest = next((c for c in committed if self._is(c.path, keep)), None)
@@ -670,17 +670,6 @@ def delete_folder(doomed: Path) -> None:
     """Delete a renamed folder or file. Another process may be deleting it, too. Never raises."""
     with warned(f"cannot delete {doomed}, the next save tries again"):
         remove(doomed, own_name)
-
-
-@contextmanager
-def told(what: str, advice: str = "") -> Iterator[None]:
-    """Turn an `OSError` inside the block into a `StorageError` with this sentence, and this advice if the disk is not just full."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise StorageError(f"{what}{'' if is_full(error) else advice}: {sentence(error)}") from error
 
 
 @contextmanager

@@ -25,12 +25,13 @@ from typing import Any
 
 import torch
 
-from ckpt.errors import CheckpointNotFoundError, MissingStateError, WorldSizeError
+from ckpt.errors import Argument, CheckpointNotFoundError, MissingStateError, WorldSizeError, declare
 from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import raw_bytes, zarr_name
 from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry
 from ckpt.format.places import Place
 from ckpt.format.unpickling import require_repeats_within, unpickle_state_dict
+from ckpt.loading.report import refusal
 from ckpt.loading.sources import CheckpointSource, Rows, require_same_kind
 from ckpt.loading.strategy import ReadRequest, ReadStats, bytes_of
 from ckpt.ranks.topology import Topology
@@ -67,7 +68,8 @@ def old_files(folder: Place, *, allow_pickle: bool) -> list[str]:
     if files and not allow_pickle:
         raise CheckpointNotFoundError(
             f"{folder} has no {MANIFEST_NAME}; it looks like an old checkpoint of pickled files ({files[0]}, ...). To read tensors and "
-            "plain values from them, and nothing else, load with allow_pickle=True."
+            "plain values from them, and nothing else, load with ",
+            Argument("load.allow_pickle", True), ".",
         )
     return files
 
@@ -132,11 +134,8 @@ class OldSource(CheckpointSource):
         require_same_kind(component, was)
         moved = self.moved(component) if was in OWN_COPIES else None
         if moved is not None:
-            raise WorldSizeError(
-                f"component {component.key} is {was.value}, and {moved}. Run on the ranks, nodes or groups that saved it, or "
-                f"leave component {component.key} out.",
-                component=component.key,
-            )
+            said = f" is {was.value}, and {moved}. Run on the ranks, nodes or groups that saved it"
+            raise refusal(WorldSizeError, component.key, said)
         return self._prefixes_here(component, copies)[self.topology.rank]
 
     def moved(self, component: StateComponent) -> str | None:
@@ -205,10 +204,11 @@ class OldSource(CheckpointSource):
             found = _copies_by_kind(self._files, component)
             declared = component.pattern if component.pattern in OWN_COPIES else SharingPattern.GLOBAL
             if declared not in found and len(found) != 1:
+                kinds = [kind.value for kind in found]
                 raise MissingStateError(
                     f"component {component.key} is declared {component.pattern.value}, and the old checkpoint has files of it for "
-                    f"{' and '.join(kind.value for kind in found) or 'other groups'}; declare what should count: "
-                    f"declare component {component.key} with sharing_pattern={' or '.join(kind.value for kind in found) or '...'}",
+                    f"{' and '.join(kinds) or 'other groups'}; declare what should count: ",
+                    declare(component.key, sharing_pattern=" or ".join(kinds) or "..."),
                     component=component.key,
                 )
             kind = declared if declared in found else next(iter(found))

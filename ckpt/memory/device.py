@@ -20,7 +20,16 @@ import psutil
 import torch
 from packaging.requirements import InvalidRequirement, Requirement
 
-from ckpt.errors import ConfigurationError, DeviceMemoryError, DeviceUnavailableError
+from ckpt.errors import (
+    Argument,
+    ConfigurationError,
+    DeviceMemoryError,
+    DeviceUnavailableError,
+    declare,
+    leave_out,
+    refused,
+    unlike,
+)
 
 _EXTRAS = {"torch_npu": "npu"}
 """Plugins that an extra of this package installs."""
@@ -83,7 +92,7 @@ class Device:
 
     def __init__(self, *, type: str, collectives: str, plugin: str | None = None, pinned_mib: int = 128) -> None:
         if pinned_mib < 1:
-            raise ConfigurationError(f"pinned_mib={pinned_mib} of the device: give 1 or more")
+            raise refused("device.pinned_mib", pinned_mib, "at least 1", f"pinned_mib={pinned_mib} of the device")
         self.type = type
         self.collectives = collectives
         self.plugin = plugin
@@ -98,9 +107,7 @@ class Device:
             ConfigurationError: the type is unknown, or has a device number.
         """
         if type not in _KNOWN:
-            raise ConfigurationError(
-                f"device is {type!r}; expected one of {', '.join(_KNOWN)}, without a number, or Device(type=..., collectives=...)"
-            )
+            raise unlike("device", type, f"one of {', '.join(_KNOWN)}, without a number, or Device(type=..., collectives=...)")
         collectives, plugin = _KNOWN[type]
         return cls(type=type, collectives=collectives, plugin=plugin)
 
@@ -132,7 +139,7 @@ class Device:
         if not torch.distributed.is_backend_available(self.collectives):
             raise DeviceUnavailableError(
                 f"device={self.type}: torch {torch.__version__} has no {self.collectives} collectives; install one that has, "
-                "or give the device collectives=gloo"
+                "or give ", Argument("device.collectives", "gloo", "the device collectives=gloo"),
             )
 
     def use(self, local_rank: int) -> None:
@@ -150,8 +157,8 @@ class Device:
             local_rank = 0
         if local_rank >= num_devices:
             raise DeviceUnavailableError(
-                f"device={self.type}: local rank {local_rank} has no device of its own, this host shows {num_devices}; "
-                f"start at most {num_devices} ranks here"
+                f"device={self.type}: local rank {local_rank} has no device of its own, this host shows {num_devices}; ",
+                Argument("world_size", num_devices, f"start at most {num_devices} ranks here"),
             )
         self._own = torch.device(self.type, local_rank)
         module.set_device(self._own)
@@ -193,8 +200,9 @@ class Device:
         if set(states) != {"cpu", *generators}:
             raise ConfigurationError(
                 f"the checkpoint holds the states of the generators {_listed(states)}, this rank has "
-                f"{_listed(('cpu', *generators))}: declare component rng with elastic=derive to go on from others that follow from the "
-                "run's seed, resume on as many devices of the same type, or leave component rng out"
+                f"{_listed(('cpu', *generators))}: ",
+                declare("rng", elastic="derive"), " to go on from others that follow from the run's seed, resume on as many ",
+                "devices of the same type, or ", leave_out("rng"),
             )
         torch.set_rng_state(states["cpu"].cpu())
         for name, at in generators.items():

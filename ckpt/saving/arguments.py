@@ -7,13 +7,14 @@ import operator
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from ckpt.backends.base import Backend
 from ckpt.backends.registry import BACKENDS, backend_named
-from ckpt.errors import ConfigurationError
+from ckpt.errors import ConfigurationError, unlike
 from ckpt.format.places import ObjectPath, Place, as_place
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.strategy import LoadingStrategy
@@ -50,7 +51,7 @@ def as_strategy(given: LoadingStrategy | str) -> LoadingStrategy:
         _require_methods(given, "strategy", _STRATEGY, expected)
         return given
     if given not in STRATEGIES:
-        raise _refused("strategy", given, expected)
+        raise unlike("strategy", given, expected)
     made: LoadingStrategy = STRATEGIES[given]()
     return made
 
@@ -85,13 +86,13 @@ def as_components(given: Iterable[StateComponent]) -> list[StateComponent]:
     """Return the components as a list."""
     expected = "a list of StateComponent"
     if isinstance(given, StateComponent):
-        raise _refused("state_components", given, f"{expected}: put it in a list")
+        raise unlike("state_components", given, f"{expected}: put it in a list")
     if isinstance(given, Mapping | str) or not isinstance(given, Iterable):
-        raise _refused("state_components", given, f"{expected}, each with its key, its object and its sharing pattern")
+        raise unlike("state_components", given, f"{expected}, each with its key, its object and its sharing pattern")
     components = list(given)
     for number, component in enumerate(components):
         if not isinstance(component, StateComponent):
-            raise _refused(f"state_components[{number}]", component, "a StateComponent(key, object, sharing_pattern)")
+            raise unlike(f"state_components[{number}]", component, "a StateComponent(key, object, sharing_pattern)")
     return components
 
 
@@ -124,11 +125,11 @@ def as_groups(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise _refused("process_groups", given, expected)
+        raise unlike("process_groups", given, expected)
     for name, group in given.items():
         are_ranks = isinstance(group, Collection) and all(isinstance(rank, int) for rank in group)
         if not isinstance(name, str) or not (are_ranks or isinstance(group, dist.ProcessGroup)):
-            raise _refused(f"process_groups[{name!r}]", group, expected)
+            raise unlike(f"process_groups[{name!r}]", group, expected)
     return given
 
 
@@ -142,65 +143,49 @@ def as_location(name: str, given: str | os.PathLike[str] | ObjectPath) -> Place:
     if isinstance(given, ObjectPath):
         return given
     if not isinstance(given, str | os.PathLike) or not isinstance(os.fspath(given), str) or not os.fspath(given):
-        raise _refused(name, given, "the path of a folder, as a string or a Path, or an address such as s3://bucket/run")
+        raise unlike(name, given, "the path of a folder, as a string or a Path, or an address such as s3://bucket/run")
     return as_place(given, name)
 
 
 def as_checkpoint_id(given: str | int) -> str:
     """Return the name of a checkpoint. A number, such as a step, gets leading zeros, so that names sort as numbers do."""
-    expected = "a name, or a number from 0 on, such as the step"
-    if isinstance(given, bool):
-        raise _refused("checkpoint_id", given, expected)
     if isinstance(given, str) and given:
         return given
-    try:
-        number = operator.index(given)  # type: ignore[arg-type]
-    except TypeError:
-        raise _refused("checkpoint_id", given, expected) from None
-    if number < 0:
-        raise _refused("checkpoint_id", given, expected)
-    return f"{number:0{_ID_DIGITS}d}"
+    with suppress(TypeError):
+        if not isinstance(given, bool) and (number := operator.index(given)) >= 0:  # type: ignore[arg-type]
+            return f"{number:0{_ID_DIGITS}d}"
+    raise unlike("checkpoint_id", given, "a name, or a number from 0 on, such as the step")
 
 
 def check_flags(**given: object) -> None:
     """Require True or False for each argument."""
     for name, value in given.items():
-        if not isinstance(value, bool):
-            raise _refused(name, value, "True or False")
+        _object(value, bool, name, "True or False")
 
 
 def check_count(name: str, given: object, more: str) -> None:
     """Require a whole number of at least 1. `more` is the rest of the error's sentence."""
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise _refused(name, given, f"a whole number of at least 1{more}")
+        raise unlike(name, given, f"a whole number of at least 1{more}")
 
 
 def check_step(given: object) -> None:
     """Require the number of a training step."""
-    try:
-        is_step = not isinstance(given, bool) and operator.index(given) >= 0  # type: ignore[arg-type]
-    except TypeError:
-        is_step = False
-    if not is_step:
-        raise _refused("step", given, "a whole number from 0 on")
-
-
-def check_choice(name: str, given: object, choices: Iterable[str]) -> None:
-    """Require one of the names, if a name is given, and not an object."""
-    if isinstance(given, str) and given not in choices:
-        raise _refused(name, given, f"one of {', '.join(choices)}")
+    with suppress(TypeError):
+        if not isinstance(given, bool) and operator.index(given) >= 0:  # type: ignore[arg-type]
+            return
+    raise unlike("step", given, "a whole number from 0 on")
 
 
 def check_seconds(name: str, given: object) -> None:
     """Require a time to wait, in seconds."""
     if isinstance(given, bool) or not isinstance(given, int | float) or not given >= 0:
-        raise _refused(name, given, "a number of seconds from 0 on")
+        raise unlike(name, given, "a number of seconds from 0 on")
 
 
 def check_text(name: str, given: object) -> None:
     """Require a string, or None."""
-    if given is not None and not isinstance(given, str):
-        raise _refused(name, given, "a string, or None")
+    _object(given, str | None, name, "a string, or None")
 
 
 def _require_distinct(components: Sequence[StateComponent]) -> None:
@@ -219,22 +204,12 @@ def _require_groups(components: Sequence[StateComponent], topology: Topology) ->
             )
 
 
-def _object(given: Kind, kind: type[Any], name: str, expected: str) -> Kind:
+def _object(given: Kind, kind: Any, name: str, expected: str) -> Kind:
     if not isinstance(given, kind):
-        raise _refused(name, given, expected)
+        raise unlike(name, given, expected)
     return given
 
 
 def _require_methods(given: object, name: str, methods: Iterable[str], expected: str) -> None:
     if isinstance(given, type) or not all(callable(getattr(given, method, None)) for method in methods):
-        raise _refused(name, given, expected)
-
-
-def _refused(name: str, given: object, expected: str) -> ConfigurationError:
-    if isinstance(given, type):
-        shown = f"the class {given.__name__}"
-    elif given is None or isinstance(given, str | int | float):
-        shown = repr(given) if len(repr(given)) <= 60 else f"{given!r:.57}..."
-    else:
-        shown = f"a {type(given).__name__}"
-    return ConfigurationError(f"{name} is {shown}; expected {expected}")
+        raise unlike(name, given, expected)

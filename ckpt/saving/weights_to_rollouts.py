@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ckpt.errors import CorruptCheckpointError, MissingStateError
+from ckpt.errors import Argument, CorruptCheckpointError, MissingStateError
 from ckpt.format.box import whole
 from ckpt.format.digests import BlockDigests
 from ckpt.format.dtypes import torch_dtype
@@ -28,6 +28,9 @@ from ckpt.ranks.topology import Topology
 from ckpt.saving.host_cache import HeldStep, HostCache
 from ckpt.state.sharing import OWN_COPIES, SharingPattern
 from ckpt.storage.held import HeldFiles
+
+IN_MEMORY = Argument("in_memory", None, "backend=KimiEngineBackend(pool=True)")
+"""The advice to keep saves in memory."""
 
 
 class WeightSender(Protocol):
@@ -233,6 +236,6 @@ def _require_held(said: Sequence[tuple[str, str] | None], step: int, component: 
         found = "nothing" if offer is None else f"checkpoint-{offer[0]}"
         if offer is None or step_of(offer[0]) != step or offer != said[0]:
             raise MissingStateError(
-                f"{component} of step {step} cannot be published: rank {rank} holds {found} in memory. A step is there from the commit of "
-                "its save until the next save begins, with backend=KimiEngineBackend(pool=True)"
+                f"{component} of step {step} cannot be published: rank {rank} holds {found} in memory. A step is there from the commit of ",
+                "its save until the next save begins, with ", IN_MEMORY,
             )

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ckpt.catalog.catalog import catalog_at
-from ckpt.errors import CheckpointNotFoundError, ConfigurationError
+from ckpt.errors import CheckpointNotFoundError, ConfigurationError, worded
 from ckpt.format.places import place_of
 from ckpt.ranks.topology import Topology
 from ckpt.state.doctor import PatternVerdict
@@ -75,7 +75,10 @@ def examine(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
         "parallel": training.layout.name,
         "world_size": topology.world_size,
         "steps": cfg["doctor"]["steps"],
-        "components": [diagnosis.to_json() | {"sentence": in_config_words(diagnosis.sentence)} for diagnosis in coordinator.diagnose()],
+        "components": [
+            diagnosis.to_json() | {"sentence": worded(diagnosis.sentence, diagnosis.arguments, in_config_words)}
+            for diagnosis in coordinator.diagnose()
+        ],
     }
 
 

@@ -23,14 +23,14 @@ from hydra.utils import instantiate
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ckpt.errors import ConfigurationError, CorruptCheckpointError
+from ckpt.errors import ConfigurationError, CorruptCheckpointError, check_choice
 from ckpt.errors.imports import import_failure
 from ckpt.format.places import as_place, local_path
 from ckpt.memory.device import Device
 from ckpt.saving.arguments import as_backend, as_strategy
 from ckpt.saving.host_cache import memories_of
 from ckpt.saving.save_settings import SaveSettings
-from ckpt.state.pattern_check import check_choice
+from ckpt.state.pattern_check import PATTERN_CHECKS
 from ckpt.state.sharing import check_component
 from ckpt.storage.pool import Memories
 from recipes.support.keys import by_dotted_key, shown
@@ -203,7 +203,7 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
     counts = ("train.steps", "train.batch_size", "save.every", "save.keep_last", "launch.nproc_per_node")
     least = dict.fromkeys(counts, 1) | {"train.seed": 0, "save.grace_s": 0, "launch.least_ranks": 1, "launch.max_restarts": 0}
     require_numbers(run, least, seconds=("agree.timeout_s", "ledger.stale_s", "storage.retry_s"))
-    check_choice(run["pattern_check"])
+    check_choice("pattern_check", run["pattern_check"], PATTERN_CHECKS)
     check_report(run["report"])
     _check_start(run)
     ranks = num_ranks or run["launch"]["nproc_per_node"]

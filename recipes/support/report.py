@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from ckpt.errors import CorruptCheckpointError, StorageError, sentence
+from ckpt.errors import CorruptCheckpointError, telling
 from ckpt.loading.report import LoadReport
 from ckpt.ranks.topology import Topology
 from ckpt.saving.prepared_save import SaveReport
@@ -106,10 +106,8 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
         StorageError: the file cannot be written: the folder was removed, or the disk is full.
     """
     path = run_dir / SUMMARY_NAME
-    try:
+    with telling(f"{path} cannot be written", "was the folder removed?"):
         replace_durably(path, (json.dumps(summary, indent=2) + "\n").encode())
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {sentence(error)}; was the folder removed?") from error
     return path
 
 

@@ -95,7 +95,7 @@ def require_named_checkpoint(cfg: Mapping[str, Any]) -> None:
     except CheckpointNotFoundError as error:
         if not difflib.get_close_matches(Path(resumed).name, ["latest"], cutoff=0.7):
             raise
-        raise CheckpointNotFoundError(f"{error} Did you mean resume=latest?") from error
+        raise CheckpointNotFoundError(f"{error} Did you mean resume=latest?", arguments=error.arguments) from error
 
 
 def _require_own_history(cfg: Mapping[str, Any], ledger: Catalog[Any]) -> None:

@@ -532,7 +532,7 @@ WRONG = [
     ({"overwrite": 1}, "overwrite is 1; expected True or False"),
     ({"allow_pickle": None}, "allow_pickle is None; expected True or False"),
     ({"config_text": {}}, "config_text is a dict; expected a string, or None"),
-    ({"pattern_check": "x"}, "pattern_check 'x' is none of warn, error, off"),
+    ({"pattern_check": "x"}, "pattern_check=x: expected one of warn, error, off"),
 ]  # fmt: skip
 
 
