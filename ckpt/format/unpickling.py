@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
 
-from ckpt.errors import ConfigurationError, CorruptCheckpointError, sentence
+from ckpt.errors import Argument, CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError, sentence
 from ckpt.format.pickle_cost import TooMuchError, require_bounded
 from ckpt.format.strict_json import fraction
 
@@ -104,6 +104,13 @@ class _Shown(reprlib.Repr):
 _shown = _Shown()
 _shown.maxlevel = 2
 _MOST_SHOWN_BITS = 256
+
+
+def require_allowed(allow_pickle: bool, found: str) -> None:
+    """Raise CheckpointNotFoundError unless pickles may be read. `found`: what is there, with what of it is a pickle."""
+    if not allow_pickle:
+        way = ". To read it, without running any code in it, load with "
+        raise CheckpointNotFoundError(found, way, Argument("load.allow_pickle", True), ".")
 
 
 def shown(value: Any) -> str:

@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 
-from ckpt.errors import Argument, CheckpointNotFoundError, MissingStateError, WorldSizeError, declare
+from ckpt.errors import MissingStateError, WorldSizeError, declare
 from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import raw_bytes, zarr_name
 from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry
 from ckpt.format.places import Place
-from ckpt.format.unpickling import require_repeats_within, unpickle_state_dict
+from ckpt.format.unpickling import require_allowed, require_repeats_within, unpickle_state_dict
 from ckpt.loading.report import refusal
 from ckpt.loading.sources import CheckpointSource, Rows, require_same_kind
 from ckpt.loading.strategy import ReadRequest, ReadStats, bytes_of
@@ -65,12 +65,9 @@ def old_files(folder: Place, *, allow_pickle: bool) -> list[str]:
     if not isinstance(folder, Path) or (folder / MANIFEST_NAME).exists() or not folder.is_dir():
         return []
     files = sorted(name for name in names_below(folder) if _FILE.fullmatch(name))
-    if files and not allow_pickle:
-        raise CheckpointNotFoundError(
-            f"{folder} has no {MANIFEST_NAME}; it looks like an old checkpoint of pickled files ({files[0]}, ...). To read tensors and "
-            "plain values from them, and nothing else, load with ",
-            Argument("load.allow_pickle", True), ".",
-        )
+    if files:
+        found = f"{folder} has no {MANIFEST_NAME}; it looks like an old checkpoint of pickled files ({files[0]}, ...)"
+        require_allowed(allow_pickle, found)
     return files
 
 

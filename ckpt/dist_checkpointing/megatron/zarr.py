@@ -28,7 +28,7 @@ from ckpt.dist_checkpointing.megatron.layout import (
     require_version,
 )
 from ckpt.dist_checkpointing.megatron.layout import is_megatron_zarr as is_megatron_zarr
-from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingStateError, StorageError, sentence
+from ckpt.errors import Argument, ConfigurationError, CorruptCheckpointError, MissingStateError, StorageError, sentence
 from ckpt.errors.imports import importing
 from ckpt.format.box import Box, chunk_box, chunks_meeting
 from ckpt.format.dtypes import bits_of, torch_dtype
@@ -286,8 +286,9 @@ def _unpickled(checkpoint_dir: Path, path: str, allow_pickle: bool, unknown: Unk
     file = checkpoint_dir / path
     if not allow_pickle:
         raise ConfigurationError(
-            f"{file} is a pickle, which is read only where that is asked for: load with allow_pickle=True. Then tensors, plain values "
-            "and containers are made of it, and nothing that it holds is run."
+            f"{file} is a pickle, which is read only where that is asked for: load with ",
+            Argument("load.allow_pickle", True),
+            ". Then tensors, plain values and containers are made of it, and nothing that it holds is run.",
         )
     with CheckpointFolder(checkpoint_dir) as folder:
         folder.require_regular(path)

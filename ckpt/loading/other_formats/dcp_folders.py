@@ -14,13 +14,13 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, BinaryIO
 
-from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
+from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import Box
 from ckpt.format.consistency import MAX_FILE_BYTES
 from ckpt.format.dtypes import is_known, item_bytes
 from ckpt.format.export_records import RECORDS_NAME, records_for
 from ckpt.format.places import Place
-from ckpt.format.unpickling import shown, unpickle_archived, unpickle_inert
+from ckpt.format.unpickling import require_allowed, shown, unpickle_archived, unpickle_inert
 from ckpt.loading.other_formats.other_checkpoint import (
     Encoded,
     FilePiece,
@@ -56,11 +56,7 @@ def open_dcp(root: Place, *, allow_pickle: bool) -> OtherCheckpoint:
 
 def described_dcp(root: Place, *, allow_pickle: bool) -> tuple[OtherCheckpoint, dict[str, Any]]:
     """Open it as `open_dcp` does; also return all that `.metadata` says."""
-    if not allow_pickle:
-        raise CheckpointNotFoundError(
-            f"{root} is a checkpoint of torch.distributed.checkpoint, whose {METADATA} is a pickle. To read it, without running any code "
-            "in it, load with allow_pickle=True."
-        )
+    require_allowed(allow_pickle, f"{root} is a checkpoint of torch.distributed.checkpoint, whose {METADATA} is a pickle")
     where = str(root / METADATA)
     with files_below(root) as folder:
         data = folder.read(METADATA, _MOST_BYTES)

@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 
-from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
+from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import flat_boxes
 from ckpt.format.dtypes import item_bytes
+from ckpt.format.unpickling import require_allowed
 from ckpt.loading.other_formats.other_checkpoint import FilePiece, OtherCheckpoint, OtherTensor
 from ckpt.loading.other_formats.torch_archives import sizes_in
 from ckpt.loading.other_formats.torch_files import Content, content_of
@@ -61,11 +62,7 @@ def open_deepspeed(path: Path, *, allow_pickle: bool) -> OtherCheckpoint:
         CheckpointNotFoundError: pickles are not allowed.
         CorruptCheckpointError: a file is damaged, or is missing.
     """
-    if not allow_pickle:
-        raise CheckpointNotFoundError(
-            f"{path} is a universal checkpoint of DeepSpeed, whose files are pickles. To read them, without running any code in them, "
-            "load with allow_pickle=True."
-        )
+    require_allowed(allow_pickle, f"{path} is a universal checkpoint of DeepSpeed, whose files are pickles")
     root = path if (path / _OPTIMIZER).is_file() else path / _latest(path)
     try:
         return _Opening(root).checkpoint()

@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckpt.errors import CheckpointNotFoundError, ConfigurationError
+from ckpt.errors import ConfigurationError
 from ckpt.format.box import whole
 from ckpt.format.export_records import RECORDS_NAME, ExportRecords, records_for
 from ckpt.format.places import Place
-from ckpt.format.unpickling import UnknownObject, unpickle_archived
+from ckpt.format.unpickling import UnknownObject, require_allowed, unpickle_archived
 from ckpt.loading.other_formats.hub_folders import BIN, index_kind, names_by_file, opened, require_all_held, weights_at
 from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint, OtherTensor, folder_with
 from ckpt.loading.other_formats.torch_archives import Archive, is_tensor, kind_of_tensor, located
@@ -55,11 +55,7 @@ def open_torch_file(path: Place, *, allow_pickle: bool) -> OtherCheckpoint:
         ConfigurationError: it is of an old format, of a big-endian machine, or holds no state dict.
         CorruptCheckpointError: it is damaged.
     """
-    if not allow_pickle:
-        raise CheckpointNotFoundError(
-            f"{path} is a file of torch.save, whose data.pkl is a pickle. To read it, without running any code in it, load with "
-            "allow_pickle=True."
-        )
+    require_allowed(allow_pickle, f"{path} is a file of torch.save, whose data.pkl is a pickle")
     weights = weights_at(path)
     assert weights is not None, "is_torch_file"
     if weights == path and not index_kind(path):  # a link that the user named is followed
