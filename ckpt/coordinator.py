@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from ckpt.backends.base import Backend
 from ckpt.catalog.retention import Retention, as_retention
-from ckpt.errors import ConfigurationError, MissingStateError
+from ckpt.errors import ConfigurationError, MissingStateError, unlike
 from ckpt.format.names import step_of
 from ckpt.format.places import Place
 from ckpt.loading.casting import check_cast
@@ -29,10 +29,8 @@ from ckpt.saving.arguments import (
     as_run,
     as_saves,
     as_strategy,
-    check_count,
     check_flags,
-    check_seconds,
-    check_text,
+    check_number,
 )
 from ckpt.saving.background.background import Background
 from ckpt.saving.checkpoint_root import KnownRoots
@@ -48,8 +46,6 @@ from ckpt.state.overlap import Optimizers
 from ckpt.state.provider import Provider, components_of, groups_of
 from ckpt.state.sharing import StateComponent
 from ckpt.storage.objects.store import retry_for
-
-IN_THE_FOREGROUND = SaveSettings()
 
 _log = logging.getLogger("ckpt")
 
@@ -87,7 +83,7 @@ class CheckpointCoordinator:
         packed_mib: the longest array that small tensors are packed in, in MiB: the memory that packing takes.
         stale_s: silence after which another run's unfinished save counts as abandoned, in seconds.
         retry_s: seconds in which this process tries requests to object stores that fail again; None: 60, or what it was told before.
-        saves: whether training waits for saves, and what may go on beside it.
+        saves: whether training waits for saves, and what may go on beside it; "sync" or "async": see `SaveSettings`.
 
     Attributes:
         config_text: as given; a new value goes into the next checkpoint. Equal on all ranks.
@@ -129,19 +125,20 @@ class CheckpointCoordinator:
         allow_pickle: bool = False,
         pattern_check: str = "warn",
         packed_mib: int = PACKED_BYTES >> 20,
-        saves: SaveSettings = IN_THE_FOREGROUND,
+        saves: SaveSettings | str = "sync",
     ) -> None:
         self.output_dir = as_location("output_dir", output_dir)
         strategy, saves = as_strategy(strategy), as_saves(saves)
         retention = as_retention(keep_last)
-        check_count("packed_mib", packed_mib, " MiB")
-        check_seconds("stale_s", stale_s)
-        check_text("config_text", config_text)
+        check_number("packed_mib", packed_mib, 1, "a whole number of at least 1 MiB")
+        check_number("stale_s", stale_s, 0, "a number of seconds from 0 on", int | float)
+        if not isinstance(config_text, str | None):
+            raise unlike("config_text", config_text, "a string, or None")
         check_flags(verify=verify, overwrite=overwrite, shared_root=shared_root, allow_pickle=allow_pickle)
         run = as_run(state_components, process_groups, topology, backend, device)
 
         if retry_s is not None:
-            check_seconds("retry_s", retry_s)
+            check_number("retry_s", retry_s, 0, "a number of seconds from 0 on", int | float)
             retry_for(retry_s)
         self.config_text = config_text
         self.last_save: SaveReport | None = None

@@ -32,7 +32,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckpt.backends.zarr_format import DOCUMENT
 from ckpt.catalog.committed import COMMITTED, Committed, Where, continues, id_in, look, look_for, placed
@@ -284,10 +284,7 @@ class Ledger:
         """Require that no living run has a checkpoint of this id, which it would lose."""
         one = look_for(checkpoint_id, self._root / f"{COMMITTED}{checkpoint_id}")
         if one is not None and one.run_id in self.living():
-            raise CheckpointExistsError(
-                f"{one.path} is of another run, {one.run_id}, which lives and shares the root: save under ids of each run's own, or into "
-                "another root"
-            )
+            raise of_a_living_run(one)
 
     def living(self) -> Set[str | None]:
         """Return the run ids of the other runs that save in this root, and may be alive."""
@@ -538,11 +535,7 @@ class Ledger:
             self._remove(old, new, delete)
             return
         with warned(f"cannot move {old} into quarantine"):
-            by = f"run {one.run_id}" if one.run_id is not None else "an unknown run"
-            why = (
-                f"it was saved as {new.name} by {by}, and a run that did not go on from it has saved under this id, too"
-            )
-            self._put_in_quarantine(old, id, why)
+            self._put_in_quarantine(old, id, why_of_another_history(one, new.name))
 
     def _make_way(self, target: Path, checkpoint_id: str, refused: Mapping[Path, str]) -> Path | None:
         """Move aside the folder at `target`; return its new path, or None if there is none."""
@@ -664,6 +657,18 @@ def _make_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
         sync_folder(folder.parent)
+
+
+def of_a_living_run(one: Committed[Any]) -> CheckpointExistsError:
+    """The error of a save under the id of a checkpoint that another run of the same root needs."""
+    found = f"{one.path} is of another run, {one.run_id}, which lives and shares the root"
+    return CheckpointExistsError(f"{found}: save under ids of each run's own, or into another root")
+
+
+def why_of_another_history(one: Committed[Any], name: str) -> str:
+    """Why a checkpoint that was saved under this name is quarantined."""
+    by = f"run {one.run_id}" if one.run_id is not None else "an unknown run"
+    return f"it was saved as {name} by {by}, and a run that did not go on from it has saved under this id, too"
 
 
 def delete_folder(doomed: Path) -> None:

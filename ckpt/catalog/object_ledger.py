@@ -32,7 +32,7 @@ from typing import Any
 
 from ckpt.catalog.committed import COMMITTED, Committed, id_in, look, look_for, placed, said_by
 from ckpt.catalog.lease import Lease, living_runs
-from ckpt.catalog.ledger import Commit, commit_after, require_valid_id, warned
+from ckpt.catalog.ledger import Commit, commit_after, of_a_living_run, require_valid_id, warned, why_of_another_history
 from ckpt.catalog.owner import OWNER_SUFFIX, about_process, has_ended
 from ckpt.catalog.retention import Retention, as_retention
 from ckpt.errors import CheckpointError, CheckpointExistsError, StorageError, logger_of, sentence, telling
@@ -471,8 +471,7 @@ class ObjectLedger:
         if reason is None and old is not None and not (old.says_id and old.id == checkpoint_id):
             reason = f"its {MANIFEST_NAME} does not say that it was saved as {checkpoint_id}"
         if reason is None and old is not None and not replace_others and not self._goes_on_from(attempt, old):
-            by = f"run {old.run_id}" if old.run_id is not None else "an unknown run"
-            reason = f"it was saved as {target.name} by {by}, and a run that did not go on from it has saved under this id, too"
+            reason = why_of_another_history(old, target.name)
         if reason is None:
             return False
         # The note must not name its objects any more, before the manifest that does is replaced.
@@ -508,10 +507,7 @@ class ObjectLedger:
     def _require_not_of_another(self, one: Committed[ObjectPath]) -> None:
         """Require that a checkpoint which is to be replaced is not of another run that lives, which would lose it."""
         if one.run_id != self._saves_as and one.run_id in self.living():
-            raise CheckpointExistsError(
-                f"{one.path} is of another run, {one.run_id}, which lives and shares the root: save under ids of each run's own, or into "
-                "another root"
-            )
+            raise of_a_living_run(one)
 
     def _require_conditions(self) -> None:
         """Require that the store refuses a put whose condition does not hold. Some stores take it and overwrite: nothing is safe there."""

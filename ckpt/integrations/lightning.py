@@ -125,8 +125,8 @@ class CkptCheckpointIO(CheckpointIO):
         load: LoadingStrategy | str = "direct",
         mode: str | SaveSettings = "sync",
     ) -> None:
-        self._backend = as_backend(format)
-        self._strategy = as_strategy(load)
+        self._backend = as_backend(format, "format")
+        self._strategy = as_strategy(load, "load")
         self._settings = as_folder_settings(mode)
         if self._settings.grace_s != SaveSettings().grace_s:
             raise ConfigurationError(

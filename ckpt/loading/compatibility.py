@@ -136,7 +136,7 @@ def require_something(reports: Mapping[str, ComponentReport]) -> None:
     if reports and not any(goes_on(report) for report in reports.values()):
         raise MissingStateError(
             f"nothing could be restored: {'; '.join(map(str, reports.values()))}. Name a checkpoint that this run can go on from.",
-            arguments=[argument for report in reports.values() for argument in report.arguments],
+            arguments=[Argument(*said) for report in reports.values() for said in report.arguments],
         )
 
 

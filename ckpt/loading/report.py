@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeVar
 
-from ckpt.errors import Argument, CheckpointError, leave_out, printable
+from ckpt.errors import CheckpointError, leave_out, printable
 
 Refusal = TypeVar("Refusal", bound=CheckpointError)
 
@@ -66,7 +66,7 @@ class ComponentReport:
         misfits: the keys that were left out.
         changed: the object made its state for these ranks, from other ranks' copies or anew (`elastic`).
         converted: data types, such as "bfloat16 to float32", of tensors that the load converted.
-        arguments: those that the reason may name.
+        arguments: `Argument.to_json` of those that the reason may name.
     """
 
     key: str
@@ -77,7 +77,7 @@ class ComponentReport:
     misfits: Misfits = field(default_factory=Misfits)
     changed: bool = False
     converted: tuple[str, ...] = ()
-    arguments: tuple[Argument, ...] = ()
+    arguments: tuple[Any, ...] = ()
 
     @property
     def fraction(self) -> float:

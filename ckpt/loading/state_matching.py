@@ -359,7 +359,7 @@ def report_of_trouble(key: str, rank: int, error: CheckpointError, world_size: i
     """The report of a component that cannot be loaded, from the error of one rank."""
     status = Status.SKIPPED if isinstance(error, MISMATCHES) else Status.FAILED
     where = f" (rank {rank})" if world_size > 1 and status is Status.FAILED else ""
-    return ComponentReport(key, status, f"{error}{where}", arguments=error.arguments)
+    return ComponentReport(key, status, f"{error}{where}", arguments=tuple(argument.to_json() for argument in error.arguments))
 
 
 @dataclass(slots=True)

@@ -135,7 +135,7 @@ class Device:
             return
         module = self._module()
         if not module.is_available():
-            raise DeviceUnavailableError(f"device={self.type}: {_why_absent(self.type)}; choose device=cpu")
+            raise _absent(self.type, f"{_why_absent(self.type)}; choose device=cpu")
         if not torch.distributed.is_backend_available(self.collectives):
             raise DeviceUnavailableError(
                 f"device={self.type}: torch {torch.__version__} has no {self.collectives} collectives; install one that has, "
@@ -414,13 +414,15 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
 
 
+def _absent(type: str, found: str) -> DeviceUnavailableError:
+    return DeviceUnavailableError(f"device={type}: {found}")
+
+
 def _import_plugin(type: str, plugin: str) -> ModuleType:
     """Import the package that registers a device type. Errors tell a missing package from a missing runtime."""
     if find_spec(plugin) is None:
         extra = f"'{_distribution()}[{_EXTRAS[plugin]}]'" if plugin in _EXTRAS else plugin
-        raise DeviceUnavailableError(
-            f"device={type}: {plugin} is not installed: pip install {extra}, or choose device=cpu"
-        )
+        raise _absent(type, f"{plugin} is not installed: pip install {extra}, or choose device=cpu")
     _require_fitting(type, plugin)
     try:
         return import_module(plugin)
@@ -428,13 +430,10 @@ def _import_plugin(type: str, plugin: str) -> ModuleType:
         library = re.search(r"lib[\w.+-]*\.so[\w.]*", str(error))
         if library is None:
             reason = " ".join(str(error).split())
-            raise DeviceUnavailableError(
-                f"device={type}: {plugin} cannot be imported ({reason}); choose device=cpu"
-            ) from error
+            raise _absent(type, f"{plugin} cannot be imported ({reason}); choose device=cpu") from error
         runtime, remedy = _RUNTIMES.get(plugin, ("its runtime", "install what it loads"))
-        raise DeviceUnavailableError(
-            f"device={type}: {plugin} is installed without {runtime} ({library[0]} cannot be loaded): {remedy}, or choose device=cpu"
-        ) from error
+        found = f"{plugin} is installed without {runtime} ({library[0]} cannot be loaded)"
+        raise _absent(type, f"{found}: {remedy}, or choose device=cpu") from error
 
 
 def _require_fitting(type: str, plugin: str) -> None:

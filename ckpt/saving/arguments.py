@@ -22,7 +22,7 @@ from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.memory.device import Device
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
-from ckpt.saving.save_settings import SaveSettings
+from ckpt.saving.save_settings import MODES, SaveSettings
 from ckpt.saving.saver import SavedRun
 from ckpt.state.sharing import SharingPattern, StateComponent
 from ckpt.state.statefuls import as_stateful
@@ -36,24 +36,21 @@ _STRATEGY = ("prepare", "bind", "close")
 _ID_DIGITS = 8
 
 
-def as_backend(given: Backend | str) -> Backend:
-    """Return a backend: the object given, or one of `BACKENDS` with its defaults."""
-    if isinstance(given, str):
+def as_backend(given: Backend | str, called: str = "backend") -> Backend:
+    """Return a backend: the object given, or one of `BACKENDS` with its defaults. `called`: the argument in the caller's interface."""
+    if isinstance(given, str) and given in BACKENDS:
         return backend_named(given)
-    _require_methods(given, "backend", _BACKEND, f"one of {', '.join(BACKENDS)}, or an object such as ZarrBackend()")
-    return given
+    expected = f"one of {', '.join(BACKENDS)}, or an object such as ZarrBackend()"
+    backend: Backend = _with_methods(given, _BACKEND, "backend", called, expected)
+    return backend
 
 
-def as_strategy(given: LoadingStrategy | str) -> LoadingStrategy:
-    """Return a loading strategy: the object given, or "direct" or "two-stage" with its defaults."""
+def as_strategy(given: LoadingStrategy | str, called: str = "strategy") -> LoadingStrategy:
+    """Return a loading strategy: the object given, or "direct" or "two-stage" with its defaults. `called`: see `as_backend`."""
+    made = STRATEGIES[given]() if isinstance(given, str) and given in STRATEGIES else given
     expected = f"one of {', '.join(STRATEGIES)}, or an object such as DirectLoad()"
-    if not isinstance(given, str):
-        _require_methods(given, "strategy", _STRATEGY, expected)
-        return given
-    if given not in STRATEGIES:
-        raise unlike("strategy", given, expected)
-    made: LoadingStrategy = STRATEGIES[given]()
-    return made
+    strategy: LoadingStrategy = _with_methods(made, _STRATEGY, "strategy", called, expected)
+    return strategy
 
 
 def as_device(given: Device | str) -> Device:
@@ -133,9 +130,13 @@ def as_groups(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return given
 
 
-def as_saves(given: SaveSettings) -> SaveSettings:
-    """Return the settings of saves."""
-    return _object(given, SaveSettings, "saves", "a SaveSettings, such as SaveSettings(mode='async')")
+def as_saves(given: SaveSettings | str, called: str = "saves") -> SaveSettings:
+    """Return the settings of saves: those given, or the defaults of a mode, "sync" or "async". `called`: see `as_backend`."""
+    if isinstance(given, str) and given in MODES:
+        return SaveSettings(mode=given)
+    if not isinstance(given, SaveSettings):
+        raise unlike(called, given, f"one of {', '.join(MODES)}, or a SaveSettings, such as SaveSettings(mode='async')", "saves")
+    return given
 
 
 def as_location(name: str, given: str | os.PathLike[str] | ObjectPath) -> Place:
@@ -163,10 +164,10 @@ def check_flags(**given: object) -> None:
         _object(value, bool, name, "True or False")
 
 
-def check_count(name: str, given: object, more: str) -> None:
-    """Require a whole number of at least 1. `more` is the rest of the error's sentence."""
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise unlike(name, given, f"a whole number of at least 1{more}")
+def check_number(name: str, given: object, least: int, expected: str, kinds: Any = int) -> None:
+    """Require a number of at least `least`. `expected`: the rest of the error's sentence."""
+    if isinstance(given, bool) or not isinstance(given, kinds) or not given >= least:
+        raise unlike(name, given, expected)
 
 
 def check_step(given: object) -> None:
@@ -175,17 +176,6 @@ def check_step(given: object) -> None:
         if not isinstance(given, bool) and operator.index(given) >= 0:  # type: ignore[arg-type]
             return
     raise unlike("step", given, "a whole number from 0 on")
-
-
-def check_seconds(name: str, given: object) -> None:
-    """Require a time to wait, in seconds."""
-    if isinstance(given, bool) or not isinstance(given, int | float) or not given >= 0:
-        raise unlike(name, given, "a number of seconds from 0 on")
-
-
-def check_text(name: str, given: object) -> None:
-    """Require a string, or None."""
-    _object(given, str | None, name, "a string, or None")
 
 
 def _require_distinct(components: Sequence[StateComponent]) -> None:
@@ -210,6 +200,7 @@ def _object(given: Kind, kind: Any, name: str, expected: str) -> Kind:
     return given
 
 
-def _require_methods(given: object, name: str, methods: Iterable[str], expected: str) -> None:
+def _with_methods(given: Any, methods: Iterable[str], name: str, called: str, expected: str) -> Any:
     if isinstance(given, type) or not all(callable(getattr(given, method, None)) for method in methods):
-        raise unlike(name, given, expected)
+        raise unlike(called, given, expected, name)
+    return given

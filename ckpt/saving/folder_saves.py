@@ -29,7 +29,7 @@ def as_folder_settings(mode: str | SaveSettings) -> SaveSettings:
     Raises:
         ConfigurationError: a setting has no effect there, or could cost checkpoints.
     """
-    settings = SaveSettings(mode=mode) if isinstance(mode, str) else as_saves(mode)
+    settings = as_saves(mode, "mode")
     for name in ("overlap", "incremental"):
         if getattr(settings, name):
             raise ConfigurationError(setting(name, True), " has no effect where a framework gives the state: leave it out")
