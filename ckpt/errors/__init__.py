@@ -170,10 +170,11 @@ _FAMILY: dict[str, type[CheckpointError]] = {
 }
 
 
-def check_choice(name: str, found: object, choices: Collection[str]) -> None:
-    """Require one of the names."""
+def check_choice(name: str, found: str, choices: Collection[str]) -> str:
+    """Return one of the choices, if it is one."""
     if found not in choices:
         raise refused(name, found, f"one of {', '.join(choices)}")
+    return found
 
 
 def refused(name: str, found: Any, expected: str, said: str | None = None) -> ConfigurationError:

@@ -24,7 +24,8 @@ import types
 import uuid
 import zipfile
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
@@ -290,16 +291,27 @@ def _load(file: Path, refusal: Callable[[str], str]) -> Any:
     Args:
         refusal: makes the sentence for a file that holds a refused object of this class name.
     """
+    with _as_written_by_torch(file):
+        try:
+            # Files of the older, non-zip kind cannot be mapped. Mapping avoids reading tensors that are not used.
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        except Exception as error:
+            if (refused := _REFUSED.search(str(error))) is None:
+                raise
+            raise ConfigurationError(refusal(refused[1] or refused[2])) from None
+
+
+@contextmanager
+def _as_written_by_torch(file: Path) -> Iterator[None]:
+    """Turn what the block raises of a file into one error: bytes that are no such file make readers raise nearly anything."""
     try:
-        # Files of the older, non-zip kind cannot be mapped. Mapping avoids reading tensors that are not used.
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except OSError as error:
-        raise CorruptCheckpointError(f"{file} cannot be read: {sentence(error)}") from error
-    except Exception as error:  # bytes that are no such file make torch's reader raise nearly anything
-        refused = _REFUSED.search(str(error))
-        if refused is None:
-            raise CorruptCheckpointError(f"{file} cannot be read as a file that torch.save wrote") from None
-        raise ConfigurationError(refusal(refused[1] or refused[2])) from None
+        yield
+    except ConfigurationError:
+        raise
+    except (OSError, TooMuchError) as error:
+        raise CorruptCheckpointError(f"{file} cannot be read: {sentence(error) if isinstance(error, OSError) else error}") from error
+    except Exception:
+        raise CorruptCheckpointError(f"{file} cannot be read as a file that torch.save wrote") from None
 
 
 def _require_loadable(file: Path) -> None:
@@ -308,25 +320,18 @@ def _require_loadable(file: Path) -> None:
     Raises:
         CorruptCheckpointError: it is that, or no file that torch.save wrote.
     """
-    try:
-        with file.open("rb") as stream:
-            is_zip = stream.read(4) == _ZIP
-            if is_zip != zipfile.is_zipfile(stream):
-                raise ValueError("torch takes it for another kind of file than Python")
-            if not is_zip:
-                require_bounded(mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ), num_pickles=_OLD_PICKLES)
-                return
-            archive = zipfile.ZipFile(stream)
-            if any(member.compress_type or member.file_size != member.compress_size for member in archive.infolist()):
-                raise TooMuchError("it is compressed")
-            (described,) = (member for member in archive.infolist() if member.filename.endswith("/data.pkl"))
-            require_bounded(archive.read(described))
-    except OSError as error:
-        raise CorruptCheckpointError(f"{file} cannot be read: {sentence(error)}") from error
-    except TooMuchError as error:
-        raise CorruptCheckpointError(f"{file} cannot be read: {error}") from None
-    except Exception:  # bytes that are no zip make Python raise nearly anything
-        raise CorruptCheckpointError(f"{file} cannot be read as a file that torch.save wrote") from None
+    with _as_written_by_torch(file), file.open("rb") as stream:
+        is_zip = stream.read(4) == _ZIP
+        if is_zip != zipfile.is_zipfile(stream):
+            raise ValueError("torch takes it for another kind of file than Python")
+        if not is_zip:
+            require_bounded(mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ), num_pickles=_OLD_PICKLES)
+            return
+        archive = zipfile.ZipFile(stream)
+        if any(member.compress_type or member.file_size != member.compress_size for member in archive.infolist()):
+            raise TooMuchError("it is compressed")
+        (described,) = (member for member in archive.infolist() if member.filename.endswith("/data.pkl"))
+        require_bounded(archive.read(described))
 
 
 def require_repeats_within(num_bytes: int, stored: int, what: str) -> None:

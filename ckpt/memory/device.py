@@ -137,10 +137,8 @@ class Device:
         if not module.is_available():
             raise _absent(self.type, f"{_why_absent(self.type)}; choose device=cpu")
         if not torch.distributed.is_backend_available(self.collectives):
-            raise DeviceUnavailableError(
-                f"device={self.type}: torch {torch.__version__} has no {self.collectives} collectives; install one that has, "
-                "or give ", Argument("device.collectives", "gloo", "the device collectives=gloo"),
-            )
+            found = f"torch {torch.__version__} has no {self.collectives} collectives; install one that has, or give "
+            raise _absent(self.type, found, Argument("device.collectives", "gloo", "the device collectives=gloo"))
 
     def use(self, local_rank: int) -> None:
         """Select the device of this local rank, for `torch_device` and as torch's current device; the first one if it sees but its own.
@@ -156,10 +154,8 @@ class Device:
         if os.environ.get(OWN_DEVICE) == "1":
             local_rank = 0
         if local_rank >= num_devices:
-            raise DeviceUnavailableError(
-                f"device={self.type}: local rank {local_rank} has no device of its own, this host shows {num_devices}; ",
-                Argument("world_size", num_devices, f"start at most {num_devices} ranks here"),
-            )
+            found = f"local rank {local_rank} has no device of its own, this host shows {num_devices}; "
+            raise _absent(self.type, found, Argument("world_size", num_devices, f"start at most {num_devices} ranks here"))
         self._own = torch.device(self.type, local_rank)
         module.set_device(self._own)
 
@@ -219,10 +215,8 @@ class Device:
         try:
             return torch.get_device_module(self.type)
         except RuntimeError as error:
-            raise DeviceUnavailableError(
-                f"device={self.type}: torch {torch.__version__} knows no such device; choose device=cpu, or give the device the "
-                "package that registers it as plugin"
-            ) from error
+            found = f"torch {torch.__version__} knows no such device"
+            raise _absent(self.type, f"{found}; choose device=cpu, or give the device the package that registers it as plugin") from error
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> Device:
@@ -414,8 +408,8 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
 
 
-def _absent(type: str, found: str) -> DeviceUnavailableError:
-    return DeviceUnavailableError(f"device={type}: {found}")
+def _absent(type: str, *found: str) -> DeviceUnavailableError:
+    return DeviceUnavailableError(f"device={type}: ", *found)
 
 
 def _import_plugin(type: str, plugin: str) -> ModuleType:
@@ -449,10 +443,8 @@ def _require_fitting(type: str, plugin: str) -> None:
             continue
         applies = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
         if wanted.name == "torch" and applies and not wanted.specifier.contains(torch.__version__, prereleases=True):
-            raise DeviceUnavailableError(
-                f"device={type}: {plugin} {distribution.version} is for torch {wanted.specifier}, and this is torch "
-                f"{torch.__version__}: install the two together (pip install torch {plugin}), or choose device=cpu"
-            )
+            found = f"{plugin} {distribution.version} is for torch {wanted.specifier}, and this is torch {torch.__version__}"
+            raise _absent(type, f"{found}: install the two together (pip install torch {plugin}), or choose device=cpu")
 
 
 def _why_absent(type: str) -> str:

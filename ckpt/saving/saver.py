@@ -52,8 +52,7 @@ class Saver:
         self._run = run
         self._topology = run.topology
         self._roots = roots
-        check_choice("pattern_check", pattern_check, PATTERN_CHECKS)
-        self._pattern_check = pattern_check
+        self._pattern_check = check_choice("pattern_check", pattern_check, PATTERN_CHECKS)
         self._was_examined = False
         self._planner = Planner.for_place(
             roots.home, run.topology, run.backend, run.device, packed_bytes=packed_bytes

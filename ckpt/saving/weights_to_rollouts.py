@@ -132,20 +132,19 @@ class HeldWeights:
     def _bytes_of(self, chunk: ChunkExtent) -> torch.Tensor:
         file = self._memory.of(chunk.file, self._files)
         if file is None:
-            raise MissingStateError(
-                f"{self._checkpoint.root.name} cannot be published: {chunk.file} is not in the memory of this host, but on another one, or "
-                "was linked by an incremental save and not written; give engine.send_weights the model's own weights"
-            )
+            why = "is not in the memory of this host, but on another one, or was linked by an incremental save and not written"
+            raise self._out_of_reach(f"{chunk.file} {why}")
         return file[chunk.offset : chunk.offset + chunk.length]
 
     def _require_indexes(self) -> None:
         """Require the indexes in memory too: they list the places of the tensors, and the disk is not read."""
         for rank in self._checkpoint.manifest.index_ranks():
             if index_name(rank) not in self._files:
-                raise MissingStateError(
-                    f"{self._checkpoint.root.name} cannot be published: rank {rank} wrote a part of it on another host, whose memory is "
-                    "out of reach; give engine.send_weights the model's own weights"
-                )
+                raise self._out_of_reach(f"rank {rank} wrote a part of it on another host, whose memory is out of reach")
+
+    def _out_of_reach(self, why: str) -> MissingStateError:
+        found = f"{self._checkpoint.root.name} cannot be published: {why}"
+        return MissingStateError(f"{found}; give engine.send_weights the model's own weights")
 
     def _verify(self, rank: int) -> None:
         """Compare the digests of the bytes that this rank wrote. As all ranks do so, everything is checked once."""

@@ -181,9 +181,7 @@ def command_keys(
 def save_settings(save: Mapping[str, Any]) -> SaveSettings:
     """Return the coordinator's argument `saves`, from the keys of `save`."""
     if not isinstance(save, Mapping):
-        raise ConfigurationError(
-            f"coordinator.saves.save={shown(save)}: expected the keys of save; leave it at ${{save}}"
-        )
+        raise _unlike("coordinator.saves.save", save, "the keys of save; leave it at ${save}")
     return SaveSettings(**{setting.name: save[setting.name] for setting in fields(SaveSettings)})
 
 
@@ -214,7 +212,7 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
             "address of a store"
         )
     if (least_ranks := run["launch"]["least_ranks"]) > ranks:
-        raise ConfigurationError(f"launch.least_ranks={least_ranks}: expected at most launch.nproc_per_node={ranks}")
+        raise _unlike("launch.least_ranks", least_ranks, f"at most launch.nproc_per_node={ranks}")
     layout = check_training(run, ranks)
     for name in ("ckpt", "strategy", "coordinator"):  # the coordinator last: its nodes repeat others
         bind(run[name], name, AT_RUN_TIME[name])
@@ -385,9 +383,7 @@ def bind(node: MutableMapping[str, Any], name: str, given: Collection[str] = ())
         raise ConfigurationError(f"{name} has no _target_, the class it should make; choose one with {name}=<choice>")
     path = node["_target_"]
     if not isinstance(path, str) or "." not in path:
-        raise ConfigurationError(
-            f"{name}._target_={shown(path)}: expected the name of a class or function with its module, such as torch.optim.AdamW"
-        )
+        raise _unlike(f"{name}._target_", path, "the name of a class or function with its module, such as torch.optim.AdamW")
     target = _located(path, name)
     keys = [str(key) for key in node if key not in _HYDRAS_OWN]
     parameters = _parameters(target)
@@ -480,9 +476,7 @@ def _component(key: str, node: Any, group_names: Collection[str]) -> dict[str, A
     """Return a component's node with all its keys, checked as far as possible without its object."""
     where = f"components.{key}"
     if not isinstance(node, Mapping):
-        raise ConfigurationError(
-            f"{where}={node}: expected its keys, such as {where}.sharing_pattern; leave it out with ~{where}"
-        )
+        raise _unlike(where, node, f"its keys, such as {where}.sharing_pattern; leave it out with ~{where}")
     rest = {k: v for k, v in node.items() if k not in COMPONENT_KEYS}
     if "_target_" in rest:
         bind(rest, where, ("model",))
@@ -536,12 +530,16 @@ def require_numbers(run: Mapping[str, Any], least: Mapping[str, int], *, seconds
     values = by_dotted_key(run)
     for key, minimum in least.items():
         if values[key] is not None and values[key] < minimum:
-            raise ConfigurationError(f"{key}={values[key]}: expected at least {minimum}")
+            raise _unlike(key, values[key], f"at least {minimum}")
         if values[key] is not None and values[key] >= 1 << 63:
-            raise ConfigurationError(f"{key}={values[key]}: expected less than 2**63")
+            raise _unlike(key, values[key], "less than 2**63")
     for key in seconds:
         if not values[key] > 0:
-            raise ConfigurationError(f"{key}={values[key]}: expected more than 0 seconds")
+            raise _unlike(key, values[key], "more than 0 seconds")
+
+
+def _unlike(key: str, found: Any, expected: str) -> ConfigurationError:
+    return ConfigurationError(f"{key}={shown(found)}: expected {expected}")
 
 
 def require_names(run: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.errors import ConfigurationError
+from ckpt.errors.imports import importing
 
 TENSORBOARD, WANDB = "tensorboard", "wandb"
 _MODULES = {TENSORBOARD: "torch.utils.tensorboard", WANDB: "wandb"}
@@ -44,10 +45,8 @@ class Metrics:
         self._writer: _TensorBoard | _Wandb | None = None
         self.first_step = 1
         if self._kind is not None:
-            try:
+            with importing(f"report={self._kind}"):
                 self._module = import_module(_MODULES[self._kind])
-            except ImportError as error:
-                raise ConfigurationError(f"report={self._kind}: {error}") from error
 
     def add(self, step: int, figures: Mapping[str, float]) -> None:
         """Report figures of a step by name, such as "checkpoint/save_s"."""
