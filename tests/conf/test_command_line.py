@@ -143,7 +143,7 @@ def python(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complet
         ),
         (
             ["components.model.sharing_pattern=per_group"],
-            "component model: sharing_pattern=per_group needs process_group_name",
+            "components.model.sharing_pattern=per_group needs process_group_name",
         ),
         (["data.path=/no/such"], "data.path=/no/such: there is no such file or folder"),
         (

@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 
 from ckpt import errors
 from ckpt.errors import (
+    Argument,
     CheckpointError,
     ConfigurationError,
     StorageError,
     describe,
+    leave_out,
     needing,
     printable,
     rebuild,
@@ -157,3 +159,12 @@ def test_any_error_reads_as_one_line_that_says_something(error: Exception, read:
 
 def test_an_error_that_is_not_ours_arrives_as_the_head_of_the_family() -> None:
     assert type(rebuild(describe(KeyError("weight")))) is CheckpointError
+
+
+def test_the_arguments_of_an_error_go_with_it_as_json_and_as_a_pickle() -> None:
+    more = [Argument("saves.mode", object(), "mode")]
+    error = ConfigurationError("load with ", Argument("load.strict", False), ", or ", leave_out("e\nma"), arguments=more)
+    for arrived in (rebuild(json.loads(json.dumps(describe(error)))), pickle.loads(pickle.dumps(rebuild(describe(error))))):
+        assert str(arrived) == str(error) == "load with strict=False, or leave component e\\nma out"
+        assert [(one.name, one.value) for one in arrived.arguments[:2]] == [("load.strict", False), ("leave_out", "e\nma")]
+        assert sentence(arrived, lambda one: f"<{one.name}>") == "load with <load.strict>, or <leave_out>"
