@@ -20,6 +20,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import resource
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -207,10 +208,10 @@ _FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 
 
 def worded(said: str, arguments: Iterable[Argument], words: Callable[[Argument], str]) -> str:
-    """Return a sentence with the arguments that it names in other words."""
-    for argument in dict.fromkeys(arguments):
-        said = said.replace(printable(argument), printable(words(argument)))
-    return said
+    """Return a sentence with the arguments that it names in other words. One may begin as another does: the longer is meant."""
+    named = {printable(argument): argument for argument in arguments}
+    texts = "|".join(map(re.escape, sorted(named, key=len, reverse=True)))
+    return re.sub(texts, lambda found: printable(words(named[found[0]])), said) if named else said
 
 
 def sentence(error: BaseException, words: Callable[[Argument], str] = str) -> str:

@@ -31,8 +31,8 @@ class Argument(str):
         self.name, self.value = name, value
         return self
 
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        return tuple(self.to_json())
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), tuple(self.to_json())
 
     def to_json(self) -> list[Any]:
         """What `Argument(*...)` makes the same of; a value that is not plain as its text."""
