@@ -22,12 +22,12 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ckpt.catalog.catalog import catalog_at
-from ckpt.convert.comparing import Difference, compare
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.names import step_of
 from ckpt.format.places import Place, as_place, local_path, place_of
+from ckpt.interop.comparing import Difference, compare
+from ckpt.interop.registry import source_at
 from ckpt.loading.direct import DirectLoad
-from ckpt.loading.loader import source_at
 from ckpt.loading.report import some_of
 from ckpt.loading.sources import CheckpointSource
 from ckpt.ranks.sigterm import TOLD_TO_END

@@ -11,11 +11,11 @@ from typing import Any
 
 from omegaconf import MISSING, DictConfig
 
-from ckpt.convert.comparing import Difference, compare
 from ckpt.format.places import as_place
+from ckpt.interop.comparing import Difference, compare
+from ckpt.interop.other_source import OtherSource
+from ckpt.interop.registry import source_at
 from ckpt.loading.direct import DirectLoad
-from ckpt.loading.loader import source_at
-from ckpt.loading.other_formats.other_source import OtherSource
 from ckpt.ranks.topology import Topology
 from ckpt.storage.stored import noticing_removal
 from recipes.support.config import command_keys, values_of

@@ -17,8 +17,18 @@ from rich.filesize import decimal
 from ckpt.backends.base import Backend
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.registry import BACKENDS, backend_named
-from ckpt.convert.atomic_directory import require_free
-from ckpt.convert.exporting_safetensors import (
+from ckpt.errors import CheckpointNotFoundError, ConfigurationError, printable
+from ckpt.format.manifest import MANIFEST_NAME, SHARDED, STATE
+from ckpt.format.places import ObjectPath, Place, as_place, local_path
+from ckpt.interop.atomic_directory import require_free
+from ckpt.interop.importing import import_checkpoint
+from ckpt.interop.megatron.zarr import is_megatron_zarr
+from ckpt.interop.opened import Opened
+from ckpt.interop.other_source import OtherSource
+from ckpt.interop.recognised import recognised
+from ckpt.interop.registry import format_at, source_at
+from ckpt.interop.rewriting import rewrite
+from ckpt.interop.safetensors.writing import (
     export,
     model_files_in,
     select,
@@ -26,23 +36,13 @@ from ckpt.convert.exporting_safetensors import (
     select_of_other,
     values_beside,
 )
-from ckpt.convert.importing import import_checkpoint
-from ckpt.convert.opened import Opened
-from ckpt.convert.rewriting import rewrite
-from ckpt.dist_checkpointing.megatron.zarr import is_megatron_zarr
-from ckpt.errors import CheckpointNotFoundError, ConfigurationError, printable
-from ckpt.format.manifest import MANIFEST_NAME, SHARDED, STATE
-from ckpt.format.places import ObjectPath, Place, as_place, local_path
 from ckpt.loading.direct import DirectLoad
-from ckpt.loading.loader import source_at
-from ckpt.loading.other_formats.other_source import OtherSource, format_at
-from ckpt.loading.other_formats.recognised import recognised
 from ckpt.loading.sources import CheckpointSource
 from ckpt.ranks.topology import Topology
 from ckpt.storage.files import read_once
 from ckpt.storage.metadata import maybe_load_config
 from ckpt.storage.stored import checkpoints_below, noticing_removal, read_manifest_bytes
-from recipes.commands.converting_megatron import Converted, convert_megatron, described
+from recipes.commands.converting_megatron import Converted, convert_megatron, described, sharded_parts
 from recipes.support.config import command_keys
 from recipes.support.progress import progress_bar
 from recipes.support.tables import counted, first_rows, more, most_rows, print_json
@@ -277,11 +277,11 @@ def _import(keys: ConvertKeys, topology: Topology) -> Converted:
 
 
 def _to_dcp(keys: ConvertKeys, topology: Topology) -> Converted:
-    from ckpt.convert.exporting_dcp import export_dcp  # it imports DCP, which takes a second
+    from ckpt.interop.dcp.writing import export_dcp  # it imports DCP, which takes a second
 
     source = _opened(keys, topology)
     src = as_place(keys.src, "src")
-    sharded = src if isinstance(src, Path) and _is_sharded(src, source) else None
+    sharded = sharded_parts(src) if isinstance(src, Path) and _is_sharded(src, source) else None
     return _on_ranks(keys, source, topology, lambda dst: export_dcp(source, dst, topology, sharded=sharded))
 
 
@@ -290,7 +290,7 @@ def _is_sharded(src: Path, source: CheckpointSource) -> bool:
 
 
 def _to_torch(keys: ConvertKeys, topology: Topology) -> Converted:
-    from ckpt.convert.exporting_torch import export_torch
+    from ckpt.interop.torch_save.writing import export_torch
 
     source = _opened(keys, topology)
     return _on_ranks(keys, source, topology, lambda dst: export_torch(source, dst, topology))

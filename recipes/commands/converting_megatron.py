@@ -18,18 +18,22 @@ import torch
 from rich.filesize import decimal
 
 from ckpt.catalog.verify import examine
-from ckpt.convert.atomic_directory import shared_directory
-from ckpt.convert.opened import share_of
 from ckpt.dist_checkpointing.mapping import ShardedObject
-from ckpt.dist_checkpointing.megatron import zarr as megatron_zarr
-from ckpt.dist_checkpointing.megatron.layout import headless
-from ckpt.dist_checkpointing.serialization import save
+from ckpt.dist_checkpointing.serialization import load_common_state_dict, save
+from ckpt.dist_checkpointing.validation import verify_checkpoint_and_load_strategy
 from ckpt.errors import ConfigurationError, StorageError
 from ckpt.format.box import Box, whole
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.places import Place
-from ckpt.format.unpickling import UnknownObject
-from ckpt.loading.other_formats.megatron_folders import common_state, is_megatron, open_sharded
+from ckpt.format.unknown import UnknownObject
+from ckpt.interop.atomic_directory import shared_directory
+from ckpt.interop.megatron import zarr as megatron_zarr
+from ckpt.interop.megatron.layout import headless
+from ckpt.interop.megatron.reading import common_state, open_sharded
+from ckpt.interop.megatron.reading import is_at as is_torch_dist
+from ckpt.interop.megatron.writing import ShardedParts
+from ckpt.interop.opened import share_of
+from ckpt.interop.registry import PROGRAMS
 from ckpt.loading.report import some_of
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
@@ -95,7 +99,7 @@ def convert_megatron(
         StorageError: the bytes read back differ from those written.
     """
     with topology.phase("open"):
-        old = (_of_torch_dist if is_megatron(src) else _of_zarr)(src, allow_pickle)
+        old = (_of_torch_dist if is_torch_dist(src) else _of_zarr)(src, allow_pickle)
         plain = _PlainValues()
         common = plain.entries(old.common, "")
         objects = _objects(old, plain)
@@ -125,6 +129,22 @@ def convert_megatron(
         f"  common   {', '.join(names) or 'nothing'}",
     ]
     return described(src, dst, to, topology, held, lines)
+
+
+def sharded_parts(src: Path) -> ShardedParts:
+    """What the sharded state dict at `src`, in our format, holds beside its tensors."""
+
+    def objects() -> dict[str, list[Any]]:
+        with use_topology(Topology.alone()):
+            _, common = verify_checkpoint_and_load_strategy(str(src))
+            found: dict[str, Any] = common.load_sharded_objects(dict(common.load_sharded_metadata(src)), src)
+        return {unique_key: [value] for unique_key, value in found.items()}
+
+    def common() -> dict[str, Any]:
+        with use_topology(Topology.alone()):
+            return load_common_state_dict(src)
+
+    return ShardedParts(objects, common)
 
 
 @dataclass(frozen=True)
@@ -158,7 +178,8 @@ def _of_zarr(src: Path, allow_pickle: bool) -> _Old:
 
 
 def _of_torch_dist(src: Path, allow_pickle: bool) -> _Old:
-    stored = open_sharded(src, allow_pickle=allow_pickle)
+    PROGRAMS["megatron"].require_allowed(src, allow_pickle=allow_pickle)
+    stored = open_sharded(src)
     for (key,), why in stored.unread.items():
         raise ConfigurationError(f"{src}: {key} {why}: leave it out where it is written")
     objects = {str(key): read for (key,), read in stored.values.items()}

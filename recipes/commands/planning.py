@@ -13,8 +13,8 @@ from rich.filesize import decimal
 from ckpt.errors import ConfigurationError
 from ckpt.format.manifest import CheckpointManifest
 from ckpt.format.places import Place, as_place
+from ckpt.interop.registry import require_checkpoint
 from ckpt.loading.forecast import Forecast, LoadPreview, Rank, forecast
-from ckpt.loading.loader import require_checkpoint
 from ckpt.loading.report import Misfits, Status
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import OWN_COPIES, SharingPattern, default_elastic

@@ -22,7 +22,7 @@ from ckpt.catalog.verify import Verification, examine
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, printable, sentence
 from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry, CheckpointManifest, ComponentManifest
 from ckpt.format.places import Place, as_place, local_path
-from ckpt.loading.other_formats.recognised import recognised
+from ckpt.interop.recognised import recognised
 from ckpt.loading.report import some_of
 from ckpt.storage.files_of import files_below
 from ckpt.storage.stored import checkpoints_below, gone, identity_of, not_a_checkpoint, noticing_removal, read_manifest

@@ -10,16 +10,16 @@ from pathlib import Path
 import torch
 
 from ckpt.catalog.catalog import catalog_at
-from ckpt.convert.opened import PIECE_BYTES, Opened, Piece, batches, read_into, slabs
-from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr, is_megatron_zarr
 from ckpt.errors import CheckpointError, sentence
 from ckpt.format.box import Box
 from ckpt.format.manifest import STATE, ArrayEntry
 from ckpt.format.places import Place
+from ckpt.interop.megatron.zarr import MegatronZarr, is_megatron_zarr
+from ckpt.interop.opened import PIECE_BYTES, Opened, Piece, batches, read_into, slabs
+from ckpt.interop.other_source import OtherSource
+from ckpt.interop.registry import format_at, source_at
+from ckpt.interop.torch_save.old_folders import old_files
 from ckpt.loading.direct import DirectLoad
-from ckpt.loading.loader import source_at
-from ckpt.loading.other_formats.other_source import OtherSource, format_at
-from ckpt.loading.torch_save_folders import old_files
 from ckpt.ranks.topology import Topology
 from ckpt.storage.files_of import is_folder
 from ckpt.storage.stored import has_manifest

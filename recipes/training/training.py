@@ -24,8 +24,9 @@ from ckpt.errors import (
 )
 from ckpt.format.names import step_of
 from ckpt.format.places import place_of
+from ckpt.interop.registry import require_checkpoint
 from ckpt.loading.compatibility import goes_on
-from ckpt.loading.loader import LoadReport, require_checkpoint
+from ckpt.loading.loader import LoadReport
 from ckpt.loading.report import some_of
 from ckpt.memory.device import Device
 from ckpt.ranks.sigterm import TOLD_TO_END

@@ -19,9 +19,9 @@ import recipes.__main__
 import recipes.inspect
 import recipes.train
 from ckpt.catalog.incremental import DiskUse
-from ckpt.convert.comparing import Difference
 from ckpt.engine import SyncReport
 from ckpt.format.manifest import ArrayEntry, ComponentManifest
+from ckpt.interop.comparing import Difference
 from ckpt.state.doctor import Diagnosis
 from recipes.benchmark.harness import MEASUREMENTS
 from recipes.commands.bisecting import Parting

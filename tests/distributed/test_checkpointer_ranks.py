@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ckpt
 from ckpt import Checkpointer
 from ckpt.errors import CheckpointError, ConfigurationError, ReplicationError, WorldSizeError
+from ckpt.interop.registry import source_at
 from ckpt.loading.direct import DirectLoad
-from ckpt.loading.loader import source_at
 from ckpt.memory.device import Device
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.topology import Phase, Topology

@@ -1,7 +1,7 @@
 """Checkpoints that the real Megatron-Core wrote, loaded by `ckpt.load` as they are: any number of ranks, any cut, every bit.
 
 S1.80: the ones that upstream itself can no longer read. What is in them says tests/golden/megatron/README.md; how each of
-their files is read is the matter of tests/unit/dist_checkpointing/test_megatron_zarr.py, their conversion that of
+their files is read is the matter of tests/unit/interop/test_megatron_zarr.py, their conversion that of
 tests/e2e/test_convert.py.
 """
 

@@ -13,9 +13,10 @@ import torch
 
 from ckpt import StateComponent
 from ckpt.catalog.verify import verify_checkpoint
-from ckpt.convert import exporting_safetensors, exporting_torch
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
+from ckpt.interop.safetensors import writing as exporting_safetensors
+from ckpt.interop.torch_save import writing as exporting_torch
 from ckpt.ranks.topology import Topology
 from ckpt.storage.stored import read_index, read_manifest
 from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert_on_ranks, run_of

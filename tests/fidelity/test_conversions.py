@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 
 import ckpt
 from ckpt import Checkpointer
-from ckpt.convert.comparing import Difference, compare
 from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.interop.comparing import Difference, compare
+from ckpt.interop.registry import source_at
 from ckpt.loading.direct import DirectLoad
-from ckpt.loading.loader import source_at
 from ckpt.ranks.topology import Topology
 from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert_on_ranks, run_of
 from tests.fidelity.same import same

@@ -13,16 +13,16 @@ import torch
 
 from ckpt.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from ckpt.dist_checkpointing.mapping import ShardedStateDict
-from ckpt.dist_checkpointing.megatron.layout import MegatronArray, headless
-from ckpt.dist_checkpointing.megatron.zarr import Library, MegatronZarr, is_megatron_zarr
 from ckpt.errors import ConfigurationError, MissingStateError, ShapeMismatchError
 from ckpt.format.box import Box, overlap, whole
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.manifest import MANIFEST_NAME, SHARDED, ArrayEntry
 from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.format.places import Place
+from ckpt.interop.megatron.layout import MegatronArray, headless
+from ckpt.interop.megatron.zarr import Library, MegatronZarr, is_megatron_zarr
 from ckpt.loading.direct import DirectLoad
-from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint, OtherTensor
+from ckpt.loading.other_checkpoint import OtherCheckpoint, OtherTensor
 from ckpt.loading.report import some_of
 from ckpt.loading.sources import CommittedSource
 from ckpt.loading.state_matching import SavedCopy, match_changed

@@ -13,12 +13,12 @@ import torch
 from ckpt.backends.base import Backend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.dist_checkpointing.mapping import ShardedStateDict
-from ckpt.dist_checkpointing.megatron.layout import layout_of
 from ckpt.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
 from ckpt.dist_checkpointing.strategies.sharded import LoadTensors, SaveTensors, uncut
 from ckpt.errors import ConfigurationError, ShapeMismatchError, logger_of
 from ckpt.format.dtypes import AS_INTEGERS, STORABLE, zarr_name
 from ckpt.format.manifest import MANIFEST_NAME, SHARDED
+from ckpt.interop.megatron.layout import layout_of
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.storage.stored import read_manifest
 

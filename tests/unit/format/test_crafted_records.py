@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from ckpt import StateComponent
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.catalog.verify import verify_checkpoint
-from ckpt.convert.rewriting import rewrite
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
+from ckpt.interop.rewriting import rewrite
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.state.statefuls import RNGState

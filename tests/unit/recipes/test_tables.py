@@ -13,7 +13,7 @@ import xxhash
 from rich.console import Console
 
 from ckpt import StateComponent
-from ckpt.convert.comparing import Difference
+from ckpt.interop.comparing import Difference
 from ckpt.ranks.topology import Topology
 from recipes.benchmark.tables import tables_of
 from recipes.commands.comparing import listed

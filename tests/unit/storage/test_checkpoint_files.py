@@ -19,12 +19,12 @@ from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.catalog.verify import verify_checkpoint
-from ckpt.convert.exporting_safetensors import export, select
-from ckpt.convert.rewriting import rewrite
 from ckpt.dist_checkpointing import ShardedObject, ShardedTensor
 from ckpt.dist_checkpointing.serialization import load_common_state_dict, remove_sharded_tensors
 from ckpt.errors import CheckpointError, CorruptCheckpointError
 from ckpt.format.records import FileRecord
+from ckpt.interop.rewriting import rewrite
+from ckpt.interop.safetensors.writing import export, select
 from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
