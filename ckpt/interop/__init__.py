@@ -10,8 +10,7 @@ Files:
     recognised              what is at a path that holds no checkpoint that is read
     opened                  a checkpoint of any format: its values, and its tensors box by box
     comparing               compares two checkpoints of any formats
-    atomic_directory        creates a directory atomically
-    checked_writes          writes pieces of files, and compares what is read back
+    new_files               creates a directory atomically; writes files in pieces, which are read back
     importing               writes a checkpoint of another program as one of ours
     rewriting               rewrites a checkpoint of ours in the format of another backend
 """

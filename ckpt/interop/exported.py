@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import torch
 
-from ckpt.format.box import whole
 from ckpt.format.digests import digest_of
-from ckpt.format.dtypes import raw_bytes, torch_dtype
 from ckpt.format.export_records import RECORDS_NAME, ExportRecords
 from ckpt.format.manifest import SHARDED, STATE, ArrayEntry, CheckpointManifest
 from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.format.names import PLAIN_NAME
 from ckpt.format.strict_json import Refused, refusing
-from ckpt.loading.direct import DirectLoad
 from ckpt.loading.other_checkpoint import OtherCheckpoint, OtherTensor
 from ckpt.loading.sources import CheckpointSource, ManifestSource
 from ckpt.loading.strategy import LoadingStrategy, Reading, ReadRequest
@@ -62,7 +58,7 @@ class ExportedSource(ManifestSource):
         with refusing(where):
             tensors = _tensors_of(self.manifest, records, checkpoint)
         self._plain = records.plain
-        self._checkpoint = OtherCheckpoint(checkpoint.root, checkpoint.program, tensors, {})
+        self._checkpoint = OtherCheckpoint(checkpoint.root, tensors, {})
         self._strategy = strategy
         self._device = device
 
@@ -73,22 +69,6 @@ class ExportedSource(ManifestSource):
     def plain_file(self, key: str, prefix: str) -> bytes:
         """See `ManifestSource.plain_file`."""
         return self._plain[f"{key}/{prefix}{PLAIN_NAME}"].encode()
-
-    def contents(self, component: StateComponent, prefix: str) -> Mapping[str, Any]:
-        """See `CheckpointSource.contents`. Reads the tensors, one at a time."""
-        start = f"{component.key}/{prefix}"
-        found: dict[str, Any] = {key: tuple(row) for key, row in self.rows(component, prefix).items()}
-        for key, entry in self.entries(component, prefix).items():
-            out = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
-            name = entry.alias_of or start + key
-            request = ReadRequest(name, f"{component.key}: {key}", whole(entry.shape), out)
-            DirectLoad().prepare([request], self._checkpoint, self.topology, self._device, verify=False).run()
-            found[key] = entry.dtype, entry.shape, digest_of(raw_bytes(out).numpy().data)
-        return found
-
-    def check(self, optional: Collection[str]) -> dict[str, dict[str, Any]]:
-        """See `CheckpointSource.check`: the records were checked, and the rest has no digests."""
-        return {}
 
     def prepare(self, requests: Sequence[ReadRequest]) -> Reading:
         return self._strategy.prepare(requests, self._checkpoint, self.topology, self._device, verify=False)

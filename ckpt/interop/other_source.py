@@ -37,6 +37,7 @@ class OtherSource(StateDictSource):
         self, path: Place, checkpoint: OtherCheckpoint, topology: Topology, strategy: LoadingStrategy, device: Device
     ) -> None:
         super().__init__(path, checkpoint, topology, strategy, device)
+        self.program = checkpoint.program
         beside = state_beside(path) if checkpoint.program in _OF_WEIGHTS else []
         self.left_out = [f"{name} (it lies beside the weights)" for name in beside]
         if beside and topology.is_lead:

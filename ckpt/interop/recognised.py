@@ -11,12 +11,13 @@ from ckpt.errors import CheckpointError
 from ckpt.format.file_kinds import kind_of
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.format.places import Place
+from ckpt.interop.megatron.layout import is_megatron_zarr
 from ckpt.interop.registry import PROGRAMS, format_at
 from ckpt.interop.safetensors.hub import opened, weights_at
 from ckpt.loading.report import some_of
 from ckpt.storage.files_of import is_file
 from ckpt.storage.hub_snapshots import files_in
-from ckpt.storage.metadata import maybe_load_config, other_format
+from ckpt.storage.metadata import other_format
 from ckpt.storage.stored import checkpoints_below
 
 _MOST_LISTED = 1000
@@ -80,11 +81,12 @@ def recognised(path: Path) -> str | None:
         return None
     if (other := other_format(path)) is not None:
         return other
-    if _is_megatron_zarr(path):
-        return (
-            f"{path} was written by Megatron-Core's zarr strategy: load it by ckpt.dist_checkpointing.load, or convert it by "
-            f"python -m recipes.convert src={path} dst=<a new folder>"
-        )
+    with suppress(CheckpointError):  # somebody else's metadata.json
+        if is_megatron_zarr(path):
+            return (
+                f"{path} was written by Megatron-Core's zarr strategy: load it by ckpt.dist_checkpointing.load, or convert it by "
+                f"python -m recipes.convert src={path} dst=<a new folder>"
+            )
     for pattern, said in _OF_FOLDERS:
         if matches := _matches(path, pattern):
             return f"{path} is {said.format(path=path, found=matches[-1], above=matches[-1].parent)}"
@@ -109,13 +111,6 @@ def _of_file(path: Path) -> str:
         return f"{path} is not a checkpoint: it is a file of the one in its folder; give {above}"
     kind = _kind_of(path, path)
     return f"{path} is {kind or 'a file of none of the formats that are read: give a safetensors file, or one of torch.save'}"
-
-
-def _is_megatron_zarr(path: Path) -> bool:
-    with suppress(CheckpointError):  # somebody else's metadata.json
-        config = maybe_load_config(path)
-        return config is not None and config.sharded_backend == "zarr" and config.common_backend != "json"
-    return False
 
 
 def _is_read(path: Path) -> bool:

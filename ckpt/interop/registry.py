@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ckpt.errors import CheckpointNotFoundError
 from ckpt.format.manifest import MANIFEST_NAME, STATE
@@ -25,27 +25,14 @@ from ckpt.state.sharing import Sharing, SharingPattern
 from ckpt.storage.stored import has_manifest
 
 
-class Reading(Protocol):
-    """The module `reading` of a program."""
-
-    def is_at(self, path: Any) -> bool:
-        """Whether there is a checkpoint of the program at a path."""
-
-    def open_at(self, path: Any) -> OtherCheckpoint:
-        """Open it for reading by one rank.
-
-        Raises:
-            CorruptCheckpointError: what describes it is damaged.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class Program:
     """A program that writes checkpoints.
 
     Attributes:
         words: its name, for people.
-        room: the package below `ckpt.interop` that reads them, in its module `reading`, and may write some, in `writing`.
+        room: the package below `ckpt.interop` whose modules `reading` and `writing` read and write them.
+        writer: the function that writes them; "": none does.
         pickles: what its checkpoints are and which of their files are pickles, for people; "": none are.
         in_stores: whether they are read in object stores, too.
         is_whole: whether the files of a checkpoint are nothing without the others.
@@ -53,14 +40,26 @@ class Program:
 
     words: str
     room: str
+    writer: str = ""
     pickles: str = ""
     in_stores: bool = False
     is_whole: bool = False
 
-    @property
-    def reading(self) -> Reading:
-        module: Any = import_module(f"ckpt.interop.{self.room}.reading")
-        return module  # type: ignore[no-any-return]
+    def is_at(self, path: Place) -> bool:
+        """Whether there is a checkpoint of it at a path."""
+        return (self.in_stores or isinstance(path, Path)) and bool(self._module("reading").is_at(path))
+
+    def open(self, path: Place, *, allow_pickle: bool) -> OtherCheckpoint:
+        """Open a checkpoint of it for reading by one rank.
+
+        Raises:
+            CheckpointNotFoundError: it holds pickles, and these are not allowed.
+            CorruptCheckpointError: what describes it is damaged.
+        """
+        self.require_allowed(path, allow_pickle=allow_pickle)
+        checkpoint: OtherCheckpoint = self._module("reading").open_at(path)
+        checkpoint.program = self.words
+        return checkpoint
 
     def require_allowed(self, path: Place, *, allow_pickle: bool) -> None:
         """Refuse to read pickles that nobody has allowed.
@@ -71,24 +70,32 @@ class Program:
         if self.pickles and not allow_pickle:
             raise CheckpointNotFoundError(f"{path} is {self.pickles}, load with allow_pickle=True.")
 
+    def write(self, *args: Any, **options: Any) -> Any:
+        """Call its writer."""
+        return getattr(self._module("writing"), self.writer)(*args, **options)
+
+    def _module(self, name: str) -> Any:
+        return import_module(f"ckpt.interop.{self.room}.{name}")
+
 
 _DCP = (
     "a checkpoint of torch.distributed.checkpoint, whose .metadata is a pickle. To read it, without running any code in it"
 )
 PROGRAMS = {
-    "megatron": Program("Megatron-Core", "megatron", _DCP, is_whole=True),
-    "dcp": Program("torch.distributed.checkpoint", "dcp", _DCP, in_stores=True, is_whole=True),
-    "safetensors": Program("safetensors", "safetensors", in_stores=True),
+    "megatron": Program("Megatron-Core", "megatron", pickles=_DCP, is_whole=True),
+    "dcp": Program("torch.distributed.checkpoint", "dcp", "export_dcp", _DCP, in_stores=True, is_whole=True),
+    "safetensors": Program("safetensors", "safetensors", "export", in_stores=True),
     "deepspeed": Program(
         "DeepSpeed",
         "deepspeed",
-        "a universal checkpoint of DeepSpeed, whose files are pickles. To read them, without running any code in them",
+        pickles="a universal checkpoint of DeepSpeed, whose files are pickles. To read them, without running any code in them",
         is_whole=True,
     ),
     "orbax": Program("Orbax", "orbax", is_whole=True),
     "torch": Program(
         "torch.save",
         "torch_save",
+        "export_torch",
         "a file of torch.save, whose data.pkl is a pickle. To read it, without running any code in it",
         in_stores=True,
     ),
@@ -100,8 +107,7 @@ def format_at(path: Place) -> str | None:
     """The format of another program's checkpoint at a path; None: there is one of this package, or none that is known."""
     if has_manifest(path):
         return None
-    known = {name: one for name, one in PROGRAMS.items() if one.in_stores or isinstance(path, Path)}
-    return next((name for name, one in known.items() if one.reading.is_at(path)), None)
+    return next((name for name, one in PROGRAMS.items() if one.is_at(path)), None)
 
 
 class _Programs:
@@ -121,8 +127,7 @@ class _Programs:
             assert isinstance(path, Path)
             return OldSource(path, found, loader.topology)
         with loader.topology.phase("open"):
-            PROGRAMS[found].require_allowed(path, allow_pickle=loader.allow_pickle)
-            checkpoint = PROGRAMS[found].reading.open_at(path)
+            checkpoint = PROGRAMS[found].open(path, allow_pickle=loader.allow_pickle)
         is_one = [component.key for component in loader.components] == [STATE]
         source = OtherSource(path, checkpoint, loader.topology, loader.strategy, loader.device)
         source.leaves_out_unknown = is_one

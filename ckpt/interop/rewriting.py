@@ -38,7 +38,7 @@ from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.format.names import is_inner_path
 from ckpt.format.places import Place
 from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, stored_shape
-from ckpt.interop.atomic_directory import shared_place
+from ckpt.interop.new_files import shared_place
 from ckpt.loading.strategy import StoredCheckpoint
 from ckpt.memory.huge_pages import Scratch
 from ckpt.planning.plan import ChunkTask, PackTask, PlannedArray, RankPlan, SavePlan

@@ -7,23 +7,23 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from ckpt.errors import CorruptCheckpointError
+from ckpt.errors import CheckpointError, CorruptCheckpointError
 from ckpt.format.box import Box, first_overlap, overlap, whole
 from ckpt.format.dtypes import item_bytes, torch_dtype
 from ckpt.format.export_records import ExportRecords
 from ckpt.format.places import Place
 from ckpt.format.records import ArraySpec, ChunkExtent
+from ckpt.format.unknown import shown
 from ckpt.loading.strategy import ReadRequest, StoredPart
 from ckpt.planning.plan import needed_chunks
 from ckpt.state.flatten import Path as StatePath
 from ckpt.storage.checked_blocks import CheckedBlocks
-from ckpt.storage.files_of import Files, files_below, read_fully
+from ckpt.storage.files_of import Files, files_below
 from ckpt.storage.held import NOTHING_HELD
 from ckpt.storage.runs import WantedBox
 
@@ -63,11 +63,17 @@ class Encoded:
         file: path below the checkpoint of a file that it needs.
         grid: shape of a chunk, in elements; it is decoded whole by two-stage loads.
         read: fills a host tensor of shape `box.shape`, with any strides, with a box of the tensor.
+        extent: where the chunk of a number lies, if each has a file of its own, which need not be encoded; None: it is not known.
     """
 
     file: str
     grid: tuple[int, ...]
     read: Callable[[Box, torch.Tensor], None]
+    extent: Callable[[int], ChunkExtent] | None = None
+
+    def __call__(self) -> Encoded:
+        """See `OtherTensor.pieces`."""
+        return self
 
 
 @dataclass(slots=True)  # not frozen: see ReadRequest
@@ -77,8 +83,8 @@ class OtherTensor:
     Attributes:
         path: steps from the whole state dict to it.
         dtype: a Zarr v3 data type name.
-        pieces: finds its pieces; called once, when they are first read. They tile the tensor, or the checkpoint is damaged. Of a tensor
-            in one piece it may be the piece itself.
+        pieces: finds its pieces; called once, when they are first read. They tile the tensor, or the checkpoint is damaged. It may
+            be the one piece itself.
         memory: equal for tensors that are one, as tied weights are; None: it is not known.
         kind: what it is beside its values, as the last step of a path (`ckpt.state.tensor_classes`); None: nothing.
     """
@@ -89,6 +95,22 @@ class OtherTensor:
     pieces: Callable[[], list[FilePiece] | Encoded]
     memory: Hashable = None
     kind: tuple[str, str] | None = None
+
+
+def given(value: Any) -> Callable[[], Any]:
+    """Return a function that returns a value, see `OtherCheckpoint.values`."""
+    return lambda: value
+
+
+@contextmanager
+def refusing(where: Place, program: str) -> Iterator[None]:
+    """Turn errors of reading what a program should have written into a `CorruptCheckpointError`."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        raise CorruptCheckpointError(f"{where} is not what {program} writes: {type(error).__name__} {shown(error.args)}") from None
 
 
 @contextmanager
@@ -113,12 +135,12 @@ class OtherCheckpoint:
         tensors: name -> tensor, in the same order on all ranks.
         values: path -> a function that returns the plain value there.
         paths: of all tensors and values, and of what is unread, in the order of the state dict; (): it has none.
-        program: that wrote it, for messages.
         named_by: a folder whose name ends in the step; None: the path that was given to open it.
         described_in: the file below `root` that describes the values, if some hold tensors.
         unread: path -> why a tensor there cannot be loaded. Those among `tensors`, too, are their bytes alone.
 
     Attributes:
+        program: that wrote it, for messages.
         has_order: whether entries have an order that a program chose.
         records: of the checkpoint of ours that it was made of; None: it was made of none, or changed since.
 
@@ -126,6 +148,7 @@ class OtherCheckpoint:
         CorruptCheckpointError: a path has more steps than any state dict.
     """
 
+    program = ""
     has_digests = False
     held = NOTHING_HELD
     checked: CheckedBlocks | None = None
@@ -134,7 +157,6 @@ class OtherCheckpoint:
     def __init__(
         self,
         root: Place,
-        program: str,
         tensors: Mapping[str, OtherTensor],
         values: Mapping[StatePath, Callable[[], Any]],
         *,
@@ -150,7 +172,6 @@ class OtherCheckpoint:
         self.root = root
         self.named_by = named_by
         self.described_in = described_in
-        self.program = program
         self.tensors = dict(tensors)
         self.values = values
         self.unread = unread
@@ -186,12 +207,12 @@ class OtherCheckpoint:
         encoded = Encoded(self.described_in, tuple(max(1, side) for side in tensor.shape), read)
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         self._numbers[name] = len(self._numbers)
-        self.tensors[name] = OtherTensor(path, dtype, shape, lambda: encoded)
+        self.tensors[name] = OtherTensor(path, dtype, shape, encoded)
 
     def mapped(self, name: str) -> list[tuple[Box, torch.Tensor]]:
         """Return a tensor's pieces as views of their files, at any alignment; one that is not raw, or empty, whole and in memory.
 
-        Pieces of an object store are in memory. Views are private mappings: writes to them do not reach the files. They are valid until
+        It lies in a folder. Views are private mappings: writes to them do not reach the files. They are valid until
         somebody else changes the files.
 
         Raises:
@@ -207,12 +228,6 @@ class OtherCheckpoint:
         found = []
         for box, file, offset in ((piece.box, piece.file, piece.offset) for piece in pieces if piece.box.num_elements):
             self._chunk_around(file, offset, box.num_elements * dtype.itemsize)
-            if not isinstance(self.root, Path):
-                memory = bytearray(box.num_elements * dtype.itemsize)
-                with folder_with(self.root, file) as folder, folder.opened(file) as stored:
-                    read_fully(stored, memoryview(memory), offset)
-                found.append((box, torch.frombuffer(memory, dtype=dtype).view(box.shape)))
-                continue
             if file not in self._maps:
                 with folder_with(self.root, file) as folder, folder.stream(file) as stream:
                     self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -242,11 +257,12 @@ class OtherCheckpoint:
         tensor = self.tensors[request.name]
         spec = ArraySpec(request.name, tensor.dtype, tensor.shape, encoded.grid)
         for number, chunk_box, wanted in needed_chunks(tensor.shape, encoded.grid, request.box):
-            # No bytes are read by their place: a negative one, the same on all ranks, tells it from all other chunks of the file.
-            new = ChunkExtent(
-                encoded.file, -1 - (self._numbers[request.name] << _CHUNK_BITS) - number, 0, (), raw=False
-            )
-            chunk = self._encoded.setdefault((request.name, number), new)
+            if encoded.extent is not None:
+                chunk = encoded.extent(number)
+            else:  # no bytes are read by their place: a negative one, the same on all ranks, tells it from all other chunks of the file
+                place = -1 - (self._numbers[request.name] << _CHUNK_BITS) - number
+                new = ChunkExtent(encoded.file, place, 0, (), raw=False)
+                chunk = self._encoded.setdefault((request.name, number), new)
             out = request.out[wanted.relative_to(request.box).slices]
             part = WantedBox(0, encoded.grid, wanted.relative_to(chunk_box), out, request.label)
             yield StoredPart(chunk, part, spec, "encoded", wanted)

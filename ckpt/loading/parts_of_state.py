@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence, Set
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from pathlib import Path as FilePath
-from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -22,7 +21,7 @@ from ckpt.format.gc_pause import gc_paused
 from ckpt.format.manifest import STATE, ArrayEntry
 from ckpt.format.places import Place
 from ckpt.loading.direct import DirectLoad
-from ckpt.loading.other_checkpoint import OtherCheckpoint, OtherTensor
+from ckpt.loading.other_checkpoint import OtherCheckpoint, OtherTensor, given
 from ckpt.loading.sources import CheckpointSource, ManifestSource, Rows, require_same_kind
 from ckpt.loading.strategy import LoadingStrategy, Reading, ReadRequest
 from ckpt.memory.device import Device, device_of
@@ -54,11 +53,6 @@ _Form = tuple[str, tuple[int, ...]]
 class StateDictSource(CheckpointSource):
     """A state dict, open for reading by one rank as the components that it holds. See `CheckpointSource`."""
 
-    run_id: str | None = None
-    history: Mapping[str | None, int] = MappingProxyType({})
-    config_text = ""
-    metrics: Mapping[str, float | None] = MappingProxyType({})
-    metadata: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(
         self, path: Place, checkpoint: OtherCheckpoint, topology: Topology, strategy: LoadingStrategy, device: Device
@@ -132,13 +126,6 @@ class StateDictSource(CheckpointSource):
     def unread(self, component: StateComponent, prefix: str) -> Mapping[str, str]:
         self._leaves(component)
         return self._unread[component.key]
-
-    def contents(self, component: StateComponent, prefix: str) -> Mapping[str, Any]:
-        raise AssertionError("there is one copy of each component, so none are compared")
-
-    def check(self, optional: Collection[str]) -> dict[str, dict[str, Any]]:
-        """See `CheckpointSource.check`: other programs keep no digests."""
-        return {}
 
     def prepare(self, requests: Sequence[ReadRequest]) -> Reading:
         named = self._named(requests)
@@ -288,9 +275,10 @@ class PartsOfState(StateDictSource):
             )
             for name, entry in entries.items()
         }
-        values = {paths[name]: partial(_itself, value) for name, value in plain.items()}
+        values = {paths[name]: given(value) for name, value in plain.items()}
         in_order = [*map(without_kind, paths.values()), *((name,) for name in entries if name not in paths)]
-        checkpoint = OtherCheckpoint(FilePath(), "ckpt.save", tensors, values, paths=in_order)
+        checkpoint = OtherCheckpoint(FilePath(), tensors, values, paths=in_order)
+        checkpoint.program = "ckpt.save"
         super().__init__(FilePath(), checkpoint, whole.topology, DirectLoad(), device_of(()))
         self.checkpoint_id, self.run_id, self.history = whole.checkpoint_id, whole.run_id, whole.history
         self.config_text, self.metrics, self.metadata = whole.config_text, whole.metrics, whole.metadata
@@ -368,7 +356,3 @@ def _name(step: PathPart) -> str:
 
 def _never() -> Any:
     raise AssertionError("the whole reads its tensors")
-
-
-def _itself(value: Any) -> Any:
-    return value

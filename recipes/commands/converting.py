@@ -14,19 +14,18 @@ import msgspec
 from omegaconf import MISSING, DictConfig
 from rich.filesize import decimal
 
-from ckpt.backends.base import Backend
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.registry import BACKENDS, backend_named
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, printable
 from ckpt.format.manifest import MANIFEST_NAME, SHARDED, STATE
 from ckpt.format.places import ObjectPath, Place, as_place, local_path
-from ckpt.interop.atomic_directory import require_free
 from ckpt.interop.importing import import_checkpoint
 from ckpt.interop.megatron.zarr import is_megatron_zarr
+from ckpt.interop.new_files import require_free
 from ckpt.interop.opened import Opened
 from ckpt.interop.other_source import OtherSource
 from ckpt.interop.recognised import recognised
-from ckpt.interop.registry import format_at, source_at
+from ckpt.interop.registry import PROGRAMS, format_at, source_at
 from ckpt.interop.rewriting import rewrite
 from ckpt.interop.safetensors.writing import (
     export,
@@ -37,7 +36,7 @@ from ckpt.interop.safetensors.writing import (
     values_beside,
 )
 from ckpt.loading.direct import DirectLoad
-from ckpt.loading.sources import CheckpointSource
+from ckpt.loading.sources import CheckpointSource, CommittedSource
 from ckpt.ranks.topology import Topology
 from ckpt.storage.files import read_once
 from ckpt.storage.metadata import maybe_load_config
@@ -54,7 +53,6 @@ TORCH = "torch"
 DESTINATIONS = (*BACKENDS, SAFETENSORS, DCP, TORCH)
 """The values of `to`."""
 _OURS, _MEGATRON, _TORCH_DIST = "ours", "megatron zarr", "megatron"
-_SELECT = {_OURS: select, _MEGATRON: select_of_megatron}
 _OF_SHARDED = ("zarr", "tensorstore")
 """The formats of a sharded state dict, which Megatron-Core's zarr checkpoints can become."""
 _UNITS = {"": 1, "B": 1} | {
@@ -170,40 +168,38 @@ def convert_on_ranks(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
         StorageError: the bytes read back differ from those written.
     """
     keys = msgspec.convert(cfg["keys"], ConvertKeys)
-    work = _work(keys, cfg["format"], topology)
     with noticing_removal(as_place(keys.src, "src")):
-        return asdict(work())
+        return asdict(_converted(keys, cfg["format"], topology))
 
 
-def _work(keys: ConvertKeys, source_format: str, topology: Topology) -> Callable[[], Converted]:
-    """Choose how to convert."""
-    is_megatron = source_format == _MEGATRON
+def _converted(keys: ConvertKeys, source_format: str, topology: Topology) -> Converted:
+    """Choose how to convert, and do it."""
+    is_zarr = source_format == _MEGATRON
+    if (is_zarr and keys.to != SAFETENSORS) or (source_format == _TORCH_DIST and keys.to in BACKENDS):
+        if keys.to not in _OF_SHARDED:
+            raise ConfigurationError(
+                f"{keys.src} is a sharded state dict of Megatron-Core's, which to={keys.to} cannot hold: choose "
+                f"to={' or to='.join(_OF_SHARDED)}, or to={SAFETENSORS} for the tensors alone"
+            )
+        options = {"allow_pickle": keys.load.allow_pickle, "leave_out_unknown": keys.leave_out_unknown}
+        shown = partial(_shown, keys, topology, moves=2)  # mapped files are read without notice
+        return convert_megatron(local_path(keys.src, "src"), local_path(keys.dst, "dst"), keys.to, topology, shown, **options)
+    source = None if is_zarr else _opened(keys, topology)
     if keys.to == SAFETENSORS:
-        return partial(_export, keys, source_format, topology)
-    if keys.to in (DCP, TORCH) and not is_megatron:
-        return partial(_to_dcp if keys.to == DCP else _to_torch, keys, topology)
-    if source_format not in (_MEGATRON, _TORCH_DIST) and keys.to in BACKENDS:
-        return partial(_rewrite if source_format == _OURS else _import, keys, topology)
-    if keys.to not in _OF_SHARDED:
-        raise ConfigurationError(
-            f"{keys.src} is a sharded state dict of Megatron-Core's, which to={keys.to} cannot hold: choose "
-            f"to={' or to='.join(_OF_SHARDED)}, or to={SAFETENSORS} for the tensors alone"
-        )
-    options = {"allow_pickle": keys.load.allow_pickle, "leave_out_unknown": keys.leave_out_unknown}
-    shown = partial(_shown, keys, topology, moves=2)  # mapped files are read without notice
-    src, dst = local_path(keys.src, "src"), local_path(keys.dst, "dst")
-    return partial(convert_megatron, src, dst, keys.to, topology, shown, **options)
+        return _export(keys, source, topology)
+    assert source is not None, "a sharded state dict of the zarr strategy"
+    return _on_ranks(keys, source, topology, _writer(keys, source, topology))
 
 
 def show(found: Converted, keys: ConvertKeys) -> None:
     """Print what was converted, and what was left out."""
     if keys.json:
-        places = {"src": found.src, "dst": found.dst, "to": found.to}
+        places = {"src": keys.src, "dst": str(as_place(keys.dst, "dst")), "to": keys.to}
         print_json(places | found.held | {"num_files": found.num_files, "num_bytes": found.num_bytes})
         return
     files = counted(found.num_files, "file")
     first = (
-        f"{found.src} is now {found.dst}, for to={found.to}; {files}, {decimal(found.num_bytes)}, read back and right"
+        f"{keys.src} is now {as_place(keys.dst, 'dst')}, for to={keys.to}; {files}, {decimal(found.num_bytes)}, read back and right"
     )
     listed: list[str] = []
     for name, what in {"changed": "changed ", "left_out": "left out"}.items():
@@ -271,29 +267,23 @@ def _opened(keys: ConvertKeys, topology: Topology) -> CheckpointSource:
     return source
 
 
-def _import(keys: ConvertKeys, topology: Topology) -> Converted:
-    source = _opened(keys, topology)
-    return _on_ranks(keys, source, topology, lambda dst: import_checkpoint(source, dst, topology, _backend(keys.to)))
-
-
-def _to_dcp(keys: ConvertKeys, topology: Topology) -> Converted:
-    from ckpt.interop.dcp.writing import export_dcp  # it imports DCP, which takes a second
-
-    source = _opened(keys, topology)
+def _writer(keys: ConvertKeys, source: CheckpointSource, topology: Topology) -> Callable[[Any], object]:
+    """Return what writes a checkpoint to a new place."""
     src = as_place(keys.src, "src")
-    sharded = sharded_parts(src) if isinstance(src, Path) and _is_sharded(src, source) else None
-    return _on_ranks(keys, source, topology, lambda dst: export_dcp(source, dst, topology, sharded=sharded))
+    if keys.to == TORCH:
+        return lambda dst: PROGRAMS[TORCH].write(source, dst, topology)
+    if keys.to == DCP:
+        parts = sharded_parts(src) if isinstance(src, Path) and _is_sharded(src, source) else None
+        return lambda dst: PROGRAMS[DCP].write(source, dst, topology, sharded=parts)
+    # The process ends after the conversion: kimi-engine keeps no memory for a next save.
+    backend = KimiEngineBackend(pool=False) if keys.to == "kimi-engine" else backend_named(keys.to)
+    if isinstance(source, CommittedSource):
+        return lambda dst: rewrite(src, dst, backend, topology)
+    return lambda dst: import_checkpoint(source, dst, topology, backend)
 
 
 def _is_sharded(src: Path, source: CheckpointSource) -> bool:
-    return (src / MANIFEST_NAME).is_file() and source.holds(SHARDED) and maybe_load_config(src) is not None
-
-
-def _to_torch(keys: ConvertKeys, topology: Topology) -> Converted:
-    from ckpt.interop.torch_save.writing import export_torch
-
-    source = _opened(keys, topology)
-    return _on_ranks(keys, source, topology, lambda dst: export_torch(source, dst, topology))
+    return isinstance(source, CommittedSource) and source.holds(SHARDED) and maybe_load_config(src) is not None
 
 
 def _on_ranks(
@@ -312,34 +302,24 @@ def _on_ranks(
     if as_bytes := _as_bytes(opened):
         held["changed"] = as_bytes
     lines = [f"  components {', '.join(components)}", f"  arrays     {len(tensors)}, {decimal(array_bytes)}"]
-    return described(keys.src, as_place(keys.dst, "dst"), keys.to, topology, held, lines)
+    return described(as_place(keys.dst, "dst"), topology, held, lines)
 
 
 def _as_bytes(opened: Opened) -> list[str]:
     return [f"{name} {why}: its bytes alone, as uint8" for name, why in opened.bytes_alone().items()]
 
 
-def _backend(name: str) -> Backend:
-    """The process ends after the conversion: kimi-engine keeps no memory for a next save."""
-    return KimiEngineBackend(pool=False) if name == "kimi-engine" else backend_named(name)
-
-
-def _rewrite(keys: ConvertKeys, topology: Topology) -> Converted:
-    source = _opened(keys, topology)
-    src, backend = as_place(keys.src, "src"), _backend(keys.to)
-    return _on_ranks(keys, source, topology, lambda dst: rewrite(src, dst, backend, topology))
-
-
-def _export(keys: ConvertKeys, source_format: str, topology: Topology) -> Converted:
+def _export(keys: ConvertKeys, source: CheckpointSource | None, topology: Topology) -> Converted:
     src, dst = as_place(keys.src, "src"), local_path(keys.dst, "dst")
-    source = _opened(keys, topology) if source_format != _MEGATRON else None
     with topology.phase("select"):
-        if source is not None and (source_format != _OURS or source.holds(STATE)):
-            selection = select_of_other(source, src, keys.component)
+        if source is None:
+            selection = select_of_megatron(local_path(src, "src"), keys.component, topology)
+        elif isinstance(source, CommittedSource) and not source.holds(STATE):
+            selection = select(src, keys.component, topology)
         else:
-            selection = _SELECT[source_format](src, keys.component, topology)  # type: ignore[arg-type]  # Megatron-Core's is a folder
+            selection = select_of_other(source, src, keys.component)
         values = values_beside(source, keys.component) if source is not None else []
-        has_files_beside = isinstance(src, Path) and source_format == SAFETENSORS and src.is_dir()
+        has_files_beside = isinstance(src, Path) and isinstance(source, OtherSource) and source.program == SAFETENSORS and src.is_dir()
         folder = Path(keys.config_from) if keys.config_from is not None else src if has_files_beside else None
         beside = None if folder is None else model_files_in(folder)
     tensor_bytes = sum(tensor.num_bytes for tensor in selection.tensors)
@@ -367,4 +347,4 @@ def _export(keys: ConvertKeys, source_format: str, topology: Topology) -> Conver
     if beside is not None and beside.places:
         held["copied"] = list(beside.places)
         lines.append(f"  copied   {', '.join(held['copied'])}")
-    return described(keys.src, as_place(keys.dst, "dst"), keys.to, topology, held, lines)
+    return described(as_place(keys.dst, "dst"), topology, held, lines)

@@ -22,18 +22,16 @@ from ckpt.dist_checkpointing.mapping import ShardedObject
 from ckpt.dist_checkpointing.serialization import load_common_state_dict, save
 from ckpt.dist_checkpointing.validation import verify_checkpoint_and_load_strategy
 from ckpt.errors import ConfigurationError, StorageError
-from ckpt.format.box import Box, whole
-from ckpt.format.dtypes import torch_dtype
 from ckpt.format.places import Place
 from ckpt.format.unknown import UnknownObject
-from ckpt.interop.atomic_directory import shared_directory
 from ckpt.interop.megatron import zarr as megatron_zarr
-from ckpt.interop.megatron.layout import headless
 from ckpt.interop.megatron.reading import common_state, open_sharded
 from ckpt.interop.megatron.reading import is_at as is_torch_dist
 from ckpt.interop.megatron.writing import ShardedParts
+from ckpt.interop.new_files import shared_directory
 from ckpt.interop.opened import share_of
 from ckpt.interop.registry import PROGRAMS
+from ckpt.loading.other_checkpoint import OtherCheckpoint
 from ckpt.loading.report import some_of
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
@@ -52,25 +50,20 @@ class Converted:
         lines: its content, for people.
     """
 
-    src: str
-    dst: str
-    to: str
     num_files: int
     num_bytes: int
     held: dict[str, Any]
     lines: list[str]
 
 
-def described(
-    src: str | Path, dst: Place, to: str, topology: Topology, held: dict[str, Any], lines: Sequence[str]
-) -> Converted:
+def described(dst: Place, topology: Topology, held: dict[str, Any], lines: list[str]) -> Converted:
     """Return the result, with the files as the lead finds them."""
     if not isinstance(dst, Path):
         in_store = ObjectFiles(dst).sizes() if topology.is_lead else []
-        return Converted(str(src), str(dst), to, len(in_store), sum(in_store), held, lines)
+        return Converted(len(in_store), sum(in_store), held, lines)
     files = [dst] if dst.is_file() else dst.rglob("*")
     sizes = [file.stat().st_size for file in files if file.is_file()] if topology.is_lead else []
-    return Converted(str(src), str(dst), to, len(sizes), sum(sizes), held, lines)
+    return Converted(len(sizes), sum(sizes), held, lines)
 
 
 def convert_megatron(
@@ -108,7 +101,12 @@ def convert_megatron(
                 f"{src} holds values of classes that are not built here: {some_of(plain.left_out)}. Leave them out with "
                 "leave_out_unknown=true"
             )
-    pieces = [piece for of_key in old.tensors.values() for piece in of_key]
+        tensors = old.stored.tensors
+        pieces = [
+            ShardedTensor.at(key, values, tensor.shape, box.offsets)
+            for key, tensor in tensors.items()
+            for box, values in old.stored.mapped(key)
+        ]
     sizes = [0 if piece.data is None else piece.data.nbytes for piece in pieces]
     state = _state(common, objects if topology.is_lead else [], share_of(pieces, sizes, topology))
     array_bytes = sum(sizes)
@@ -121,14 +119,14 @@ def convert_megatron(
                 raise StorageError(f"what was written for {dst} is not what is read back: {examined.problems[0]}")
     names = [str(key) for key in common]
     left_out = [*(f"{path} (of no known meaning)" for path in old.others), *plain.left_out]
-    held: dict[str, Any] = {"arrays": len(old.tensors), "array_bytes": array_bytes, "objects": len(objects)}
+    held: dict[str, Any] = {"arrays": len(tensors), "array_bytes": array_bytes, "objects": len(objects)}
     held |= {"common": names, "left_out": left_out, "changed": plain.changed}
     lines = [
-        f"  arrays   {len(old.tensors)}, {decimal(array_bytes)}",
+        f"  arrays   {len(tensors)}, {decimal(array_bytes)}",
         f"  objects  {len(objects)}",
         f"  common   {', '.join(names) or 'nothing'}",
     ]
-    return described(src, dst, to, topology, held, lines)
+    return described(dst, topology, held, lines)
 
 
 def sharded_parts(src: Path) -> ShardedParts:
@@ -152,29 +150,24 @@ class _Old:
     """What the old checkpoint holds.
 
     Attributes:
+        stored: its tensors.
         common: its common state; inert objects stand for those of unknown classes, as in the objects.
         objects: unique key -> reads the object.
-        tensors: pieces by key, mapped.
         others: files of no known meaning.
     """
 
+    stored: OtherCheckpoint
     common: dict[Any, Any]
     objects: Mapping[str, Callable[[], Any]]
-    tensors: Mapping[str, list[ShardedTensor]]
     others: Sequence[str] = ()
 
 
 def _of_zarr(src: Path, allow_pickle: bool) -> _Old:
-    stored = megatron_zarr.MegatronZarr(src)
-    if stored.layout.headless:
-        raise headless(src, stored.layout.headless[0])
+    stored = megatron_zarr.MegatronZarr(src).require_whole()
     read = partial(megatron_zarr.load_megatron_object, src, allow_pickle=allow_pickle, unknown="keep")
-    return _Old(
-        megatron_zarr.load_megatron_common(src, allow_pickle=allow_pickle, unknown="keep"),
-        {unique_key: partial(read, unique_key) for unique_key in megatron_zarr.megatron_objects(src)},
-        {key: _sharded(key, array.shape, _pieces(stored, key)) for key, array in stored.arrays.items()},
-        stored.layout.others,
-    )
+    objects = {unique_key: partial(read, unique_key) for unique_key in megatron_zarr.megatron_objects(src)}
+    common = megatron_zarr.load_megatron_common(src, allow_pickle=allow_pickle, unknown="keep")
+    return _Old(stored, common, objects, stored.layout.others)
 
 
 def _of_torch_dist(src: Path, allow_pickle: bool) -> _Old:
@@ -182,13 +175,7 @@ def _of_torch_dist(src: Path, allow_pickle: bool) -> _Old:
     stored = open_sharded(src)
     for (key,), why in stored.unread.items():
         raise ConfigurationError(f"{src}: {key} {why}: leave it out where it is written")
-    objects = {str(key): read for (key,), read in stored.values.items()}
-    tensors = {key: _sharded(key, tensor.shape, stored.mapped(key)) for key, tensor in stored.tensors.items()}
-    return _Old(common_state(src), objects, tensors)
-
-
-def _sharded(key: str, shape: tuple[int, ...], pieces: list[tuple[Box, torch.Tensor]]) -> list[ShardedTensor]:
-    return [ShardedTensor.at(key, values, shape, box.offsets) for box, values in pieces]
+    return _Old(stored, common_state(src), {str(key): read for (key,), read in stored.values.items()})
 
 
 def _objects(old: _Old, plain: _PlainValues) -> list[ShardedObject]:
@@ -199,17 +186,6 @@ def _objects(old: _Old, plain: _PlainValues) -> list[ShardedObject]:
         one.data = plain.of(read(), "")
         found += [] if one.data is _LEFT_OUT else [one]
     return found
-
-
-def _pieces(stored: megatron_zarr.MegatronZarr, key: str) -> list[tuple[Box, torch.Tensor]]:
-    """A tensor's chunks, mapped. Megatron-Core writes them raw; a tensor with encoded chunks is read into memory."""
-    mapped = stored.mapped(key)
-    if mapped:
-        return mapped
-    array = stored.arrays[key]
-    values = torch.empty(array.shape, dtype=torch_dtype(array.dtype))
-    stored.read(key, whole(array.shape), values)
-    return [(whole(array.shape), values)]
 
 
 def _state(common: dict[Any, Any], objects: list[ShardedObject], tensors: Sequence[ShardedTensor]) -> dict[Any, Any]:

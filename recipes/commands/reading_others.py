@@ -20,6 +20,8 @@ from ckpt.interop.other_source import OtherSource
 from ckpt.interop.registry import format_at, source_at
 from ckpt.interop.torch_save.old_folders import old_files
 from ckpt.loading.direct import DirectLoad
+from ckpt.loading.sources import CheckpointSource
+from ckpt.memory.device import device_of
 from ckpt.ranks.topology import Topology
 from ckpt.storage.files_of import is_folder
 from ckpt.storage.stored import has_manifest
@@ -77,20 +79,19 @@ def other_at(path: Place, *, allow_pickle: bool) -> OtherAt | None:
     if has_manifest(path) or (is_folder(path) and catalog_at(path).committed()):
         return None
     kind = format_at(path)
+    objects: list[str] = []
     if kind is None and isinstance(path, Path) and path.is_dir() and is_megatron_zarr(path):
         stored = MegatronZarr(path)
-        entries = {key: ArrayEntry(array.dtype, array.shape) for key, array in stored.arrays.items()}
-        read = partial(_read_of_zarr, stored)
-        return OtherAt(
-            path, "Megatron-Core's zarr", entries, read, {key: key for key in entries}, list(stored.layout.objects)
-        )
-    if kind is None and not old_files(path, allow_pickle=True):
+        kind, objects = stored.program, stored.layout.objects
+        source: CheckpointSource = OtherSource(path, stored, Topology.alone(), DirectLoad(), device_of(()))
+    elif kind is None and not old_files(path, allow_pickle=True):
         return None
-    source = source_at(path, Topology.alone(), DirectLoad(), allow_pickle=allow_pickle)
+    else:
+        source = source_at(path, Topology.alone(), DirectLoad(), allow_pickle=allow_pickle)
     if isinstance(source, OtherSource):
         source.leaves_out_unknown = True
     opened = Opened(source)
-    found = OtherAt(path, kind or _OLD, {}, partial(read_into, source))
+    found = OtherAt(path, kind or _OLD, {}, partial(read_into, source), values=objects)
     for key in [STATE] if source.holds(STATE) else opened.keys:
         try:
             for prefix in opened.copies(key):
@@ -104,8 +105,3 @@ def other_at(path: Place, *, allow_pickle: bool) -> OtherAt | None:
         except (CheckpointError, OSError) as error:
             found.unread.append(sentence(error))
     return found
-
-
-def _read_of_zarr(stored: MegatronZarr, wanted: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
-    for key, box, out in wanted:
-        stored.read(key, box, out)

@@ -66,7 +66,7 @@ class ZarrSaveShardedStrategy(SaveTensors):
 
 
 class ZarrLoadShardedStrategy(LoadTensors):
-    """Loads tensors; Megatron-Core's arrays through zarr-python, those of this library straight from their files."""
+    """Loads tensors; encoded chunks of Megatron-Core's arrays through zarr-python, all others straight from their files."""
 
     library = "zarr"
 

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, BinaryIO
 
-from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
+from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import Box
 from ckpt.format.consistency import MAX_FILE_BYTES
 from ckpt.format.dtypes import is_known, item_bytes
@@ -29,6 +29,7 @@ from ckpt.loading.other_checkpoint import (
     OtherCheckpoint,
     OtherTensor,
     folder_with,
+    refusing,
 )
 from ckpt.state.flatten import Path as StatePath
 from ckpt.state.flatten import leaves_apart, unflatten
@@ -60,25 +61,12 @@ def described_dcp(root: Place) -> tuple[OtherCheckpoint, dict[str, Any]]:
     with files_below(root) as folder:
         data = folder.read(METADATA, _MOST_BYTES)
         described = unpickle_inert(data, where)
-        with refusing_metadata(root):
+        with refusing(root / METADATA, "DCP"):
             checkpoint = _checkpoint(root, described.state)
         if is_file(root / RECORDS_NAME):
             found = folder.read(RECORDS_NAME, MAX_FILE_BYTES)
             checkpoint.records = records_for(data, found, str(root / RECORDS_NAME))
     return checkpoint, described.state
-
-
-@contextmanager
-def refusing_metadata(root: Place) -> Iterator[None]:
-    """Turn errors of reading what `.metadata` says into a `CorruptCheckpointError`."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-        raise CorruptCheckpointError(
-            f"{root / METADATA} is not what DCP writes: {type(error).__name__} {shown(error.args)}"
-        ) from None
 
 
 def _checkpoint(root: Place, metadata: dict[str, Any]) -> OtherCheckpoint:
@@ -114,7 +102,7 @@ def _checkpoint(root: Place, metadata: dict[str, Any]) -> OtherCheckpoint:
         else:
             raise CorruptCheckpointError(f"{root / METADATA}: {fqn} is a {described.name}, which is not known")
     return OtherCheckpoint(
-        root, "torch.distributed.checkpoint", tensors, values, paths=in_order, described_in=METADATA, unread=unread
+        root, tensors, values, paths=in_order, described_in=METADATA, unread=unread
     )
 
 

@@ -30,10 +30,10 @@ from ckpt.format.dtypes import item_bytes, torch_dtype, zarr_name
 from ckpt.format.export_records import RECORDS_NAME, ExportRecords
 from ckpt.format.manifest import SHARDED, STATE, ArrayEntry, CheckpointManifest, ComponentManifest
 from ckpt.format.names import PLAIN_NAME
-from ckpt.interop.atomic_directory import shared_directory
 from ckpt.interop.dcp.reading import METADATA, open_at
 from ckpt.interop.exported import records_of
 from ckpt.interop.megatron.writing import ShardedParts, write_common
+from ckpt.interop.new_files import shared_directory
 from ckpt.interop.opened import (
     PIECE_BYTES,
     Opened,

@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 
-from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
+from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import flat_boxes
 from ckpt.format.dtypes import item_bytes
 from ckpt.interop.torch_save.archives import sizes_in
 from ckpt.interop.torch_save.reading import Content, content_of
-from ckpt.loading.other_checkpoint import FilePiece, OtherCheckpoint, OtherTensor
+from ckpt.loading.other_checkpoint import FilePiece, OtherCheckpoint, OtherTensor, refusing
 from ckpt.state.flatten import Path as StatePath
 from ckpt.state.flatten import key_of
 from ckpt.storage.checkpoint_files import CheckpointFolder
@@ -61,12 +61,8 @@ def open_at(path: Path) -> OtherCheckpoint:
         CorruptCheckpointError: a file is damaged, or is missing.
     """
     root = path if (path / _OPTIMIZER).is_file() else path / _latest(path)
-    try:
+    with refusing(root, "DeepSpeed"):
         return _Opening(root).checkpoint()
-    except CheckpointError:
-        raise
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-        raise CorruptCheckpointError(f"{root} is not what DeepSpeed writes: {error!r}") from None
 
 
 def _latest(path: Path) -> str:
@@ -113,7 +109,7 @@ class _Opening:
         self._values |= schedule
         tensors = {repr(path): tensor for path, tensor in self._tensors.items()}
         step = Path(self._root.name.removesuffix("_universal"))
-        return OtherCheckpoint(self._root, "DeepSpeed", tensors, self._values, named_by=step, described_in=_OPTIMIZER)
+        return OtherCheckpoint(self._root, tensors, self._values, named_by=step, described_in=_OPTIMIZER)
 
     def _parameter(self, name: str, shape: tuple[int, ...] | None) -> None:
         """Add a master weight, and its part of the optimizer's state; a weight that was never trained has none."""

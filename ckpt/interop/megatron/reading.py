@@ -17,17 +17,16 @@ from typing import Any
 from ckpt.errors import CheckpointError, CorruptCheckpointError
 from ckpt.format.box import Box, flat_boxes
 from ckpt.format.dtypes import item_bytes
-from ckpt.interop.dcp.reading import METADATA, described_dcp, refusing_metadata
+from ckpt.interop.dcp.reading import METADATA, described_dcp
 from ckpt.interop.dcp.reading import is_at as is_dcp
 from ckpt.interop.torch_save.archives import sizes_in
 from ckpt.interop.unpickling import require_small, unpickle
-from ckpt.loading.other_checkpoint import FilePiece, OtherCheckpoint, OtherTensor, folder_with
+from ckpt.loading.other_checkpoint import FilePiece, OtherCheckpoint, OtherTensor, folder_with, given, refusing
 from ckpt.state.flatten import Path as StatePath
 from ckpt.state.flatten import key_of, steps_into
 from ckpt.storage.metadata import TORCH_DIST, maybe_load_config
 
 COMMON = "common.pt"
-_PROGRAM = "Megatron-Core"
 
 
 def is_at(path: Path) -> bool:
@@ -46,18 +45,18 @@ def open_at(root: Path) -> OtherCheckpoint:
     """
     sharded = open_sharded(root)
     steps = steps_into(dict(common_state(root)), str(root / COMMON))
-    common: dict[StatePath, Callable[[], Any]] = {(step,): partial(_itself, value) for step, value in steps}
+    common: dict[StatePath, Callable[[], Any]] = {(step,): given(value) for step, value in steps}
     twice = [path[0] for path in common if path[0] in sharded.tensors or path in sharded.values]
     if twice:
         raise CorruptCheckpointError(f"{root} holds {twice[0]} twice: in {COMMON} and in {METADATA}")
     values = {**sharded.values, **common}
-    return OtherCheckpoint(root, _PROGRAM, sharded.tensors, values, described_in=METADATA, unread=sharded.unread)
+    return OtherCheckpoint(root, sharded.tensors, values, described_in=METADATA, unread=sharded.unread)
 
 
 def open_sharded(root: Path) -> OtherCheckpoint:
     """Open its sharded tensors and objects alone."""
     dcp, metadata = described_dcp(root)
-    with refusing_metadata(root):
+    with refusing(root / METADATA, "DCP"):
         shapes = {
             name: sizes_in(told["nd_reformulated_orig_global_shape"])
             for name, told in (metadata.get("mcore_data") or {}).items()
@@ -70,7 +69,7 @@ def open_sharded(root: Path) -> OtherCheckpoint:
     values: dict[StatePath, Callable[[], Any]] = {
         ("".join(map(str, map(key_of, path))),): partial(_object, root, path, read) for path, read in dcp.values.items()
     }
-    return OtherCheckpoint(root, _PROGRAM, tensors, values, unread=dcp.unread)
+    return OtherCheckpoint(root, tensors, values, unread=dcp.unread)
 
 
 def common_state(root: Path) -> dict[Any, Any]:
@@ -124,7 +123,3 @@ def _object(root: Path, path: StatePath, read: Callable[[], Any]) -> Any:
     if not isinstance(found, list) or len(found) != 1:
         raise CorruptCheckpointError(f"{root}: {path[-1]} is no list of one object")
     return found[0]
-
-
-def _itself(value: Any) -> Any:
-    return value

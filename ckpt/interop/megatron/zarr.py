@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingState
 from ckpt.errors.imports import importing
 from ckpt.format.box import Box, chunk_box, chunks_meeting
 from ckpt.format.dtypes import bits_of, torch_dtype
-from ckpt.format.records import ArraySpec, ChunkExtent
+from ckpt.format.records import ChunkExtent
 from ckpt.interop.megatron.layout import (
     ARRAY_FILE,
     COMMON_STATE_FNAME,
@@ -33,14 +33,10 @@ from ckpt.interop.megatron.layout import (
 )
 from ckpt.interop.megatron.layout import is_megatron_zarr as is_megatron_zarr
 from ckpt.interop.unpickling import Unknown, unpickle
-from ckpt.loading.strategy import ReadRequest, StoredPart
-from ckpt.planning.plan import needed_chunks
+from ckpt.loading.other_checkpoint import Encoded, OtherCheckpoint, OtherTensor
 from ckpt.state.sharded_object import ShardedObject
-from ckpt.storage.checked_blocks import CheckedBlocks
 from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.files_of import names_below
-from ckpt.storage.held import NOTHING_HELD
-from ckpt.storage.runs import WantedBox
 
 _log = logging.getLogger("ckpt")
 
@@ -50,18 +46,15 @@ MAP_FROM_BYTES = 64 << 10
 """Smaller chunks are read instead of mapped: Linux limits the mapped files of a process (65,530 by default)."""
 
 
-class MegatronZarr:
-    """Tensors of one checkpoint, open for reading. Any process, alone. See `ckpt.loading.strategy.Stored`.
-
-    Chunks have no digests; missing and truncated ones are detected.
+class MegatronZarr(OtherCheckpoint):
+    """Tensors of one checkpoint, open for reading. Any process, alone. Chunks have no digests; missing and truncated ones are detected.
 
     Args:
-        library: decodes chunks in `read`.
+        library: decodes chunks.
 
     Attributes:
         arrays: by key.
         layout: all files of the checkpoint.
-        root: path of the checkpoint.
 
     Raises:
         CheckpointNotFoundError: the folder holds no such checkpoint.
@@ -69,20 +62,35 @@ class MegatronZarr:
         CorruptCheckpointError: metadata of the checkpoint or of a tensor cannot be parsed.
     """
 
-    has_digests = False
-    held = NOTHING_HELD
-    checked: CheckedBlocks | None = None
+    root: Path
+    program = "Megatron-Core's zarr"
 
     def __init__(self, checkpoint_dir: Path, library: Library = "zarr") -> None:
-        self.root = Path(checkpoint_dir)
+        root = Path(checkpoint_dir)
         if library not in _OPEN:
             raise ConfigurationError(f"library {library!r} is not known; choose zarr or tensorstore")
-        require_version(self.root)
+        require_version(root)
         self._library = library
-        self._files = CheckpointFolder(self.root)
+        self._files = CheckpointFolder(root)
         self._opened: dict[str, Callable[[Box, torch.Tensor], None]] = {}
-        self.layout = layout_of(self.root)
-        self.arrays = {key: array_at(self.root, key) for key in self.layout.arrays}
+        self.layout = layout_of(root)
+        self.arrays = {key: array_at(root, key) for key in self.layout.arrays}
+        super().__init__(root, {key: self._tensor(array) for key, array in self.arrays.items()}, {})
+
+    def _tensor(self, array: MegatronArray) -> OtherTensor:
+        file = f"{array.key}/{ARRAY_FILE}"
+        chunks = Encoded(file, array.grid, partial(self.read, array.key), partial(self._extent, array))
+        return OtherTensor((array.key,), array.dtype, array.shape, chunks)
+
+    def require_whole(self) -> Self:
+        """Return it, if no array lacks its metadata.
+
+        Raises:
+            CorruptCheckpointError
+        """
+        if self.layout.headless:
+            raise headless(self.root, self.layout.headless[0])
+        return self
 
     def read(self, key: str, box: Box, out: torch.Tensor) -> None:
         """Fill `out` (host, shape box.shape, the stored data type) with a box of a tensor, through the library.
@@ -110,32 +118,15 @@ class MegatronZarr:
                 f"{key}: {self._library} cannot read {where} of {self.root / key}: {sentence(error)}. {NO_DIGESTS}"
             ) from error
 
-    def parts(self, request: ReadRequest) -> Iterator[StoredPart]:
-        """Yield the parts of the wanted box, one per chunk; `request.name` is the tensor's key."""
-        array = self.arrays[request.name]
-        spec = ArraySpec(array.key, array.dtype, array.shape, array.grid)
-        for number, whole_chunk, wanted in needed_chunks(array.shape, array.grid, request.box):
-            file = self.require_chunk(array, number)
-            chunk = ChunkExtent(file.relative_to(self.root).as_posix(), 0, file.stat().st_size, (), raw=array.is_raw)
-            out = request.out[wanted.relative_to(request.box).slices]
-            part = WantedBox(0, array.grid, wanted.relative_to(whole_chunk), out, request.label)
-            yield StoredPart(chunk, part, spec, "megatron", wanted)
-
-    def decode(self, stored: StoredPart, box: Box, out: torch.Tensor) -> None:
-        """See `ckpt.loading.strategy.Stored.decode`."""
-        self.read(stored.array.path, box, out)
-
-    def mapped(self, key: str) -> list[tuple[Box, torch.Tensor]] | None:
-        """Return every stored chunk of a tensor as a view of its file, cut at the tensor's edge; None if chunks are encoded.
-
-        Views are private mappings: writes to them do not reach the files. They are valid until somebody else changes the files.
+    def mapped(self, name: str) -> list[tuple[Box, torch.Tensor]]:
+        """See `OtherCheckpoint.mapped`: every stored chunk is a piece, cut at the tensor's edge.
 
         Raises: those of `read`, and
             StorageError: a file cannot be mapped.
         """
-        array = self._array(key)
-        if not array.is_raw:
-            return None
+        array = self._array(name)
+        if not array.is_raw or not array.num_chunks:
+            return super().mapped(name)
         return [self._mapped_chunk(array, number) for number in range(array.num_chunks)]
 
     def _array(self, key: str) -> MegatronArray:
@@ -187,6 +178,10 @@ class MegatronZarr:
                     f"{array.key}: {self._library} cannot read chunk {array.chunk_file(number)} of {self.root / array.key}: {error}"
                 ) from error
         return file
+
+    def _extent(self, array: MegatronArray, number: int) -> ChunkExtent:
+        file = self.require_chunk(array, number)
+        return ChunkExtent(file.relative_to(self.root).as_posix(), 0, file.stat().st_size, (), raw=array.is_raw)
 
     def _mapped_chunk(self, array: MegatronArray, number: int) -> tuple[Box, torch.Tensor]:
         file = self.require_chunk(array, number)

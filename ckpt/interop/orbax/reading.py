@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -181,7 +181,7 @@ def open_at(path: Path) -> OtherCheckpoint:
         tree = read(folder.read(METADATA, _MOST_BYTES), _Tree, where)
         leaves = _leaves_of(tree, where)
         is_database = (root / _DATABASE).exists() if tree.use_ocdbt is None else tree.use_ocdbt
-        files: _Files = _Database(folder) if is_database else _Folders(folder)
+        files = _Database(folder) if is_database else _Folders(folder)
         arrays = _Arrays(root, files, bool(tree.use_zarr3), bool(tree.store_array_data_equal_to_fill_value))
         tensors: dict[str, OtherTensor] = {}
         values: dict[StatePath, Callable[[], Any]] = {}
@@ -211,9 +211,9 @@ def open_at(path: Path) -> OtherCheckpoint:
                         )
                     values[at] = partial(_number, spec, encoded)
                 else:
-                    tensors[name] = OtherTensor(at, spec.dtype, spec.shape, partial(_same, encoded))
+                    tensors[name] = OtherTensor(at, spec.dtype, spec.shape, encoded)
     step = root.parent if (root.parent / _STEP).is_file() else root
-    return OtherCheckpoint(root, "Orbax", tensors, values, named_by=step, unread=unread)
+    return OtherCheckpoint(root, tensors, values, named_by=step, unread=unread)
 
 
 def _items_of(step: Path) -> list[str]:
@@ -310,31 +310,12 @@ def _number(array: ArraySpec, encoded: Encoded) -> Any:
     return out.item()
 
 
-def _same(encoded: Encoded) -> Encoded:
-    return encoded
-
-
-class _Files(Protocol):
-    """Where the arrays are: documents and chunks, by their keys.
+class _Folders:
+    """Arrays with a folder each: documents and chunks, by their keys.
 
     Attributes:
-        file: one that all of them need, if there is one.
+        file: one that all arrays need, if there is one.
     """
-
-    file: str | None
-
-    def read(self, key: str) -> bytes:
-        """Return a document."""
-
-    def size(self, key: str) -> int:
-        """Return the bytes of a chunk, which are all there."""
-
-    def store(self, name: str) -> dict[str, Any]:
-        """Return TensorStore's description of an array's store."""
-
-
-class _Folders:
-    """Arrays with a folder each."""
 
     file: str | None = None
 
@@ -342,18 +323,21 @@ class _Folders:
         self._folder = folder
 
     def read(self, key: str) -> bytes:
+        """Return a document."""
         return self._folder.read(key, _MOST_DOCUMENT_BYTES)
 
     def size(self, key: str) -> int:
+        """Return the bytes of a chunk, which are all there."""
         return self._folder.stat(key).st_size
 
     def store(self, name: str) -> dict[str, Any]:
+        """Return TensorStore's description of an array's store."""
         kvstore: dict[str, Any] = _by_tensorstore().folder_store(self._folder.root / name)
         return kvstore
 
 
 class _Database:
-    """Arrays in one OCDBT database, whose B-tree refers to files of its own and of the processes that wrote."""
+    """As `_Folders`; in one OCDBT database, whose B-tree refers to files of its own and of the processes that wrote."""
 
     file: str | None = _DATABASE
 
@@ -400,7 +384,7 @@ class _Arrays:
         has_all_chunks: Orbax has stored chunks of zeros, too.
     """
 
-    def __init__(self, root: Path, files: _Files, is_zarr3: bool, has_all_chunks: bool) -> None:
+    def __init__(self, root: Path, files: _Folders | _Database, is_zarr3: bool, has_all_chunks: bool) -> None:
         self._root = root
         self._files = files
         self._is_zarr3 = is_zarr3

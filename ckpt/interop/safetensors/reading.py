@@ -80,4 +80,4 @@ def open_at(path: Place) -> OtherCheckpoint:
                 )
     # The name of a snapshot is that of a commit, and no step, whatever it ends in.
     named_by = None if root == folder else FilePath(ONE_FILE)
-    return OtherCheckpoint(root, "safetensors", tensors, {}, named_by=named_by, unread=unread)
+    return OtherCheckpoint(root, tensors, {}, named_by=named_by, unread=unread)

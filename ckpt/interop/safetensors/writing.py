@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ckpt.backends.safetensors_format import (
     INDEX_NAME,
@@ -29,10 +29,8 @@ from ckpt.format.manifest import SHARDED, STATE, CheckpointManifest
 from ckpt.format.names import COMPONENT_KEY
 from ckpt.format.places import Place
 from ckpt.format.records import Content
-from ckpt.interop.atomic_directory import shared_directory
-from ckpt.interop.checked_writes import PlacedBytes, require_read_back, write_pieces
-from ckpt.interop.megatron.layout import headless
 from ckpt.interop.megatron.zarr import MegatronZarr
+from ckpt.interop.new_files import PlacedBytes, require_read_back, shared_directory, write_pieces
 from ckpt.interop.opened import Opened, ahead, share_of
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.report import some_of
@@ -46,6 +44,8 @@ from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.files import make_durable, read_once
 from ckpt.storage.hub_snapshots import files_in
 from ckpt.storage.stored import read_manifest
+
+Found = TypeVar("Found")
 
 AT_ONCE_BYTES = 64 << 20
 """Bytes of a tensor in memory at once."""
@@ -122,18 +122,17 @@ def select(src: Place, component: str | None, topology: Topology) -> Selection:
     _require_one_copy(manifest, component)
     is_sharded = SHARDED in manifest.components and component not in manifest.components
     above = f"{SHARDED}/" if is_sharded else ""
-    start = _start(component, "." if is_sharded else "/")
-    chosen = {n.removeprefix(above): n for n in manifest.arrays if n.startswith(above + start)}
-    _require_some(src, component, chosen, [n.removeprefix(above) for n in manifest.arrays], "." if is_sharded else "/")
+    keys = {name.removeprefix(above): name for name in manifest.arrays}
+    chosen = _chosen(src, component, keys, "." if is_sharded else "/")
+    names = {stored: name for name, stored in chosen.items()}
     tensors, aliases = [], {}
-    for key, stored in chosen.items():
+    for name, stored in chosen.items():
         entry = manifest.arrays[stored]
-        first = entry.alias_of
-        if first is not None and first.removeprefix(above) in chosen:
-            aliases[key.removeprefix(start)] = first.removeprefix(above + start)
+        if entry.alias_of in names:
+            aliases[name] = names[entry.alias_of]
         else:
             rows = entry.grid[0] if entry.grid else 1
-            tensors.append(ExportedTensor(key.removeprefix(start), first or stored, entry.dtype, entry.shape, rows))
+            tensors.append(ExportedTensor(name, entry.alias_of or stored, entry.dtype, entry.shape, rows))
     checkpoint = StoredCheckpoint(src, manifest)
     checkpoint.require_chunks()
     return Selection(_reader_of(checkpoint, topology), tensors, aliases)
@@ -145,18 +144,11 @@ def select_of_megatron(src: Path, component: str | None, topology: Topology) -> 
     Raises: those of `MegatronZarr`, and
         MissingStateError: no key begins with the component.
     """
-    opened = MegatronZarr(src)
-    if opened.layout.headless:
-        raise headless(src, opened.layout.headless[0])
-    start = _start(component, ".")
-    chosen = {key: array for key, array in opened.arrays.items() if key.startswith(start)}
-    _require_some(src, component, chosen, opened.arrays, ".")
-    for array in chosen.values():
+    opened = MegatronZarr(src).require_whole()
+    tensors = []
+    for name, array in _chosen(src, component, opened.arrays, ".").items():
         opened.require_chunks(array)
-    tensors = [
-        ExportedTensor(key.removeprefix(start), key, array.dtype, array.shape, array.grid[0] if array.grid else 1)
-        for key, array in chosen.items()
-    ]
+        tensors.append(ExportedTensor(name, array.key, array.dtype, array.shape, array.grid[0] if array.grid else 1))
     return Selection(_reader_of(opened, topology), tensors, {})
 
 
@@ -193,8 +185,12 @@ def _reader_of(stored: Stored, topology: Topology) -> Callable[[Sequence[ReadReq
     return lambda requests: strategy.prepare(requests, stored, topology, device, verify=True)
 
 
-def _start(component: str | None, separator: str) -> str:
-    return "" if component is None else f"{component}{separator}"
+def _chosen(src: Place, component: str | None, found: Mapping[str, Found], separator: str) -> dict[str, Found]:
+    """Name in the file -> what is found under the key of that tensor, of the keys that begin with the component."""
+    start = "" if component is None else f"{component}{separator}"
+    chosen = {key.removeprefix(start): one for key, one in found.items() if key.startswith(start)}
+    _require_some(src, component, chosen, found, separator)
+    return chosen
 
 
 def _require_one_copy(manifest: CheckpointManifest, component: str | None) -> None:

@@ -20,14 +20,12 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from ckpt.errors import CheckpointNotFoundError, MissingStateError, WorldSizeError
-from ckpt.format.digests import digest_of
-from ckpt.format.dtypes import raw_bytes, zarr_name
+from ckpt.format.dtypes import zarr_name
 from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry
 from ckpt.format.places import Place
 from ckpt.interop.unpickling import require_repeats_within, unpickle_state_dict
@@ -36,7 +34,6 @@ from ckpt.loading.strategy import ReadRequest, ReadStats, bytes_of
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import NamedFromPositions, offers
 from ckpt.state.flatten import Leaves, flatten, rows_of
-from ckpt.state.plain import to_json
 from ckpt.state.sharing import OWN_COPIES, Sharing, SharingPattern, StateComponent, find_aliases, holders_of
 from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.files_of import names_below
@@ -92,12 +89,6 @@ class OldSource(CheckpointSource):
     Args:
         files: `old_files` of the folder, as the lead sees it.
     """
-
-    run_id: str | None = None
-    history: Mapping[str | None, int] = MappingProxyType({})
-    config_text = ""
-    metrics: Mapping[str, float | None] = MappingProxyType({})
-    metadata: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, folder: Path, files: Sequence[str], topology: Topology) -> None:
         self.checkpoint_id = folder.name.removeprefix("checkpoint-")
@@ -167,18 +158,6 @@ class OldSource(CheckpointSource):
     def rows(self, component: StateComponent, prefix: str) -> Rows:
         leaves = self._load(component, prefix)
         return rows_of(leaves, component.key, paths_of=leaves.tensors)
-
-    def contents(self, component: StateComponent, prefix: str) -> dict[str, tuple[Any, ...]]:
-        leaves = self._load(component, prefix)
-        found: dict[str, tuple[Any, ...]] = {key: (to_json(value, key),) for key, value in leaves.plain.items()}
-        for key, leaf in leaves.tensors.items():
-            tensor = _plain_tensor(leaf).contiguous()
-            found[key] = tensor.dtype, tensor.shape, digest_of(raw_bytes(tensor).numpy().data)
-        return found
-
-    def check(self, optional: Collection[str]) -> dict[str, dict[str, Any]]:
-        """See `CheckpointSource.check`: old files hold no digests."""
-        return {}
 
     def prepare(self, requests: Sequence[ReadRequest]) -> _Copying:
         """See `CheckpointSource.prepare`."""

@@ -20,7 +20,7 @@ from ckpt.format.unknown import UnknownObject
 from ckpt.interop.safetensors.hub import BIN, index_kind, names_by_file, opened, require_all_held, weights_at
 from ckpt.interop.torch_save.archives import Archive, is_tensor, kind_of_tensor, located
 from ckpt.interop.unpickling import unpickle_archived
-from ckpt.loading.other_checkpoint import OtherCheckpoint, OtherTensor, folder_with
+from ckpt.loading.other_checkpoint import OtherCheckpoint, OtherTensor, folder_with, given
 from ckpt.state.flatten import Path as StatePath
 from ckpt.state.flatten import joined_key, key_of, leaves_apart
 from ckpt.state.tensor_classes import saved_kind
@@ -68,7 +68,7 @@ def open_at(path: Place) -> OtherCheckpoint:
         raise ConfigurationError(f"{path} holds a {held.kind}, where a state dict should be")
     tensors = {repr(path): tensor for path, tensor in held.tensors.items()}
     checkpoint = OtherCheckpoint(
-        root, "torch.save", tensors, held.values, paths=held.paths, named_by=named_by, unread=held.unread
+        root, tensors, held.values, paths=held.paths, named_by=named_by, unread=held.unread
     )
     checkpoint.records = held.records
     return checkpoint
@@ -119,7 +119,7 @@ def content_of(root: Place, file: str) -> Content:
         for path, leaf in leaves:
             label = f"{where}: {joined_key(path)}"
             if not is_tensor(leaf):
-                values[path] = partial(_itself, leaf)
+                values[path] = given(leaf)
                 continue
             try:
                 one = archive.tensor(leaf, label)
@@ -161,10 +161,6 @@ def _of_index(index: Place, root: Place, place_of: Callable[[str], str]) -> Cont
 def _first(path: StatePath) -> str:
     key = key_of(path[0]) if path else ""
     return key if isinstance(key, str) else ""
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 def _kind(value: Any) -> str:

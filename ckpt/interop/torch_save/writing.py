@@ -20,9 +20,8 @@ from ckpt.errors.imports import private_name
 from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
 from ckpt.format.export_records import RECORDS_NAME
-from ckpt.interop.atomic_directory import shared_directory
-from ckpt.interop.checked_writes import PlacedBytes, require_read_back, write_pieces
 from ckpt.interop.exported import records_of
+from ckpt.interop.new_files import PlacedBytes, require_read_back, shared_directory, write_pieces
 from ckpt.interop.opened import (
     PIECE_BYTES,
     Opened,

@@ -28,7 +28,7 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.format.dtypes import raw_bytes, zarr_name
-from ckpt.interop.checked_writes import WrittenRun
+from ckpt.interop.new_files import WrittenRun
 from ckpt.interop.registry import source_at
 from ckpt.interop.safetensors import writing as exporting_safetensors
 from ckpt.interop.safetensors.writing import (

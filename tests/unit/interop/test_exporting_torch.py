@@ -11,7 +11,7 @@ import torch
 import ckpt
 from ckpt import Checkpointer
 from ckpt.errors import CheckpointExistsError, CorruptCheckpointError, StorageError
-from ckpt.interop.checked_writes import WrittenRun
+from ckpt.interop.new_files import WrittenRun
 from ckpt.interop.registry import source_at
 from ckpt.interop.torch_save import writing as exporting_torch
 from ckpt.interop.torch_save.writing import export_torch
