@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import mmap
+import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ckpt.errors import CheckpointError, CorruptCheckpointError
+from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, sentence
 from ckpt.format.box import Box, first_overlap, overlap, whole
 from ckpt.format.dtypes import item_bytes, torch_dtype
 from ckpt.format.export_records import ExportRecords
@@ -27,6 +29,7 @@ from ckpt.storage.files_of import Files, files_below
 from ckpt.storage.held import NOTHING_HELD
 from ckpt.storage.runs import WantedBox
 
+MAP_FROM_BYTES = 64 << 10
 _ALIGNED_BYTES = 16
 """A multiple of every element's size."""
 _NO_ARRAY = ArraySpec("", "", (), ())
@@ -44,11 +47,13 @@ class FilePiece:
         box: in global coordinates.
         file: path below the checkpoint.
         offset: of the first byte of its elements, row-major and little-endian.
+        stored: shape of what lies there, of which the piece is the beginning along each axis; None: the piece alone.
     """
 
     box: Box
     file: str
     offset: int
+    stored: tuple[int, ...] | None = None
 
     def __call__(self) -> list[FilePiece]:
         """See `OtherTensor.pieces`."""
@@ -176,7 +181,7 @@ class OtherCheckpoint:
         self.values = values
         self.unread = unread
         self._pieces: dict[str, list[FilePiece] | Encoded] = {}
-        self._maps: dict[str, mmap.mmap] = {}
+        self._maps: dict[str, mmap.mmap | bytearray] = {}
         self._chunks: dict[tuple[str, int], ChunkExtent] = {}
         self._encoded: dict[tuple[str, int], ChunkExtent] = {}
 
@@ -217,23 +222,32 @@ class OtherCheckpoint:
 
         Raises:
             CorruptCheckpointError: a file is missing or too short, or pieces overlap.
+            StorageError: a file cannot be mapped.
         """
         tensor, pieces = self.tensors[name], self._pieces_of(name)
-        dtype = torch_dtype(tensor.dtype)
         if isinstance(pieces, Encoded) or 0 in tensor.shape:
-            values = torch.empty(tensor.shape, dtype=dtype, device="cpu")
+            values = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype), device="cpu")
             if isinstance(pieces, Encoded):
                 pieces.read(whole(tensor.shape), values)
             return [(whole(tensor.shape), values)]
-        found = []
-        for box, file, offset in ((piece.box, piece.file, piece.offset) for piece in pieces if piece.box.num_elements):
-            self._chunk_around(file, offset, box.num_elements * dtype.itemsize)
-            if file not in self._maps:
-                with folder_with(self.root, file) as folder, folder.stream(file) as stream:
-                    self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-            flat = torch.frombuffer(self._maps[file], dtype=dtype, count=box.num_elements, offset=offset)
-            found.append((box, flat.view(box.shape)))
-        return found
+        return [(piece.box, self._view(piece, torch_dtype(tensor.dtype))) for piece in pieces if piece.box.num_elements]
+
+    def _view(self, piece: FilePiece, dtype: torch.dtype) -> torch.Tensor:
+        """A piece in memory. Small files are read instead of mapped: Linux limits the mapped files of a process (65,530 by default)."""
+        file, stored = piece.file, piece.stored or piece.box.shape
+        self._chunk_around(file, piece.offset, math.prod(stored) * dtype.itemsize)
+        if file not in self._maps:
+            with folder_with(self.root, file) as folder, folder.stream(file) as stream:
+                try:
+                    is_small = os.fstat(stream.fileno()).st_size < MAP_FROM_BYTES
+                    mapped = bytearray(stream.read()) if is_small else mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+                except OSError as error:
+                    raise StorageError(
+                        f"{self.root / file} cannot be mapped: {sentence(error)}. Linux lets a process map vm.max_map_count files."
+                    ) from error
+                self._maps[file] = mapped
+        flat = torch.frombuffer(self._maps[file], dtype=dtype, count=math.prod(stored), offset=piece.offset)
+        return flat.view(stored)[tuple(slice(0, side) for side in piece.box.shape)]
 
     def _raw_parts(self, request: ReadRequest, pieces: Sequence[FilePiece]) -> Iterator[StoredPart]:
         tensor = self.tensors[request.name]

@@ -6,7 +6,6 @@ A missing chunk is an error, never zeros. Pickles are read only if the caller al
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 
 from ckpt.backends.decoded_size import require_decodes_within
-from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingStateError, StorageError, sentence
+from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingStateError, sentence
 from ckpt.errors.imports import importing
 from ckpt.format.box import Box, chunk_box, chunks_meeting
 from ckpt.format.dtypes import bits_of, torch_dtype
@@ -33,7 +32,7 @@ from ckpt.interop.megatron.layout import (
 )
 from ckpt.interop.megatron.layout import is_megatron_zarr as is_megatron_zarr
 from ckpt.interop.unpickling import Unknown, unpickle
-from ckpt.loading.other_checkpoint import Encoded, OtherCheckpoint, OtherTensor
+from ckpt.loading.other_checkpoint import Encoded, FilePiece, OtherCheckpoint, OtherTensor
 from ckpt.state.sharded_object import ShardedObject
 from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.files_of import names_below
@@ -42,8 +41,7 @@ _log = logging.getLogger("ckpt")
 
 Library = Literal["zarr", "tensorstore"]
 """The library that opens Megatron-Core's arrays. Our compressed chunks are read by the library of their store."""
-MAP_FROM_BYTES = 64 << 10
-"""Smaller chunks are read instead of mapped: Linux limits the mapped files of a process (65,530 by default)."""
+
 
 
 class MegatronZarr(OtherCheckpoint):
@@ -119,15 +117,15 @@ class MegatronZarr(OtherCheckpoint):
             ) from error
 
     def mapped(self, name: str) -> list[tuple[Box, torch.Tensor]]:
-        """See `OtherCheckpoint.mapped`: every stored chunk is a piece, cut at the tensor's edge.
-
-        Raises: those of `read`, and
-            StorageError: a file cannot be mapped.
-        """
+        """See `OtherCheckpoint.mapped`: every stored chunk is a piece, cut at the tensor's edge."""
         array = self._array(name)
         if not array.is_raw or not array.num_chunks:
             return super().mapped(name)
-        return [self._mapped_chunk(array, number) for number in range(array.num_chunks)]
+        pieces = []
+        for number in range(array.num_chunks):
+            file = self.require_chunk(array, number).relative_to(self.root).as_posix()
+            pieces.append(FilePiece(chunk_box(array.shape, array.grid, number), file, 0, array.grid))
+        return [(piece.box, self._view(piece, torch_dtype(array.dtype))) for piece in pieces]
 
     def _array(self, key: str) -> MegatronArray:
         if key in self.arrays:
@@ -182,22 +180,6 @@ class MegatronZarr(OtherCheckpoint):
     def _extent(self, array: MegatronArray, number: int) -> ChunkExtent:
         file = self.require_chunk(array, number)
         return ChunkExtent(file.relative_to(self.root).as_posix(), 0, file.stat().st_size, (), raw=array.is_raw)
-
-    def _mapped_chunk(self, array: MegatronArray, number: int) -> tuple[Box, torch.Tensor]:
-        file = self.require_chunk(array, number)
-        box = chunk_box(array.shape, array.grid, number)
-        dtype = torch_dtype(array.dtype)
-        try:
-            if array.chunk_bytes < MAP_FROM_BYTES:
-                path = f"{array.key}/{array.chunk_file(number)}"
-                elements = torch.frombuffer(bytearray(self._files.read(path, array.chunk_bytes)), dtype=dtype)
-            else:
-                elements = torch.from_file(str(file), shared=False, size=math.prod(array.grid), dtype=dtype)
-        except (OSError, RuntimeError) as error:
-            raise StorageError(
-                f"{file} cannot be mapped: {sentence(error)}. Linux lets a process map vm.max_map_count files."
-            ) from error
-        return box, elements.view(array.grid)[tuple(slice(0, side) for side in box.shape)]
 
     def _reader(self, key: str) -> Callable[[Box, torch.Tensor], None]:
         if key not in self._opened:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
 import os
 import pickle
 import shutil
@@ -356,10 +357,10 @@ def test_large_chunks_are_mapped_and_small_ones_read(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_mapped_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("unable to mmap 160000 bytes from file: Cannot allocate memory (12)")
+        raise OSError(12, "Cannot allocate memory")
 
     stored = MegatronZarr(written(tmp_path, global_index((40_000,)), (40_000,)))
-    monkeypatch.setattr(torch, "from_file", refuse)
+    monkeypatch.setattr(mmap, "mmap", refuse)
     with pytest.raises(StorageError, match=r"w/0 cannot be mapped: .*Cannot allocate memory.*vm\.max_map_count"):
         stored.mapped("w")
 
