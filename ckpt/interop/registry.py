@@ -107,7 +107,7 @@ def format_at(path: Place) -> str | None:
     """The format of another program's checkpoint at a path; None: there is one of this package, or none that is known."""
     if has_manifest(path):
         return None
-    return next((name for name, one in PROGRAMS.items() if one.is_at(path)), None)
+    return next((name for name, program in PROGRAMS.items() if program.is_at(path)), None)
 
 
 class _Programs:

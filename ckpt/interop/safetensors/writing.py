@@ -188,7 +188,7 @@ def _reader_of(stored: Stored, topology: Topology) -> Callable[[Sequence[ReadReq
 def _chosen(src: Place, component: str | None, found: Mapping[str, Found], separator: str) -> dict[str, Found]:
     """Name in the file -> what is found under the key of that tensor, of the keys that begin with the component."""
     start = "" if component is None else f"{component}{separator}"
-    chosen = {key.removeprefix(start): one for key, one in found.items() if key.startswith(start)}
+    chosen = {key.removeprefix(start): tensor for key, tensor in found.items() if key.startswith(start)}
     _require_some(src, component, chosen, found, separator)
     return chosen
 
