@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,20 @@ from recipes.benchmark import harness
 from recipes.benchmark.background_contenders import DCP, NOTHING, OURS, Saving, saving_of
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import PeakMemory, gathered, wait_for_ranks
-from recipes.benchmark.tables import cores_and_rounds, draw, print_table, quotients, rows_of, summarized
+from recipes.benchmark.tables import Rows, quotients
 from recipes.benchmark.training_step import TrainingStep
 from recipes.benchmark.workloads import Workload, described, facts_of, prepared
 
 WORKLOADS = ("gpt2_fsdp", "gpt2_ddp", "gpt2_tp_fsdp")
 
 COLUMNS = {
-    "first_stall_s": "first stall s",
-    "stall_s": "stall s",
-    "slow_down": "steps, times",
-    "durable_s": "durable s",
-    "lost_s": "lost s",
+    "first stall s": "first_stall_s",
+    "stall s": "stall_s",
+    "steps, times": "slow_down",
+    "durable s": "durable_s",
+    "lost s": "lost_s",
 }
-"""Figures that are compared, and their headings."""
+"""Figures that are compared, by their headings."""
 
 PATIENCE_S = 300.0
 """A save that is not durable by then is waited for without steps; if it has failed, it raises then."""
@@ -40,7 +39,7 @@ PATIENCE_S = 300.0
 BEFORE_FIRST = 5
 """A run trains for a while before it saves; ours, meanwhile, allocate and touch the memory for copies, at a low priority."""
 
-WARM, COUNTED = "warm", "dcp"
+WARM, COUNTED = "checkpoint-1", "checkpoint-2"
 """Folders of the two saves of a turn."""
 
 RankTimes = dict[str, Any]
@@ -48,24 +47,11 @@ RankTimes = dict[str, Any]
 each step beside it, its begin and end in seconds after the call, and its `wait_s`. With `first_stall_s` of the first save."""
 
 
-@dataclass
-class BackgroundKeys:
-    workload: str
-    repeats: int
-    contenders: list[str]
-    step_s: float
-    steps: int
-    stepped_mib: int
-    writer_cores: int | None
-    writer_mib_s: int | None
-    plot: bool | None
-
-
 def _check(keys: dict[str, Any]) -> None:
     harness.require_choice("workload", keys["workload"], WORKLOADS)
     if not keys["step_s"] > 0:
         raise ConfigurationError(f"benchmark.step_s={keys['step_s']}: expected more than 0 seconds")
-    capped = [name for name in keys["contenders"] if name in OURS and OURS[name].is_capped]
+    capped = [name for name in keys["contenders"] if name.endswith("/capped")]
     if capped and keys["writer_cores"] is None and keys["writer_mib_s"] is None:
         raise ConfigurationError(
             f"benchmark.contenders: {capped[0]} has no cap: give benchmark.writer_cores=<cores> or benchmark.writer_mib_s=<MiB/s>"
@@ -93,11 +79,11 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
                 harness.turn_folder(folders, name, number, topology) as folder,
                 closing(saving_of(name, cfg, workload, folder)) as saving,
             ):
-                told = _measured(name, saving, keys["steps"], workload, step, folder, compares=number == 0)
+                told = _measured(name, saving, keys["steps"], workload, step, folder, compares=number == 1)
                 return figures_of(gathered(told, topology)) | {"written_bytes": _bytes_in(folder, topology)}
 
         rounds = harness.interleaved(keys["contenders"], keys["repeats"], take_turn, topology, _line)
-    return facts | {"rounds": rounds} | compared(rounds)
+    return facts | {"rounds": rounds}
 
 
 def _measured(
@@ -171,8 +157,8 @@ def _mib_of_children() -> float:
 
 def _bytes_in(folder: Path, topology: Topology) -> int:
     """The bytes of the save that counts, as the lead sees them. Collective."""
-    files = [file for folder_name in (COUNTED, f"checkpoint-{COUNTED}") for file in (folder / folder_name).rglob("*") if file.is_file()]
-    return gathered(sum(file.stat().st_size for file in files) if topology.is_lead else 0, topology)[0]
+    sizes = [file.stat().st_size for file in (folder / COUNTED).rglob("*") if file.is_file()]
+    return gathered(sum(sizes), topology)[0]
 
 
 def figures_of(ranks: Sequence[RankTimes]) -> Figures:
@@ -230,47 +216,33 @@ def _num_counted(ranks: Sequence[RankTimes], durable_s: float | None) -> int:
     return whole or min(1, len(steps))
 
 
-def compared(rounds: Mapping[str, Sequence[Figures]]) -> dict[str, Any]:
-    """Return `medians` and `ranges` by contender and figure, and `ratios` of each of ours to each of DCP's."""
-    summary = summarized(rounds)
-    medians = summary["medians"]
+def compared(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `ratios` of medians, of each of ours to each of DCP's."""
+    medians, columns = result["medians"], COLUMNS.values()
     peers = {name: row for name, row in medians.items() if name in DCP}
-    ratios = {
-        name: {peer: quotients(own, row, COLUMNS) for peer, row in peers.items()}
-        for name, own in medians.items()
-        if name in OURS
+    return {
+        "ratios": {
+            name: {peer: quotients(own, row, columns) for peer, row in peers.items()}
+            for name, own in medians.items()
+            if name in OURS
+        }
     }
-    return {**summary, "ratios": ratios}
 
 
-def show(result: Mapping[str, Any]) -> None:
-    """Print the figures and the ratios as tables."""
-    columns = {heading: figure for figure, heading in COLUMNS.items()}
-    columns |= {"call / wait": "call_s wait_s", "peak MiB": "peak_mib"}
-    print_table(f"{_title(result)} (least .. most)", *rows_of(result, columns))
-    ratios = result["ratios"]
-    if any(ratios.values()):
-        seconds = [column for column in COLUMNS if column.endswith("_s")]
-        print_table(
-            f"ours / theirs, of medians: {', '.join(COLUMNS[column] for column in seconds)}",
-            ["ours", *next(iter(ratios.values()))],
-            [
-                (name, *("  ".join(f"{of[c]:.2f}" if c in of else "-" for c in seconds) for of in of_peers.values()))
-                for name, of_peers in ratios.items()
-            ],
-        )
+def _tables(result: Mapping[str, Any]) -> dict[str, Rows]:
+    seconds = {heading: column for heading, column in COLUMNS.items() if column.endswith("_s")}
+    rows = {
+        name: {peer: "  ".join(f"{of[c]:.2f}" if c in of else "-" for c in seconds.values()) for peer, of in of_peers.items()}
+        for name, of_peers in result["ratios"].items()
+    }
+    return {f"ours / theirs, of medians: {', '.join(seconds)}": rows}
 
 
 def _title(result: Mapping[str, Any]) -> str:
     caps = {"cores": result["writer_cores"], "MiB/s": result["writer_mib_s"]}
     cap = " and ".join(f"{value} {unit}" for unit, value in caps.items() if value is not None)
     capped = f"; capped: {cap} for each rank" if cap else ""
-    return f"{described(result)}, {cores_and_rounds(result)}{capped}"
-
-
-def _draw(result: Figures, path: Path) -> None:
-    kinds = {"ours": OURS, "torch.distributed.checkpoint": DCP, "no save": [NOTHING]}
-    draw(result, path, _title(result), COLUMNS, kinds)
+    return f"{described(result)}{capped}"
 
 
 def _line(figures: Figures) -> str:
@@ -281,5 +253,16 @@ def _line(figures: Figures) -> str:
 
 
 MEASUREMENT = harness.Measurement(
-    BackgroundKeys, benchmark, show, contenders=(NOTHING, *DCP, *OURS), check=_check, draw=_draw, scratch=True
+    {
+        "workload": str, "repeats": int, "contenders": list[str], "step_s": float, "steps": int, "stepped_mib": int,
+        "writer_cores": int | None, "writer_mib_s": int | None, "plot": bool | None,
+    },
+    benchmark,
+    _title,
+    COLUMNS | {"call / wait": "call_s wait_s", "peak MiB": "peak_mib"},
+    compare=compared,
+    tables=_tables,
+    contenders={"no save": [NOTHING], "torch.distributed.checkpoint": DCP, "ours": OURS},
+    check=_check,
+    scratch=True,
 )

@@ -79,15 +79,16 @@ def compare(keys: CompareKeys) -> int:
     if keys.json:
         print(json.dumps({"ratios": [asdict(ratio) for ratio in found], "larger": [asdict(ratio) for ratio in worse]}, indent=2))
     else:
-        rows = [
-            (f"{'* ' if ratio in worse else ''}{ratio.contender}", ratio.figure, f"{ratio.a:.3f}", f"{ratio.b:.3f}", f"{ratio.ratio:.3f}",
-             f"{ratio.least:.3f}..{ratio.most:.3f}")
+        rows = {
+            f"{'* ' if ratio in worse else ''}{ratio.contender}, {ratio.figure}": {
+                "a": f"{ratio.a:.3f}", "b": f"{ratio.b:.3f}", "b / a": f"{ratio.ratio:.3f}", "95 % of draws": f"{ratio.least:.3f}..{ratio.most:.3f}",
+            }
             for ratio in found
-        ]  # fmt: skip
+        }  # fmt: skip
         over = f", over those of {keys.relative_to} in the same round" if keys.relative_to else ""
         counts = " and ".join(str(max(map(len, side.values()))) for side in (a, b))
         print(f"* larger by more than {keys.tolerance:.0%}, all of the interval: {len(worse)} of {len(found)} figures")
-        print_table(f"medians of {counts} rounds{over}", ["", "figure", "a", "b", "b / a", "95 % of draws"], rows)
+        print_table(f"medians of {counts} rounds{over}", rows)
     return 1 if worse else 0
 
 

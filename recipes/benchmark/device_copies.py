@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,16 +23,10 @@ from ckpt.storage.wanted_bytes import WantedBytes
 from recipes.benchmark import harness
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import timed
-from recipes.benchmark.tables import print_table, rounds_of, summarized
+from recipes.benchmark.tables import Rows, rounds_of
 from recipes.support.tables import counted
 
 MIB = 1 << 20
-
-
-@dataclass
-class DeviceKeys:
-    repeats: int
-    mib: int
 
 
 def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
@@ -51,43 +44,34 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
     def take_turn(name: str, number: int) -> Figures:
         return {way: timed(work, topology) for way, work in states[name].ways().items()}
 
-    rounds = harness.interleaved(states, keys["repeats"], take_turn, topology)
-    medians = summarized(rounds)["medians"]
     return {
         "device": str(device.torch_device),
         "ranks": topology.world_size,
         "repeats": keys["repeats"],
-        "rounds": rounds,
-        "states": {
-            name: {
-                "bytes": state.num_bytes,
-                "tensors": len(state.tensors),
-                "medians": medians[name],
-                "gb_s": {way: state.num_bytes / seconds / 1e9 for way, seconds in medians[name].items()},
-                "ratios": {way: medians[name][f"plain {way}"] / medians[name][way] for way in ("save", "load")},
-            }
-            for name, state in states.items()
-        },
+        "rounds": harness.interleaved(states, keys["repeats"], take_turn, topology),
+        "states": {name: {"bytes": state.num_bytes, "tensors": len(state.tensors)} for name, state in states.items()},
     }
 
 
-def show(result: Mapping[str, Any]) -> None:
-    """Print speeds and ratios as a table."""
-    rows = []
-    for name, row in result["states"].items():
-        speeds, ratios = row["gb_s"], row["ratios"]
-        cells = [
-            text
-            for way in ("save", "load")
-            for text in (f"{speeds[way]:.1f} of {speeds[f'plain {way}']:.1f}", f"{ratios[way]:.2f}")
-        ]
-        rows.append((name, f"{row['tensors']:,}", f"{row['bytes'] / MIB:.0f}", *cells))
-    print_table(
-        f"{result['machine']['accelerator']}, {counted(result['ranks'], 'rank')}, {rounds_of(result)}; GB/s of a rank, "
-        "and the share of a plain copy",
-        ["", "tensors", "MiB", "to the host", "", "to the device", ""],
-        rows,
-    )
+def compared(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the medians of each state to it, as GB/s, and the share of a plain copy's speed."""
+
+    def with_speeds(state: Mapping[str, Any], medians: Mapping[str, float]) -> dict[str, Any]:
+        speeds = {way: state["bytes"] / seconds / 1e9 for way, seconds in medians.items()}
+        ratios = {way: medians[f"plain {way}"] / medians[way] for way in ("save", "load")}
+        return {**state, "medians": medians, "gb_s": speeds, "ratios": ratios}
+
+    return {"states": {name: with_speeds(state, result["medians"][name]) for name, state in result["states"].items()}}
+
+
+def _tables(result: Mapping[str, Any]) -> dict[str, Rows]:
+    rows = {}
+    for name, state in result["states"].items():
+        rows[name] = {"tensors": f"{state['tensors']:,}", "MiB": f"{state['bytes'] / MIB:.0f}"}
+        for way, heading in (("save", "to the host"), ("load", "to the device")):
+            rows[name][f"{heading}, GB/s of a rank"] = f"{state['gb_s'][way]:.1f} of {state['gb_s'][f'plain {way}']:.1f}"
+            rows[name][f"{heading}, share of a plain copy"] = f"{state['ratios'][way]:.2f}"
+    return {f"{result['machine']['accelerator']}, {counted(result['ranks'], 'rank')}, {rounds_of(result)}": rows}
 
 
 class DeviceTensors:
@@ -202,4 +186,6 @@ STATES: dict[str, Callable[[int, torch.device], list[torch.Tensor]]] = {
 }
 
 
-MEASUREMENT = harness.Measurement(DeviceKeys, benchmark, show)
+MEASUREMENT = harness.Measurement(
+    {"repeats": int, "mib": int}, benchmark, lambda result: result["device"], {}, compare=compared, tables=_tables
+)

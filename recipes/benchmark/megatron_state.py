@@ -87,6 +87,24 @@ class _Parameter:
     may_differ: bool = False
 
 
+def layer_of(width: int) -> dict[str, tuple[tuple[int, ...], int | None]]:
+    """Return the parameters of one layer of a GPT by name: shape, and the axis that tensor-parallel ranks cut (None: each holds all)."""
+    return {
+        "self_attention.linear_proj.weight": ((width, width), 1),
+        "self_attention.linear_proj.bias": ((width,), None),
+        "self_attention.linear_qkv.layer_norm_weight": ((width,), None),
+        "self_attention.linear_qkv.layer_norm_bias": ((width,), None),
+        "self_attention.linear_qkv.weight": ((3 * width, width), 0),
+        "self_attention.linear_qkv.bias": ((3 * width,), 0),
+        "mlp.linear_fc1.layer_norm_weight": ((width,), None),
+        "mlp.linear_fc1.layer_norm_bias": ((width,), None),
+        "mlp.linear_fc1.weight": ((4 * width, width), 0),
+        "mlp.linear_fc1.bias": ((4 * width,), 0),
+        "mlp.linear_fc2.weight": ((width, 4 * width), 1),
+        "mlp.linear_fc2.bias": ((width,), None),
+    }
+
+
 def shards_of(held: RankHoldings) -> dict[str, ShardArguments]:
     """Return all that one rank holds, by names that are equal on no two entries."""
     model = dict(_model(held))
@@ -213,20 +231,7 @@ def _parameters(held: RankHoldings) -> Iterator[_Parameter]:
     vocabulary = -(-held.vocabulary // multiple) * multiple
     yield _Parameter("embedding.word_embeddings.weight", (vocabulary, width), 0, may_differ=True)
     yield _Parameter("embedding.position_embeddings.weight", (held.context, width), None)
-    for name, shape, axis in (
-        ("self_attention.linear_proj.weight", (width, width), 1),
-        ("self_attention.linear_proj.bias", (width,), None),
-        ("self_attention.linear_qkv.layer_norm_weight", (width,), None),
-        ("self_attention.linear_qkv.layer_norm_bias", (width,), None),
-        ("self_attention.linear_qkv.weight", (3 * width, width), 0),
-        ("self_attention.linear_qkv.bias", (3 * width,), 0),
-        ("mlp.linear_fc1.layer_norm_weight", (width,), None),
-        ("mlp.linear_fc1.layer_norm_bias", (width,), None),
-        ("mlp.linear_fc1.weight", (4 * width, width), 0),
-        ("mlp.linear_fc1.bias", (4 * width,), 0),
-        ("mlp.linear_fc2.weight", (width, 4 * width), 1),
-        ("mlp.linear_fc2.bias", (width,), None),
-    ):
+    for name, (shape, axis) in layer_of(width).items():
         yield _Parameter(f"decoder.layers.{name}", shape, axis, in_layers=True)
     yield _Parameter("decoder.final_layernorm.weight", (width,), None)
     yield _Parameter("decoder.final_layernorm.bias", (width,), None)

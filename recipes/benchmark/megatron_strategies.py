@@ -31,9 +31,8 @@ from recipes.benchmark import harness
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import PeakMemory, forget_cache, gathered, largest, timed, wait_for_ranks
 from recipes.benchmark.megatron_state import OPTIMIZERS, RankHoldings, Side, data_parallel_ranks, shards_of
-from recipes.benchmark.tables import cores_and_rounds, print_table, rows_of, summarized
+from recipes.benchmark.tables import Rows
 from recipes.support.config import made
-from recipes.support.tables import console, full_line
 from recipes.training.gpt import SIZES
 
 PEER = "megatron"
@@ -44,7 +43,8 @@ OURS: dict[str, Callable[[], SaveShardedStrategy]] = {
     "zarr": ZarrSaveShardedStrategy,
     "tensorstore": TensorStoreSaveShardedStrategy,
 }
-COLUMNS = ("save_s", "load_cold_s", "load_warm_s", "save_peak_mib", "load_peak_mib")
+SECONDS = {"save s": "save_s", "cold s": "load_cold_s", "warm s": "load_warm_s"}
+COLUMNS = (*SECONDS.values(), "save_peak_mib", "load_peak_mib")
 LEAST_MIB = 1.0
 """No ratio is made of less memory: an allocator may keep it or not."""
 
@@ -53,15 +53,6 @@ Cost = dict[str, Any]
 
 Do = Callable[[str, Path], Cost]
 """A contender: does "save" or "load" with a folder that exists. Collective; returns when all ranks are done."""
-
-
-@dataclasses.dataclass
-class MegatronKeys:
-    repeats: int
-    contenders: list[str]
-    optimizer: str
-    in_place: bool
-    megatron_python: str | None
 
 
 class Peer:
@@ -187,7 +178,6 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
             for name, rows in rounds.items()
         },
         "rounds": counted,
-        "ratios": _ratios(summarized(counted)["medians"]),
     }
 
 
@@ -299,29 +289,28 @@ def counterpart(name: str) -> str:
     return PEER + TWO_STAGE if name.endswith(TWO_STAGE) else PEER
 
 
-def _ratios(medians: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float | None]]:
-    """Return megatron-core's figures over ours; None of memory where ours takes next to none."""
+def compared(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `ratios`: megatron-core's medians over ours; None of memory where ours takes next to none."""
+    medians = result["medians"]
     pairs = {name: counterpart(name) for name in medians if not is_peer(name) and counterpart(name) in medians}
     return {
-        name: {
-            c: medians[peer][c] / medians[name][c] if c.endswith("_s") or medians[name][c] >= LEAST_MIB else None
-            for c in COLUMNS
+        "ratios": {
+            name: {
+                c: medians[peer][c] / medians[name][c] if c.endswith("_s") or medians[name][c] >= LEAST_MIB else None
+                for c in COLUMNS
+            }
+            for name, peer in pairs.items()
         }
-        for name, peer in pairs.items()
     }
 
 
-def show(result: Mapping[str, Any]) -> None:
-    """Print the figures, and megatron-core's over ours, as a table."""
-    title = (
-        f"{result['state_bytes'] / 1e9:.2f} GB of state, {result['layout']}, {cores_and_rounds(result)}: seconds to save "
-        "and to load (cold, warm), MiB taken on top of the state, and megatron-core's seconds / ours"
-    )
-    columns = {"save s": "save_s", "cold s": "load_cold_s", "warm s": "load_warm_s", "save / load MiB": "save_peak_mib load_peak_mib"}
-    columns["megatron / ours"] = "save_s_ratio load_cold_s_ratio load_warm_s_ratio"
-    print_table(title, *rows_of(result, columns))
-    for name, contender in result["contenders"].items():
-        console().print(full_line(f"{name}: {contender['files']} files; {len(contender['wrong'])} tensors came back wrong"))
+def _tables(result: Mapping[str, Any]) -> dict[str, Rows]:
+    return {
+        "what they left": {
+            name: {"files": f"{left['files']:,}", "tensors that came back wrong": str(len(left["wrong"]))}
+            for name, left in result["contenders"].items()
+        }
+    }
 
 
 def _line(figures: Figures) -> str:
@@ -330,10 +319,14 @@ def _line(figures: Figures) -> str:
 
 
 MEASUREMENT = harness.Measurement(
-    MegatronKeys,
+    {"repeats": int, "contenders": list[str], "optimizer": str, "in_place": bool, "megatron_python": str | None},
     benchmark,
-    show,
-    contenders=(*OURS, PEER, *(name + TWO_STAGE for name in (*OURS, PEER))),
+    lambda result: f"{result['state_bytes'] / 1e9:.2f} GB of state, {result['layout']}",
+    SECONDS
+    | {"save / load MiB": "save_peak_mib load_peak_mib", "megatron's seconds / ours": "save_s_ratio load_cold_s_ratio load_warm_s_ratio"},
+    compare=compared,
+    tables=_tables,
+    contenders={kind: (*names, *(name + TWO_STAGE for name in names)) for kind, names in {"ours": OURS, "megatron": [PEER]}.items()},
     check=_check,
     scratch=True,
 )

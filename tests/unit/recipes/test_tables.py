@@ -15,7 +15,7 @@ from rich.console import Console
 from ckpt import StateComponent
 from ckpt.convert.comparing import Difference
 from ckpt.ranks.topology import Topology
-from recipes.benchmark.tables import tables_of
+from recipes.benchmark.tables import print_table
 from recipes.commands.comparing import listed
 from recipes.commands.patterns import show as show_doctor
 from recipes.commands.reading import InspectKeys, show
@@ -252,14 +252,22 @@ def test_the_doctor_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     assert "optimizer  PER_RANK  PER_GROUP data_parallel  loses state" in text
 
 
-def test_a_benchmark_s_table_that_is_too_wide_is_printed_in_parts() -> None:
-    headings = ["", "save s", "load s, cold", "load s, warm", "save peak MiB", "load peak MiB", "read / needed"]
+def test_a_benchmark_s_table_that_is_too_wide_is_printed_as_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    headings = ["save s", "load s, cold", "load s, warm", "save peak MiB", "load peak MiB", "read / needed"]
     names = ("ckpt zarr, incremental", "torch.distributed.checkpoint")
-    cells = [(name, *(f"{at}.25 (0.20..12.34)" for at in range(1, 7))) for name in names]
-    parts = tables_of("workload", headings, cells, 80)
-    text = "".join(map(printed, parts))
-    assert fits(text) and len(parts) == 3
-    assert [text.count(name) for name in names] == [3, 3] and text.count("workload") == 1
-    assert all(heading in text for heading in headings)
-    assert all(text.count(f" {at}.25 (0.20..12.34)") == 2 for at in range(1, 7))
-    assert len(tables_of("workload", headings, cells, 200)) == 1
+    rows = {name: {heading: f"{at}.25 (0.20..12.34)" for at, heading in enumerate(headings)} for name in names}
+    print_table("workload", rows)
+    text = capsys.readouterr().out
+    assert fits(text)
+    text = " ".join(text.split())
+    assert all(text.count(name) == 1 for name in names) and text.count("workload") == 1
+    assert all(text.count(f"{heading}: {at}.25 (0.20..12.34)") == 2 for at, heading in enumerate(headings))
+
+
+def test_a_turned_table_has_a_column_for_each_contender(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table("plans", {"2 ranks": {"chunks": "5", "plan, s": "0.1"}, "4 ranks": {"chunks": "9"}}, turned=True)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["2", "ranks", "4", "ranks"] in lines and ["chunks", "5", "9"] in lines and ["plan,", "s", "0.1"] in lines
