@@ -81,7 +81,8 @@ def compare(keys: CompareKeys) -> int:
     else:
         rows = {
             f"{'* ' if ratio in worse else ''}{ratio.contender}, {ratio.figure}": {
-                "a": f"{ratio.a:.3f}", "b": f"{ratio.b:.3f}", "b / a": f"{ratio.ratio:.3f}", "95 % of draws": f"{ratio.least:.3f}..{ratio.most:.3f}",
+                "a": f"{ratio.a:.3f}", "b": f"{ratio.b:.3f}", "b / a": f"{ratio.ratio:.3f}",
+                "95 % of draws": f"{ratio.least:.3f}..{ratio.most:.3f}",
             }
             for ratio in found
         }  # fmt: skip

@@ -127,7 +127,7 @@ class Side:
 
     Attributes:
         shards: names and arguments of the tensors.
-        make: the ShardedTensor of this side.
+        make, save_state, load_state: `ShardedTensor`, `save` and `load` of this side.
         measured: does a piece of work together with the other ranks, and returns `seconds` and `peak_mib` of this rank.
         is_lead: whether this rank makes the whole save durable.
         data: tensors with the values of `shards`.
@@ -135,26 +135,26 @@ class Side:
 
     shards: Mapping[str, ShardArguments]
     make: Callable[..., Any]
+    save_state: Callable[..., object]
+    load_state: Callable[..., Any]
     measured: Callable[[Callable[[], None]], dict[str, Any]]
     is_lead: bool
 
     def __post_init__(self) -> None:
         self.data = {name: shard.values() for name, shard in self.shards.items()}
 
-    def save(self, folder: Path, save: Callable[[dict[str, Any], Path], object]) -> dict[str, Any]:
-        """Save to a folder that exists, by `save(sharded_state_dict, folder)`. Both sides sync the file system, as one of them has to."""
+    def save(self, folder: Path, strategy: Any) -> dict[str, Any]:
+        """Save to a folder that exists. Both sides sync the file system, as one of them has to."""
 
         def work() -> None:
-            save(self._state(), folder)
+            self.save_state(self._state(), str(folder), strategy)
             if self.is_lead:
                 make_durable(folder)
 
         return self.measured(work)
 
-    def load(
-        self, folder: Path, load: Callable[[dict[str, Any], Path], Mapping[str, Any]], *, fills: bool
-    ) -> dict[str, Any]:
-        """Load by `load(sharded_state_dict, folder)`; the names of tensors that came back wrong are added, as `wrong`.
+    def load(self, folder: Path, strategy: Any, *, fills: bool) -> dict[str, Any]:
+        """Load; the names of tensors that came back wrong are added, as `wrong`.
 
         Args:
             fills: the tensors that exist are filled. They are zeroed before, and those that came back wrong are mended.
@@ -162,7 +162,7 @@ class Side:
         loaded: dict[str, Any] = {}
         for tensor in self.data.values() if fills else []:
             tensor.zero_()
-        cost = self.measured(lambda: loaded.update(load(self._state(), folder)))
+        cost = self.measured(lambda: loaded.update(self.load_state(self._state(), str(folder), strategy)))
         wrong = [name for name, shard in self.shards.items() if not shard.is_equal(loaded[name])]
         for name in wrong if fills else []:
             self.data[name].copy_(self.shards[name].values())
@@ -172,18 +172,10 @@ class Side:
         """A sharded state dict, with some common state."""
         state: dict[str, Any] = {"iteration": 7, "checkpoint_version": 3.0, "lr": 3e-4}
         for name, shard in self.shards.items():
+            place = shard.local_shape, shard.global_shape, shard.global_offset, shard.fragmentations, shard.replica_id
+            flattened = None if shard.stop is None else slice(shard.start, shard.stop)
             state[name] = self.make(
-                shard.key,
-                self.data[name],
-                torch.float32,
-                shard.local_shape,
-                shard.global_shape,
-                shard.global_offset,
-                shard.fragmentations,
-                shard.replica_id,
-                shard.prepended,
-                shard.may_differ,
-                None if shard.stop is None else slice(shard.start, shard.stop),
+                shard.key, self.data[name], torch.float32, *place, shard.prepended, shard.may_differ, flattened
             )
         return state
 

@@ -7,8 +7,9 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class Peer:
     """The process of megatron-core beside this rank (recipes/benchmark/megatron_peer.py)."""
 
     def __init__(self, python: str, topology: Topology) -> None:
-        self._topology = topology
+        self._python, self._topology = python, topology
         # Neither the variables nor the folder by which our interpreter finds its packages: it has others of the same names.
         arguments = [python, "-E", "-P", str(Path(__file__).with_name("megatron_peer.py"))]
         with topology.phase("start megatron-core"):
@@ -79,13 +80,11 @@ class Peer:
             "in_place": in_place,
             "held": dataclasses.asdict(held),
         }
-        return self._ask(start)[0]
+        return self._ask(start)
 
     def cost(self, what: str, folder: Path, *, two_stage: bool) -> Cost:
         """Save or load on all ranks together."""
-        answers = self._ask({"do": what, "folder": str(folder), "two_stage": two_stage})
-        wrong = [name for answer in answers for name in answer.get("wrong", [])]
-        return {name: max(answer[name] for answer in answers) for name in ("seconds", "peak_mib")} | {"wrong": wrong}
+        return self._ask({"do": what, "folder": str(folder), "two_stage": two_stage})
 
     def close(self) -> None:
         """End the process by the end of its stdin. If it hangs in a collective, it is killed."""
@@ -95,23 +94,19 @@ class Peer:
             self._process.kill()
             self._process.communicate()
 
-    def _ask(self, command: dict[str, Any]) -> list[dict[str, Any]]:
-        """Give the processes of all ranks a command, and return their answers. One that fails is killed: the others wait."""
-        with self._topology.phase("megatron-core") as phase:
+    def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Give the processes of all ranks a command, and return the answer of ours. One that fails is killed: the others wait."""
+        with self._topology.phase("megatron-core"):
             assert self._process.stdin is not None and self._process.stdout is not None
-            try:
+            line = ""
+            with suppress(BrokenPipeError):
                 print(json.dumps(command), file=self._process.stdin, flush=True)
                 line = self._process.stdout.readline()
-            except BrokenPipeError:
-                line = ""
-            answer = json.loads(line) if line else {"error": "it ended without an answer"}
+            answer: dict[str, Any] = json.loads(line) if line else {"error": "it ended without an answer"}
             if "error" in answer:
                 self._process.kill()
-                raise CheckpointError(
-                    f"megatron-core in {self._process.args[0]}: {answer['error']}; what it wrote to stderr is above"  # type: ignore[index]
-                )
-            phase.payload = answer
-        return phase.payloads
+                raise CheckpointError(f"megatron-core in {self._python}: {answer['error']}; what it wrote to stderr is above")
+        return answer
 
 
 def _check(keys: dict[str, Any]) -> None:
@@ -142,10 +137,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
             peer = Peer(keys["megatron_python"], topology)
             started.callback(peer.close)
             versions[PEER] = peer.join(held, folders / "store", in_place=keys["in_place"])
-            contenders |= {
-                PEER: partial(peer.cost, two_stage=False),
-                PEER + TWO_STAGE: partial(peer.cost, two_stage=True),
-            }
+            contenders |= {name: partial(peer.cost, two_stage=name != PEER) for name in names if is_peer(name)}
 
         def take_turn(name: str, number: int) -> Figures:
             with harness.turn_folder(folders, name, number, topology) as folder:
@@ -170,11 +162,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         "state_bytes": _state_bytes(held, topology),
         "versions": versions,
         "contenders": {
-            name: {
-                "wrong": [wrong for row in rows for wrong in row["wrong"]],
-                "files": rows[-1]["files"],
-                "bytes": rows[-1]["bytes"],
-            }
+            name: {"wrong": [wrong for row in rows for wrong in row["wrong"]]} | {of: rows[-1][of] for of in ("files", "bytes")}
             for name, rows in rounds.items()
         },
         "rounds": counted,
@@ -190,43 +178,29 @@ def _held(cfg: Mapping[str, Any], topology: Topology) -> RankHoldings:
         )
     harness.require_choice("model.size", cfg["model"]["size"], SIZES)
     size = SIZES[cfg["model"]["size"]]
-    return RankHoldings(
-        vocabulary=size.vocabulary,
-        context=size.context,
-        layers=size.layers,
-        width=size.width,
-        optimizer=cfg["benchmark"]["optimizer"],
-        tp_rank=place.get("tp", 0),
-        tp=sizes.get("tp", 1),
-        dp_rank=place.get("dp", 0),
-        dp=sizes.get("dp", 1),
-    )
+    places = {"tp_rank": place.get("tp", 0), "tp": sizes.get("tp", 1), "dp_rank": place.get("dp", 0), "dp": sizes.get("dp", 1)}
+    model = {name: getattr(size, name) for name in ("vocabulary", "context", "layers", "width")}
+    return RankHoldings(**model, optimizer=cfg["benchmark"]["optimizer"], **places)
 
 
 def _ours(names: Sequence[str], held: RankHoldings, in_place: bool, topology: Topology) -> dict[str, Do]:
     """Make our contenders, which share their tensors. Collective."""
+    ours = [name for name in names if not is_peer(name)]
     group = _data_parallel_group(held, topology) if any(name.endswith(TWO_STAGE) for name in names) else None
-    if all(map(is_peer, names)):
+    if not ours:
         return {}
-    side = Side(shards_of(held), ShardedTensor, partial(_timed, topology), topology.is_lead)
-    found: dict[str, Do] = {}
-    for name in names:
-        if not is_peer(name):
-            two_stage = name.endswith(TWO_STAGE)
-            loading: LoadShardedStrategy = TensorStoreLoadShardedStrategy(load_directly_on_device=in_place)
-            if two_stage:
-                loading = TwoStageDataParallelLoadShardedStrategy(group, cpu_transfer=True)
-            saving = OURS[name.removesuffix(TWO_STAGE)]()
-            found[name] = partial(_do, side, saving, loading, two_stage or in_place)
-    return found
+    side = Side(shards_of(held), ShardedTensor, save, load, partial(_timed, topology), topology.is_lead)
 
+    def contender(name: str) -> Do:
+        two_stage = name.endswith(TWO_STAGE)
+        saving = OURS[name.removesuffix(TWO_STAGE)]()
+        loading: LoadShardedStrategy = TensorStoreLoadShardedStrategy(load_directly_on_device=in_place)
+        if two_stage:
+            loading = TwoStageDataParallelLoadShardedStrategy(group, cpu_transfer=True)
+        load_it = partial(side.load, strategy=loading, fills=two_stage or in_place)
+        return lambda what, folder: side.save(folder, saving) if what == "save" else load_it(folder)
 
-def _do(
-    side: Side, saving: SaveShardedStrategy, loading: LoadShardedStrategy, fills: bool, what: str, folder: Path
-) -> Cost:
-    if what == "save":
-        return side.save(folder, lambda state, to: save(state, to, saving))
-    return side.load(folder, lambda state, at: load(state, at, loading), fills=fills)
+    return {name: contender(name) for name in ours}
 
 
 def _timed(topology: Topology, work: Callable[[], None]) -> Cost:
@@ -257,11 +231,10 @@ def _measured(do: Do, folder: Path, topology: Topology) -> Figures:
     costs |= {"load_cold": do("load", folder), "load_warm": do("load", folder)}
     mine = {f"{name}_s": cost["seconds"] for name, cost in costs.items()}
     mine |= {"save_peak_mib": costs["save"]["peak_mib"], "load_peak_mib": costs["load_cold"]["peak_mib"]}
-    wrong = {name for cost in costs.values() for name in cost.get("wrong", [])}
+    wrong = [name for cost in costs.values() for name in cost.get("wrong", [])]
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
-    figures, wrong_of_ranks = zip(*gathered([mine, sorted(wrong)], topology), strict=True)
-    all_wrong = sorted({name for names in wrong_of_ranks for name in names})
-    return largest(figures) | {"wrong": all_wrong, "files": len(sizes), "bytes": sum(sizes)}
+    figures, wrong_of_ranks = zip(*gathered([mine, wrong], topology), strict=True)
+    return largest(figures) | {"wrong": sorted({*chain(*wrong_of_ranks)}), "files": len(sizes), "bytes": sum(sizes)}
 
 
 def _layout(held: RankHoldings, *, in_place: bool) -> str:

@@ -98,13 +98,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
     with ExitStack() as opened:
         ends = _endpoints(cfg, topology)
         facts = _facts(cfg, ends)
-        harness.announce(
-            f"{facts['bytes'] / 1e9:.2f} GB in {facts['tensors']} tensors, {facts['trainers']} trainers, {facts['rollouts']} "
-            f"rollouts, buckets of {keys['bucket_mib']} MiB",
-            names,
-            keys,
-            topology,
-        )
+        harness.announce(_title(facts), names, keys, topology)
         # checkpoint-engine collects garbage four times in each update. Its cost depends on what else the process holds, so what is
         # made before the first update, and by it, is taken out of the collector's sight, for all contenders.
         opened.callback(gc.unfreeze)
@@ -138,17 +132,9 @@ def _endpoints(cfg: Mapping[str, Any], topology: Topology) -> UpdateEndpoints:
     rows = rows_of(keys["mib"] * MIB, keys["width"], keys["dtypes"])
     with topology.phase("make the weights"), device.telling_of_room():
         weights = made_of(rows, device.torch_device, seed=0 if topology.rank in trainers else 1)
-    return UpdateEndpoints(
-        topology=topology,
-        device=device,
-        weights=weights,
-        rows=rows,
-        trainers=trainers,
-        rollouts=rollouts,
-        bucket_bytes=keys["bucket_mib"] * MIB,
-        timeout_s=cfg["agree"]["timeout_s"],
-        frozen=keys["frozen"],
-    )
+    ranks = {"topology": topology, "trainers": trainers, "rollouts": rollouts, "timeout_s": cfg["agree"]["timeout_s"]}
+    held = {"device": device, "weights": weights, "rows": rows, "bucket_bytes": keys["bucket_mib"] * MIB, "frozen": keys["frozen"]}
+    return UpdateEndpoints(**ranks, **held)
 
 
 def _measured(name: str, contender: Contender, step: int) -> Figures:
