@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -94,11 +94,9 @@ def _phases(port: int, ranks: Sequence[int], num_ranks: int, num_phases: int, nu
     count, lock = Counter[str](), threading.Lock()
     store = reach(LOOPBACK, port, timeout_s=TIMEOUT_S)
     ready = threading.Barrier(len(ranks), timeout=TIMEOUT_S)
-    seconds: dict[int, float] = {}
 
-    def run(rank: int) -> None:
-        topology = Topology.join(PrefixStore("job", store), rank, num_ranks, timeout_s=TIMEOUT_S, host=f"host-{rank // PER_HOST}")
-        with topology:
+    def run(rank: int) -> tuple[float, Counter[str]]:
+        with Topology.join(PrefixStore("job", store), rank, num_ranks, timeout_s=TIMEOUT_S, host=f"host-{rank // PER_HOST}") as topology:
             with topology.phase("begin"):
                 ready.wait()
             if rank == ranks[0]:
@@ -108,20 +106,13 @@ def _phases(port: int, ranks: Sequence[int], num_ranks: int, num_phases: int, nu
             for _ in range(num_phases):
                 with topology.operation("benchmark"), topology.phase("measured") as phase:
                     phase.to_lead = "x" * num_bytes
-            seconds[rank] = time.perf_counter() - began
-            counted = Counter(count)
+            ended, counted = time.perf_counter(), Counter(count)
             ready.wait()
-            if rank == ranks[0]:
-                count.clear()
-                count.update(counted)
+        return ended - began, counted
 
-    with counting(count, lock):
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    return max(seconds.values()), count
+    with counting(count, lock), ThreadPoolExecutor(len(ranks)) as threads:
+        found = list(threads.map(run, ranks))
+    return max(seconds for seconds, _ in found), found[0][1]
 
 
 @contextmanager

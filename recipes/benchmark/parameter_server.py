@@ -106,14 +106,10 @@ class Reference(Contender):
 
     def _count(self) -> int:
         """Count the buckets that it makes of the registered tensors."""
-        largest = max(
-            meta.aligned_size
-            for items in self._server.get_metas().values()
-            for metas in items.memory_buffer_metas_list
-            for meta in metas.metas
-        )
-        size = max(self.ends.bucket_bytes, largest)
-        return len(ce_ps._gen_h2d_buckets(self._server.get_metas(), size, {}, {}))
+        held = self._server.get_metas()
+        buffers = [buffer for items in held.values() for buffer in items.memory_buffer_metas_list]
+        largest = max(meta.aligned_size for buffer in buffers for meta in buffer.metas)
+        return len(ce_ps._gen_h2d_buckets(held, max(self.ends.bucket_bytes, largest), {}, {}))
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 
 from ckpt.ranks.absence import PhaseIndex
 from ckpt.ranks.addresses import LOOPBACK
@@ -58,18 +60,12 @@ def request_costs(num_bytes: int) -> dict[str, float]:
         costs = {"push": each(lambda: client.push("inbox", data)), "pop": each(lambda: client.pop("inbox"))}
         for _ in range(num):
             client.push("inbox", data)
-        began = time.perf_counter()
-        client.pop_waiting("inbox")
-        costs["pop_waiting"] = (time.perf_counter() - began) / num
+        costs["pop_waiting"] = each(lambda: client.pop_waiting("inbox"), 1) / num
         costs |= {"set": each(lambda: client.put("key", b"x" * 150)), "first": each(lambda: client.put_first("first", b"x" * 100))}
         clients = [StoreClient(server, writer=1) for _ in range(3)]
-        began = time.perf_counter()
-        threads = [threading.Thread(target=lambda own=own: [own.put("key", b"x") for _ in range(num)]) for own in clients]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        costs |= {"store": (time.perf_counter() - began) / (num * len(clients)), "socket": _socket_s()}
+        with ThreadPoolExecutor(len(clients)) as pool:
+            work = partial(pool.map, lambda own: [own.put("key", b"x") for _ in range(num)], clients)
+            costs |= {"store": each(lambda: [*work()], 1) / (num * len(clients)), "socket": _socket_s()}
         client.put("long", random.Random(0).randbytes(_PIECES_BYTES), compress=False)
         costs["byte"] = each(lambda: client.peek("long"), 50) / _PIECES_BYTES
     return costs
@@ -112,10 +108,9 @@ def reckon(
         return store_free_s + per_host * seconds
 
     phases = [Phase("measured") for _ in machines]
-    verdicts = []
     for rank, phase in enumerate(phases):
         say(phase, rank)
-        verdicts.append(phase.verdict("benchmark"))
+    verdicts = [phase.verdict("benchmark") for phase in phases]
     arrivals: list[tuple[float, int, list[Send]]] = []
     for hub in range(0, num_ranks, per_host):
         sent: list[Send] = []
@@ -160,11 +155,7 @@ def reckon(
                     (decided,) = machines[rank].hear(do.message)
                     assert isinstance(decided, Decided)
                 ends_s += costs["socket"]
-    return {
-        "phase_s": max(ends_s, lead_s),
-        "requests": count["requests"] / num_ranks,
-        "bytes": count["bytes"],
-    }
+    return {"phase_s": max(ends_s, lead_s), "requests": count["requests"] / num_ranks, "bytes": count["bytes"]}
 
 
 def bytes_for_the_lead(num_bytes: int) -> Callable[[Phase, int], None]:
