@@ -17,7 +17,7 @@ from ckpt.ranks.topology import Topology
 from recipes.benchmark import harness
 from recipes.benchmark.background_contenders import DCP, NOTHING, OURS, Saving, saving_of
 from recipes.benchmark.harness import Figures
-from recipes.benchmark.measuring import PeakMemory, gathered, wait_for_ranks
+from recipes.benchmark.measuring import PeakMemory, gathered, largest, wait_for_ranks
 from recipes.benchmark.tables import Rows, quotients
 from recipes.benchmark.training_step import TrainingStep
 from recipes.benchmark.workloads import Workload, described, facts_of, prepared
@@ -60,17 +60,12 @@ def _check(keys: dict[str, Any]) -> None:
 
 def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
     if topology.world_size == 1:
-        raise ConfigurationError(
-            "background saves are measured on ranks that train together: launch.nproc_per_node=2 or more"
-        )
+        raise ConfigurationError("background saves are measured on ranks that train together: launch.nproc_per_node=2 or more")
     keys = cfg["benchmark"]
     with prepared(cfg, topology) as workload, harness.scratch_folder(cfg, topology) as folders:
         step = TrainingStep(workload.saved, keys["stepped_mib"] << 20)
-        facts = facts_of(cfg, workload) | {
-            "writer_cores": keys["writer_cores"],
-            "writer_mib_s": keys["writer_mib_s"],
-            "compute_s": step.calibrate(keys["step_s"]),
-        }
+        facts = facts_of(cfg, workload) | {cap: keys[cap] for cap in ("writer_cores", "writer_mib_s")}
+        facts["compute_s"] = step.calibrate(keys["step_s"])
         what = f"{described(facts)}; a step computes for {facts['compute_s']:.3f} s"
         harness.announce(what, keys["contenders"], keys, topology)
 
@@ -114,9 +109,7 @@ def _measured(
         with topology.phase("compare"):
             assert changed, "every step changes what every rank holds"
             if state.fingerprint() != saved:
-                raise CorruptCheckpointError(
-                    f"{name}: what was loaded is not what the state was when the save was called"
-                )
+                raise CorruptCheckpointError(f"{name}: what was loaded is not what the state was when the save was called")
     return told
 
 
@@ -136,13 +129,8 @@ def _save_beside_steps(saving: Saving, folder: Path, step: TrainingStep, topolog
     dist.barrier()
     stopped = time.perf_counter()
     saving.finish()
-    finished = time.perf_counter()
-    return {
-        "call_s": called - began,
-        "finish_s": finished - stopped,
-        "durable_s": saving.durable_s(),
-        "beside": beside,
-    }
+    finish_s = time.perf_counter() - stopped
+    return {"call_s": called - began, "finish_s": finish_s, "durable_s": saving.durable_s(), "beside": beside}
 
 
 def _mib_of_children() -> float:
@@ -171,37 +159,34 @@ def figures_of(ranks: Sequence[RankTimes]) -> Figures:
     - `lost_s`: the delay of training by the whole save.
     """
     step_s = statistics.mean(seconds for told in ranks for seconds in told["before_s"])
-    calls = [told["call_s"] for told in ranks]
-    waits = [sum(wait_s for *_, wait_s in told["beside"]) for told in ranks]
-    finishes = [told["finish_s"] for told in ranks]
-    num_steps = len(ranks[0]["beside"])
-    figures: Figures = {
-        "stall_s": max(map(_stall_of, ranks)),
-        "first_stall_s": max(told["first_stall_s"] for told in ranks),
-        "call_s": max(calls),
-        "wait_s": max(waits),
-        "finish_s": max(finishes),
-        "lost_s": max(told["beside"][-1][1] for told in ranks) - num_steps * step_s + max(finishes),
+    names, num_steps = ("first_stall_s", "call_s", "finish_s", "durable_s", "peak_mib"), len(ranks[0]["beside"])
+    figures: Figures = largest(
+        [
+            {"stall_s": _stall_of(told), "wait_s": _wait_of(told)} | {name: told[name] for name in names if told[name] is not None}
+            for told in ranks
+        ]
+    )
+    figures |= {
+        "lost_s": max(told["beside"][-1][1] for told in ranks) - num_steps * step_s + figures["finish_s"],
         "step_s": step_s,
         "steps": num_steps,
-        "peak_mib": max(told["peak_mib"] for told in ranks),
         "peak_mib_of_ranks": [told["peak_mib"] for told in ranks],
     }
-    durables = [told["durable_s"] for told in ranks if told["durable_s"] is not None]
-    if durables:
-        figures["durable_s"] = max(durables)
     counted = _num_counted(ranks, figures.get("durable_s"))
     if counted:
         end = max(told["beside"][counted - 1][1] for told in ranks)
-        stall = max(map(sum, zip(calls, waits, strict=True)))
+        stall = max(told["call_s"] + _wait_of(told) for told in ranks)
         figures["slow_down"] = (end - stall) / (counted * step_s)
     return figures
 
 
+def _wait_of(told: RankTimes) -> float:
+    return float(sum(wait_s for *_, wait_s in told["beside"]))
+
+
 def _stall_of(told: RankTimes) -> float:
     """Seconds that a rank stood still for one save."""
-    waits = sum(wait_s for *_, wait_s in told["beside"])
-    return float(told["call_s"] + waits + told["finish_s"])
+    return float(told["call_s"] + _wait_of(told) + told["finish_s"])
 
 
 def _num_counted(ranks: Sequence[RankTimes], durable_s: float | None) -> int:

@@ -72,15 +72,8 @@ class Peer:
         Args:
             store: a file that does not exist yet.
         """
-        start = {
-            "rank": self._topology.rank,
-            "num_ranks": self._topology.world_size,
-            "store": str(store),
-            "threads": torch.get_num_threads(),
-            "in_place": in_place,
-            "held": dataclasses.asdict(held),
-        }
-        return self._ask(start)
+        place = {"rank": self._topology.rank, "num_ranks": self._topology.world_size, "store": str(store)}
+        return self._ask(place | {"threads": torch.get_num_threads(), "in_place": in_place, "held": dataclasses.asdict(held)})
 
     def cost(self, what: str, folder: Path, *, two_stage: bool) -> Cost:
         """Save or load on all ranks together."""
@@ -143,12 +136,14 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
             with harness.turn_folder(folders, name, number, topology) as folder:
                 figures = _measured(contenders[name], folder, topology)
             if figures["wrong"] and not is_peer(name):
-                raise CorruptCheckpointError(
-                    f"{name}: what was loaded is not what was saved, first in {figures['wrong'][0]}"
-                )
+                raise CorruptCheckpointError(f"{name}: what was loaded is not what was saved, first in {figures['wrong'][0]}")
             return figures
 
         rounds = harness.interleaved(names, keys["repeats"], take_turn, topology, _line)
+    shards = shards_of(held).values()
+    main = [shard.num_elements for shard in shards if not any(shard.replica_id)]
+    keys_of_ranks, sizes = zip(*gathered([[shard.key for shard in shards], 4 * sum(main)], topology), strict=True)
+    cut = "cut like the weights" if held.optimizer == "tensors" else "in flattened ranges"
     counted = {name: [{column: row[column] for column in COLUMNS} for row in rows] for name, rows in rounds.items()}
     return {
         "model": cfg["model"]["size"],
@@ -157,9 +152,9 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         "ranks": topology.world_size,
         "tp": held.tp,
         "dp": held.dp,
-        "layout": _layout(held, in_place=keys["in_place"]),
-        "tensors": _num_tensors(held, topology),
-        "state_bytes": _state_bytes(held, topology),
+        "layout": f"TP {held.tp} x DP {held.dp}, moments {cut}{', into tensors that exist' if keys['in_place'] else ''}",
+        "tensors": len({*chain(*keys_of_ranks)}),
+        "state_bytes": sum(sizes),
         "versions": versions,
         "contenders": {
             name: {"wrong": [wrong for row in rows for wrong in row["wrong"]]} | {of: rows[-1][of] for of in ("files", "bytes")}
@@ -235,22 +230,6 @@ def _measured(do: Do, folder: Path, topology: Topology) -> Figures:
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
     figures, wrong_of_ranks = zip(*gathered([mine, wrong], topology), strict=True)
     return largest(figures) | {"wrong": sorted({*chain(*wrong_of_ranks)}), "files": len(sizes), "bytes": sum(sizes)}
-
-
-def _layout(held: RankHoldings, *, in_place: bool) -> str:
-    cut = "cut like the weights" if held.optimizer == "tensors" else "in flattened ranges"
-    return f"TP {held.tp} x DP {held.dp}, moments {cut}{', into tensors that exist' if in_place else ''}"
-
-
-def _num_tensors(held: RankHoldings, topology: Topology) -> int:
-    """Of the whole state."""
-    return len(set().union(*gathered([shard.key for shard in shards_of(held).values()], topology)))
-
-
-def _state_bytes(held: RankHoldings, topology: Topology) -> int:
-    """Of the whole state, replicas once."""
-    mine = sum(4 * shard.num_elements for shard in shards_of(held).values() if not any(shard.replica_id))
-    return sum(gathered(mine, topology))
 
 
 def is_peer(name: str) -> bool:

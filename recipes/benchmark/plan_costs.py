@@ -32,7 +32,6 @@ from recipes.support.local_ranks import start_forkserver
 
 OPTIMIZERS = ("replicated", "sharded")
 _PATTERNS = {"model": "sharded", "optimizer": "sharded", "scheduler": "replicated", "rng": "per_rank"}
-_COMPONENTS = {key: StateComponent(key, NamedTensors({}), pattern) for key, pattern in _PATTERNS.items()}
 
 
 @dataclass(frozen=True)
@@ -216,17 +215,14 @@ def _check(keys: dict[str, Any]) -> None:
         raise ConfigurationError("benchmark.dp=[]: expected at least one number of replicas")
 
 
-def _contribution(table: Table) -> RankState:
-    plain = {key: {"step": [["step"], 1000]} for key in _COMPONENTS}
-    return RankState(components=dict(_COMPONENTS), table=table, plain=plain)
-
-
 def _cached_s(case: SyntheticGPT, rank: int) -> float:
     """Return the seconds of a rank in a later save of the same state until it knows that the plan still holds, but for the agreement."""
     topology = cast(Topology, RecordedTopology(rank, case.world_size, []))
     comparison, phase = Comparison(topology), Phase("collect")
+    components = {key: StateComponent(key, NamedTensors({}), pattern) for key, pattern in _PATTERNS.items()}
+    plain = {key: {"step": [["step"], 1000]} for key in components}
     started = time.perf_counter()
-    mine = _contribution(case.table(rank))
+    mine = RankState(components=components, table=case.table(rank), plain=plain)
     comparison.say(mine, phase)
     phase.verdict(None).encode()
     phase.from_lead = [2, {}, [], [], None]  # no rank differs
@@ -236,13 +232,10 @@ def _cached_s(case: SyntheticGPT, rank: int) -> float:
 
 def _cut(box: Box, dim: int, parts: int, number: int) -> Box:
     """Return one of the nearly equal parts of a box along a dimension, the later ones shorter or empty, as of torch.chunk."""
-    side = box.shape[dim]
-    step = -(-side // parts)
-    start = min(number * step, side)
-    offsets, shape = list(box.offsets), list(box.shape)
-    offsets[dim] += start
-    shape[dim] = min(step, side - start)
-    return Box(tuple(offsets), tuple(shape))
+    side, step = box.shape[dim], -(-box.shape[dim] // parts)
+    start, stop = (min(at * step, side) for at in (number, number + 1))
+    offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])
+    return Box(offsets, (*box.shape[:dim], stop - start, *box.shape[dim + 1 :]))
 
 
 MEASUREMENT = harness.Measurement(

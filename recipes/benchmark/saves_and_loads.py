@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,8 @@ from recipes.benchmark.tables import Rows, quotients
 from recipes.benchmark.workloads import SHARINGS, Contender, State, Workload, described, facts_of, prepared
 
 SECONDS = {"save s": "save_s", "load s, cold": "load_cold_s", "load s, warm": "load_warm_s"}
+SMALL_TENSORS = make_dataclass("SmallTensorKeys", [("count", int, MISSING), ("elements", int, MISSING), ("sharing", str, MISSING)])
 MEMORY = {"save / load peak MiB": "save_peak_mib load_peak_mib", "read / needed": "bytes_read/bytes_needed"}
-
-
-@dataclass
-class SmallTensorKeys:
-    count: int = MISSING
-    elements: int = MISSING
-    sharing: str = MISSING
 
 
 def _check(keys: dict[str, Any]) -> None:
@@ -152,7 +146,7 @@ def _line(figures: Figures) -> str:
 MEASUREMENT = harness.Measurement(
     {
         "workload": str, "repeats": int, "contenders": list[str], "load_ranks": int | None, "store_mib_s": float | None,
-        "small_tensors": SmallTensorKeys | None, "plot": bool | None,
+        "small_tensors": SMALL_TENSORS | None, "plot": bool | None,
     },
     benchmark,
     _title,

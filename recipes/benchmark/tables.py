@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from recipes.support.tables import Listing, show
 
 COLORS = ("#9aa0a6", "#c9792c", "#1f6f8b")
@@ -110,13 +112,12 @@ def draw(
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
     for axes, (heading, column) in zip(panels, columns.items(), strict=True):
-        for place, name in enumerate(names):
-            if column not in result["medians"][name]:
-                continue
-            median, (least, most) = result["medians"][name][column], result["ranges"][name][column]
-            around = [[median - least], [most - median]]
-            axes.barh(place, median, xerr=around, color=color_of[name], ecolor="#333333", capsize=2, height=0.7)
-            axes.annotate(f"{median:.2f}", (most, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
+        there = {place: name for place, name in enumerate(names) if column in result["medians"][name]}
+        medians = np.array([result["medians"][name][column] for name in there.values()])
+        around = np.abs(np.array([result["ranges"][name][column] for name in there.values()]).T - medians)
+        drawn = [color_of[name] for name in there.values()]
+        bars = axes.barh([*there], medians, xerr=around, color=drawn, ecolor="#333333", capsize=2, height=0.7)
+        axes.bar_label(bars, fmt="%.2f", padding=4, fontsize=8)
         axes.set_title(heading, fontsize=10)
         axes.margins(x=0.14)
         axes.tick_params(labelsize=8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -102,10 +102,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         # checkpoint-engine collects garbage four times in each update. Its cost depends on what else the process holds, so what is
         # made before the first update, and by it, is taken out of the collector's sight, for all contenders.
         opened.callback(gc.unfreeze)
-        contenders: dict[str, Contender] = {}
-        for name in names:
-            contenders[name] = contender_of(name, ends)
-            opened.callback(contenders[name].close)
+        contenders = {name: opened.enter_context(closing(contender_of(name, ends))) for name in names}
         gc.freeze()
         first = harness.interleaved(
             names, 1, lambda name, _: _measured(name, contenders[name], 1), topology, lambda seconds: f"{_line(seconds)}; not counted"
@@ -148,9 +145,8 @@ def _measured(name: str, contender: Contender, step: int) -> Figures:
     parts[UPDATE] = stopwatch.lap()
     digests = gathered(contender.digests(), ends.topology)
     sent = {key: digest for rank in ends.trainers for key, digest in digests[rank].items()}
-    for rank, of_rank in enumerate(digests):
-        is_whole = rank in ends.trainers or of_rank.keys() == sent.keys()
-        if not is_whole or any(digest != sent.get(key) for key, digest in of_rank.items()):
+    for rank, held in enumerate(digests):
+        if not (held.items() <= sent.items() if rank in ends.trainers else held == sent):
             raise CorruptCheckpointError(f"{name}: rank {rank} holds other bits than were sent")
     return largest(gathered(parts, ends.topology))
 
