@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,8 +96,11 @@ class DeviceTensors:
 
     def stage(self) -> None:
         """Copy to the host as a save does."""
-        for _ in Staging(Halves(self._device.pinned_bytes)).ahead(enumerate(self._groups)):
+        for _ in self._staged():
             pass
+
+    def _staged(self) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:
+        return Staging(Halves(self._device.pinned_bytes)).ahead(enumerate(self._groups))
 
     def fill(self, source: torch.Tensor | None = None) -> None:
         """Copy to the tensors as a load does.
@@ -129,11 +132,7 @@ class DeviceTensors:
         Raises:
             CorruptCheckpointError: bytes changed on the way.
         """
-        staged = [
-            host.reshape(-1).view(torch.uint8).clone()
-            for _, hosts in Staging(Halves(self._device.pinned_bytes)).ahead(enumerate(self._groups))
-            for host in hosts
-        ]
+        staged = [host.reshape(-1).view(torch.uint8).clone() for _, hosts in self._staged() for host in hosts]
         expected = torch.cat([raw_bytes(tensor.cpu().contiguous()) for tensor in self.tensors])
         for tensor in self.tensors:
             tensor.zero_()
