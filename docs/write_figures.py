@@ -30,7 +30,7 @@ class Kind(NamedTuple):
     """Table of the results of one benchmark.
 
     Attributes:
-        columns: heading -> names of the figures in the column, `<figure>_ratio` of a ratio. A column that no row has is left out.
+        columns: heading -> figure, as of `recipes.benchmark.tables.rows_of`. A column that no row has is left out.
         ours: names of contenders that are ours, each without its part behind a comma.
         digits: of seconds and ratios.
     """

@@ -18,6 +18,7 @@ from recipes.benchmark.measuring import make_durable
 
 OPTIMIZERS = ("tensors", "ranges")
 MOMENTS = ("exp_avg", "exp_avg_sq")
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 VOCABULARY_MULTIPLE = 128  # Megatron pads the embedding to a multiple of this on every tensor-parallel rank
 
 
@@ -74,17 +75,6 @@ class ShardArguments:
         wanted = self.values()
         same_kind = tensor.dtype == wanted.dtype and tensor.shape == wanted.shape
         return same_kind and torch.equal(tensor.contiguous().view(torch.int32), wanted.view(torch.int32))
-
-
-@dataclass(frozen=True)
-class _Parameter:
-    """`axis` is the one that tensor-parallel ranks cut; None: each holds all of it. Layers are stacked in front."""
-
-    name: str
-    shape: tuple[int, ...]
-    axis: int | None
-    in_layers: bool = False
-    may_differ: bool = False
 
 
 def layer_of(width: int) -> dict[str, tuple[tuple[int, ...], int | None]]:
@@ -181,29 +171,39 @@ class Side:
 
 
 def _model(held: RankHoldings) -> Iterator[tuple[str, ShardArguments]]:
-    for parameter in _parameters(held):
-        for layer in range(held.layers) if parameter.in_layers else [None]:
-            yield f"{parameter.name} {layer}", _shard(parameter, layer, held)
+    """The parameters of one rank; those of the layers are stacked."""
+    width, multiple = held.width, VOCABULARY_MULTIPLE * held.tp
+    vocabulary = -(-held.vocabulary // multiple) * multiple
+    layers = {f"decoder.layers.{name}": parameter for name, parameter in layer_of(width).items()}
+    parameters = {
+        WORD_EMBEDDINGS: ((vocabulary, width), 0),
+        "embedding.position_embeddings.weight": ((held.context, width), None),
+        **layers,
+        "decoder.final_layernorm.weight": ((width,), None),
+        "decoder.final_layernorm.bias": ((width,), None),
+    }
+    for name, (shape, axis) in parameters.items():
+        for layer in range(held.layers) if name in layers else [None]:
+            yield f"{name} {layer}", _shard(name, shape, axis, layer, held)
 
 
-def _shard(parameter: _Parameter, layer: int | None, held: RankHoldings) -> ShardArguments:
-    local, offset, cuts = list(parameter.shape), [0] * len(parameter.shape), [1] * len(parameter.shape)
-    if parameter.axis is not None:
-        local[parameter.axis] //= held.tp
-        offset[parameter.axis] = held.tp_rank * local[parameter.axis]
-        cuts[parameter.axis] = held.tp
-    whole = list(parameter.shape)
+def _shard(name: str, shape: tuple[int, ...], axis: int | None, layer: int | None, held: RankHoldings) -> ShardArguments:
+    local, whole, offset, cuts = list(shape), list(shape), [0] * len(shape), [1] * len(shape)
+    if axis is not None:
+        local[axis] //= held.tp
+        offset[axis] = held.tp_rank * local[axis]
+        cuts[axis] = held.tp
     if layer is not None:
         whole, offset, cuts = [held.layers, *whole], [layer, *offset], [held.layers, *cuts]
     return ShardArguments(
-        key=parameter.name,
+        key=name,
         local_shape=tuple(local),
         global_shape=tuple(whole),
         global_offset=tuple(offset),
         fragmentations=tuple(cuts),
-        replica_id=(0, held.tp_rank if parameter.axis is None else 0, held.dp_rank),
+        replica_id=(0, held.tp_rank if axis is None else 0, held.dp_rank),
         prepended=0 if layer is None else 1,
-        may_differ=parameter.may_differ,
+        may_differ=name == WORD_EMBEDDINGS,
     )
 
 
@@ -216,14 +216,3 @@ def _ranges(held: RankHoldings, model: Mapping[str, ShardArguments]) -> Iterator
         if start < stop:
             yield name, replace(shard, replica_id=(*shard.replica_id[:2], 0), start=start, stop=stop)
         at += shard.num_elements
-
-
-def _parameters(held: RankHoldings) -> Iterator[_Parameter]:
-    width, multiple = held.width, VOCABULARY_MULTIPLE * held.tp
-    vocabulary = -(-held.vocabulary // multiple) * multiple
-    yield _Parameter("embedding.word_embeddings.weight", (vocabulary, width), 0, may_differ=True)
-    yield _Parameter("embedding.position_embeddings.weight", (held.context, width), None)
-    for name, (shape, axis) in layer_of(width).items():
-        yield _Parameter(f"decoder.layers.{name}", shape, axis, in_layers=True)
-    yield _Parameter("decoder.final_layernorm.weight", (width,), None)
-    yield _Parameter("decoder.final_layernorm.bias", (width,), None)
