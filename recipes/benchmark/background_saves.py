@@ -216,10 +216,10 @@ def compared(result: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tables(result: Mapping[str, Any]) -> dict[str, Rows]:
     seconds = {heading: column for heading, column in COLUMNS.items() if column.endswith("_s")}
-    rows = {
-        name: {peer: "  ".join(f"{of[c]:.2f}" if c in of else "-" for c in seconds.values()) for peer, of in of_peers.items()}
-        for name, of_peers in result["ratios"].items()
-    }
+    rows: dict[str, dict[str, str]] = {}
+    for name, of_peers in result["ratios"].items():
+        for peer, of in of_peers.items():
+            rows.setdefault(peer, {})[name] = "  ".join(f"{of[c]:.2f}" if c in of else "-" for c in seconds.values())
     return {f"ours / theirs, of medians: {', '.join(seconds)}": rows}
 
 

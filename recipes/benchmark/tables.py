@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from recipes.support.tables import Listing, show
+from recipes.support.tables import Listing, console, show
 
 COLORS = ("#9aa0a6", "#c9792c", "#1f6f8b")
 """Of the machine's limits, of the peers, and of ours."""
@@ -73,18 +73,27 @@ def _shown(figure: str, value: float, digits: int) -> str:
 
 
 def print_table(title: str, rows: Rows, *, turned: bool = False) -> None:
-    """Print a table; where it is too wide for the console, a few lines for each row.
+    """Print a table; where it is too wide for the console, as several below each other, each with the names of the rows.
 
     Args:
         turned: rows are columns, and headings are rows.
     """
     if turned:
         rows = {heading: {name: row.get(heading, "") for name, row in rows.items()} for heading in _headings(rows)}
-    headings = _headings(rows)
+    show(title)
+    left = _headings(rows)
+    while left:
+        counts = range(len(left), 1, -1)
+        count = next((count for count in counts if _listing(rows, left[:count]).table(console().width)), 1)
+        show(_listing(rows, left[:count]))
+        left = left[count:]
+
+
+def _listing(rows: Rows, headings: Sequence[str]) -> Listing:
     listing = Listing("", *headings, right=range(1, len(headings) + 1))
     for name, row in rows.items():
         listing.add(name, *(row.get(heading, "") for heading in headings))
-    show(title, listing)
+    return listing
 
 
 def _headings(rows: Rows) -> list[str]:

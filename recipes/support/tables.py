@@ -153,11 +153,8 @@ class Listing:
 
 
 def show(*parts: str | Listing) -> None:
-    """Print lines and listings, as wide as the terminal or COLUMNS, and 160 columns in a pipe.
-
-    On a terminal a line is cut at spaces, in a pipe it stays whole; a word is never broken.
-    """
-    out = DataConsole(file=sys.stdout, width=None if _is_terminal() else _PIPE_WIDTH)
+    """Print lines and listings. On a terminal a line is cut at spaces, in a pipe it stays whole; a word is never broken."""
+    out = console()
     for part in parts:
         table = part.table(out.width) if isinstance(part, Listing) else None
         if table is not None:
@@ -199,6 +196,11 @@ def add_row(table: Table, *cells: str | Sequence[str]) -> None:
 def full_line(text: str) -> Text:
     """Return a line of text that is folded at the width of the console."""
     return Text(printable(text), overflow="fold")
+
+
+def console() -> DataConsole:
+    """Return the console on stdout: as wide as the terminal or COLUMNS, and 160 columns in a pipe."""
+    return DataConsole(file=sys.stdout, width=None if _is_terminal() else _PIPE_WIDTH)
 
 
 def _is_terminal() -> bool:
