@@ -13,12 +13,12 @@ import torch
 from hydra.utils import instantiate
 
 import ckpt
+from ckpt.cli.converting import DESTINATIONS, ConvertKeys, convert_on_ranks, run_of
 from ckpt.ranks.topology import Topology
 from recipes.benchmark import harness
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import PeakMemory, forget_cache, gathered, make_durable, timed
 from recipes.benchmark.tables import cores_and_rounds, print_table, quotients, rows_of, summarized
-from recipes.commands.converting import DESTINATIONS, ConvertKeys, convert_on_ranks, run_of
 
 COPY = "cp -r"
 MIB = 1 << 20

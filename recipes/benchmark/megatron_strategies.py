@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ckpt.cli.tables import console, full_line
 from ckpt.dist_checkpointing.serialization import load, save
 from ckpt.dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
 from ckpt.dist_checkpointing.strategies.tensorstore import (
@@ -33,7 +34,6 @@ from recipes.benchmark.measuring import PeakMemory, forget_cache, gathered, larg
 from recipes.benchmark.megatron_state import OPTIMIZERS, RankHoldings, Side, data_parallel_ranks, shards_of
 from recipes.benchmark.tables import cores_and_rounds, print_table, rows_of, summarized
 from recipes.support.config import made
-from recipes.support.tables import console, full_line
 from recipes.training.gpt import SIZES
 
 PEER = "megatron"

@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from ckpt.cli.tables import console, full_line
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.ranks.topology import Topology
 from recipes.benchmark import harness
@@ -18,7 +19,6 @@ from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import PeakMemory, forget_cache, gathered, largest, timed, wait_for_ranks
 from recipes.benchmark.tables import cores_and_rounds, draw, print_table, quotients, rows_of, summarized
 from recipes.benchmark.workloads import SHARINGS, Contender, State, Workload, described, facts_of, prepared
-from recipes.support.tables import console, full_line
 
 SECONDS = {"save_s": "save s", "load_cold_s": "load s, cold", "load_warm_s": "load s, warm"}
 MEMORY = {"save / load peak MiB": "save_peak_mib load_peak_mib", "read / needed": "bytes_read bytes_needed"}

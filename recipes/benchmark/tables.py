@@ -11,7 +11,7 @@ from typing import Any
 from rich.cells import cell_len
 from rich.table import Table
 
-from recipes.support.tables import console
+from ckpt.cli.tables import console
 
 COLORS = ("#1f6f8b", "#c9792c", "#9aa0a6")
 """Of ours, of the peers, and of the machine's limits."""

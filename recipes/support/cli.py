@@ -24,6 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from ckpt.errors.arguments import as_key, spell
 from ckpt.errors.imports import private_name
 from recipes.support import CONF
 from recipes.support.completion import script
@@ -81,6 +82,7 @@ class _Command:
 
     def run(self) -> int:
         """Compose the config, run, print an error as one sentence, and return the exit code."""
+        spell(as_key)
         if self.writes and not _HELP_OR_COMPLETION & set(sys.argv[1:]):  # which are quick without torch
             import_torch()
             from ckpt.errors import ConfigurationError

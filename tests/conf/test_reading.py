@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from ckpt import StateComponent
+from ckpt.cli.reading import committed_below
 from ckpt.errors import CheckpointNotFoundError
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings
 from recipes.commands import reading
-from recipes.commands.reading import committed_below
 from tests.support.pages import parsed
 from tests.support.states import Held, coordinator
 
@@ -112,7 +112,7 @@ def test_a_long_verify_says_how_fast_it_was_and_on_a_terminal_how_far_it_is(
 
     monkeypatch.setattr(reading, "examine", slowly)
     monkeypatch.setattr(reading, "SHOWN_AFTER_S", 0.1)
-    monkeypatch.setattr("recipes.support.progress.SHOWN_AFTER_S", 0.1)
+    monkeypatch.setattr("ckpt.cli.progress.SHOWN_AFTER_S", 0.1)
     path = root / "checkpoint-00000001"
     said = re.compile(rf"{path}: ok, \d+ files, \d+ bytes, 0\.\d s, 0\.00 GB/s\n")
     assert run(monkeypatch, "verify", f"path={path}") == 0

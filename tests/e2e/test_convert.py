@@ -23,6 +23,7 @@ import recipes.convert
 import recipes.diff
 import recipes.verify
 from ckpt import Checkpointer
+from ckpt.cli.converting import shard_bytes
 from ckpt.dist_checkpointing.mapping import ShardedObject
 from ckpt.dist_checkpointing.serialization import (
     load,
@@ -33,7 +34,6 @@ from ckpt.dist_checkpointing.serialization import (
 from ckpt.errors import StorageError
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.storage.stored import read_manifest
-from recipes.commands.converting import shard_bytes
 from tests.e2e.conftest import STEPS, Run
 from tests.e2e.runs import checkpoint, run
 from tests.golden.megatron.truth import Truth, truth
@@ -266,7 +266,7 @@ def test_a_conversion_that_fails_leaves_nothing(
         "Ctrl-C": "interrupted",
     }[damage]
     if damage in ("full disk", "wrong bytes", "Ctrl-C"):
-        monkeypatch.setattr("recipes.commands.converting_megatron.save", _broken_save(damage))
+        monkeypatch.setattr("ckpt.cli.converting_megatron.save", _broken_save(damage))
     else:
         names = {"chunk": "types.int16/1.0", "metadata": "types.int16/.zarray", "common": "common.pt"}
         (tp2 / names.get(damage, "bytes/shard_0_1.pt")).unlink()
@@ -377,7 +377,7 @@ def test_every_conversion_moves_a_bar_to_its_end(
         nonlocal moved
         moved += num_bytes
 
-    monkeypatch.setattr("recipes.commands.converting.progress_bar", bar)
+    monkeypatch.setattr("ckpt.cli.converting.progress_bar", bar)
     if to == "megatron":
         command = list(overrides_of(tp2, tmp_path / "new"))
     else:
@@ -441,10 +441,10 @@ def anonymous_bytes(src: Path, dst: Path, to: str) -> int:
     """The most anonymous memory that a conversion takes on top."""
     imports = """
 from ckpt.ranks.topology import Topology
-from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert_on_ranks, run_of
+from ckpt.cli.converting import ConvertKeys, LoadKeys, convert_on_ranks, run_of
 """
     measured = """
-keys = ConvertKeys(src=sys.argv[1], dst=sys.argv[2], to=sys.argv[3], load=ConvertLoadKeys(allow_pickle=True))
+keys = ConvertKeys(src=sys.argv[1], dst=sys.argv[2], to=sys.argv[3], load=LoadKeys(allow_pickle=True))
 convert_on_ranks(run_of(keys), Topology.alone())
 """
     return most_anonymous_bytes(imports, measured, src, dst, to)

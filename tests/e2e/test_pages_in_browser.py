@@ -12,14 +12,14 @@ import torch
 
 from ckpt import StateComponent
 from ckpt.catalog.incremental import DiskUse
+from ckpt.cli.pages.checkpoint_page import checkpoint_values
+from ckpt.cli.pages.inspect_page import folder_page
+from ckpt.cli.pages.page import page
+from ckpt.cli.pages.sweep_advice import differing
+from ckpt.cli.pages.sweep_page import sweep_page
 from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings
-from recipes.commands.checkpoint_page import checkpoint_values
-from recipes.commands.inspect_page import folder_page
-from recipes.support.page import page
 from recipes.support.sweep import short_names
-from recipes.support.sweep_advice import differing
-from recipes.support.sweep_page import sweep_page
 from tests.support.pages import HOSTILE, SENTENCE, SHOWN, failed, job, manifest, rows, whole
 from tests.support.states import Held, coordinator
 

@@ -10,84 +10,57 @@ from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from glob import escape
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from omegaconf import MISSING, DictConfig
 from rich.filesize import decimal
 
 from ckpt.catalog.catalog import catalog_at
 from ckpt.catalog.committed import Committed, look
 from ckpt.catalog.incremental import DiskUse, disk_use, linked_with
 from ckpt.catalog.verify import Verification, examine
+from ckpt.cli.arguments import LoadKeys, argued
+from ckpt.cli.pages.page import refuse_other_files
+from ckpt.cli.progress import SHOWN_AFTER_S, progress_bar
+from ckpt.cli.reading_others import OtherAt, other_at
+from ckpt.cli.tables import MOST_ROWS, Listing, counted, first_rows, more, most_rows, print_json
+from ckpt.cli.tables import show as show_parts
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, printable, sentence
+from ckpt.errors.arguments import argument
 from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry, CheckpointManifest, ComponentManifest
 from ckpt.format.places import Place, as_place, local_path
 from ckpt.loading.other_formats.recognised import recognised
 from ckpt.loading.report import some_of
 from ckpt.storage.files_of import files_below
 from ckpt.storage.stored import checkpoints_below, gone, identity_of, not_a_checkpoint, noticing_removal, read_manifest
-from recipes.commands.reading_others import OtherAt, other_at
-from recipes.support.config import command_keys
-from recipes.support.page import refuse_other_files
-from recipes.support.progress import SHOWN_AFTER_S, progress_bar
-from recipes.support.tables import MOST_ROWS, Listing, counted, first_rows, more, most_rows, print_json
-from recipes.support.tables import show as show_parts
 
 _VERSIONS = ("format_version", "ckpt_version", "pytorch_version")
 _HEAD = ("checkpoint_id", *_VERSIONS, "world_size", "topology", "training_args_hash")
 
 
 @dataclass
-class LoadKeys:
-    """The keys of `load`."""
-
-    allow_pickle: bool = False
-
-
-@dataclass
 class ReadingKeys:
     """The keys of a command that only reads."""
 
-    path: str = MISSING
+    path: str = argued("a checkpoint or a folder of checkpoints")
     load: LoadKeys = field(default_factory=LoadKeys)
-    all: bool = False
-    json: bool = False
+    all: bool = argued("print all rows, not the first ones", default=False)
+    json: bool = argued("print only JSON", default=False)
 
 
 @dataclass
 class InspectKeys(ReadingKeys):
     """The keys of `inspect`. `filter`, `limit` and `all` are for people: JSON and a page have everything."""
 
-    filter: str | None = None
-    limit: int | None = MOST_ROWS
-    html: str | None = None
+    filter: str | None = argued("list only those whose names contain this; with * or ?, a pattern for the whole name", default=None)
+    limit: int | None = argued("the most rows", default=MOST_ROWS)
+    html: str | None = argued("leave a page in this file", default=None)
 
-
-Keys = TypeVar("Keys", bound=ReadingKeys)
-
-
-def inspect_keys_of(cfg: DictConfig) -> InspectKeys:
-    """Return the config of `inspect`, as `keys_of` returns that of the others.
-
-    Raises:
-        ConfigurationError: as `keys_of`; or a page cannot be written to `html`.
-    """
-    keys = keys_of(cfg, InspectKeys)
-    if keys.html is not None:
-        refuse_other_files(local_path(keys.html, "html"))
-    return keys
-
-
-def keys_of(cfg: DictConfig, kind: type[Keys]) -> Keys:
-    """Return the config of such a command, its types checked.
-
-    Raises:
-        ConfigurationError: no path is given, or the URL of an object store, or a limit below 1.
-    """
-    keys = command_keys(cfg, kind, {"path": "a checkpoint or a folder of checkpoints"}, anywhere=("path",))
-    if isinstance(keys, InspectKeys) and keys.limit is not None and keys.limit < 1:
-        raise ConfigurationError(f"limit={keys.limit}: expected at least 1, or null for all")
-    return keys
+    def check(self) -> None:
+        """Raise ConfigurationError for a limit below 1, or where a page cannot be written to `html`."""
+        if self.limit is not None and self.limit < 1:
+            raise ConfigurationError(f"{argument('limit', self.limit)}: expected at least 1, or {argument('all')} for all")
+        if self.html is not None:
+            refuse_other_files(local_path(self.html, "html"))
 
 
 def verify(keys: ReadingKeys) -> int:
@@ -163,18 +136,18 @@ def committed_below(root: Place) -> Sequence[Committed[Place]]:
     if committed:
         return committed
     if not isinstance(root, Path):
-        raise CheckpointNotFoundError(f"there is no checkpoint at {root}, and none below it; give one, or the address of a run's, as path=")
+        raise CheckpointNotFoundError(f"there is no checkpoint at {root}, and none below it; give the address of one, or of those of a run")
     if (said := recognised(root)) is not None:
         raise CheckpointNotFoundError(said)
     if not root.exists():
-        raise CheckpointNotFoundError(f"{root} does not exist; give a checkpoint or a folder of checkpoints as path=")
+        raise CheckpointNotFoundError(f"{root} does not exist; give a checkpoint or a folder of checkpoints")
     if found := checkpoints_below(root):
         newest = found[0]
         raise CheckpointNotFoundError(
-            f"{not_a_checkpoint(root)}; give path={newest if newest.parent == root else newest.parent}"
+            f"{not_a_checkpoint(root)}; give {newest if newest.parent == root else newest.parent}"
         )
     raise CheckpointNotFoundError(
-        f"{not_a_checkpoint(root)}, and no committed checkpoint-*; give a checkpoint or a folder of checkpoints as path="
+        f"{not_a_checkpoint(root)}, and no committed checkpoint-*; give a checkpoint or a folder of checkpoints"
     )
 
 
@@ -262,7 +235,8 @@ def _show_other(other: OtherAt, keys: InspectKeys) -> None:
         tied = f"is {entry.alias_of}" if entry.alias_of is not None else ""
         arrays_table.add(name, entry.dtype, shape_text(entry.shape), decimal(entry.num_bytes), tied)
     below = _left_out(list(tensors), len(named), len(arrays_table), "array", "", keys)
-    show_parts(head, *(["", arrays_table] if named else []), *(["", *below] if below else []), *other.unread)
+    shown: list[str | Listing] = ["", arrays_table] if named else []
+    show_parts(head, *shown, *(["", *below] if below else []), *other.unread)
 
 
 def _row(one: Committed[Place]) -> dict[str, Any] | None:
@@ -354,17 +328,17 @@ def _left_out(
         parts = dict.fromkeys(
             part for name in names for part in re.split(r"[/.]", name) if part and not part.isdecimal()
         )
-        return [
-            f"filter={keys.filter} chooses none of {counted(len(names), what)}; parts of their names: {some_of(list(parts), MOST_ROWS)}"
-        ]
+        none = f"{argument('filter', keys.filter)} chooses none of {counted(len(names), what)}"
+        return [f"{none}; parts of their names: {some_of(list(parts), MOST_ROWS)}"]
     out = len(names) - num_named
-    said = [f"filter={keys.filter} leaves out {out:,} of {counted(len(names), what)}"] if out else []
+    said = [f"{argument('filter', keys.filter)} leaves out {out:,} of {counted(len(names), what)}"] if out else []
     num_more = num_named - num_shown
-    narrow = "" if keys.filter is not None else f"filter=<part of {'its' if num_more == 1 else 'their'} name> or "
+    part = argument("filter", f"<part of {'its' if num_more == 1 else 'their'} name>")
+    narrow = "" if keys.filter is not None else f"{part} or "
     return said + more(num_more, f"{which}{what}", narrow=narrow)
 
 
-def _show_checkpoint(path: Path, manifest: CheckpointManifest, use: DiskUse, keys: InspectKeys) -> None:
+def _show_checkpoint(path: Place, manifest: CheckpointManifest, use: DiskUse, keys: InspectKeys) -> None:
     when = manifest.timestamp.isoformat(timespec="seconds")
     head = (
         f"{path}: id {manifest.checkpoint_id}, committed {when} by {counted(manifest.world_size, 'rank')}, format "
@@ -384,8 +358,8 @@ def _show_checkpoint(path: Path, manifest: CheckpointManifest, use: DiskUse, key
         size = decimal(entry.num_bytes)
         arrays.add(name, entry.dtype, shape_text(entry.shape), size, where_text(entry, name))
     below = _left_out([name for name, _ in every], len(named), len(arrays), "array", "", keys)
-    tables = "", components, *(["", arrays] if named else []), *([""] if below else [])
-    show_parts(head, *tables, *below)
+    listed: list[str | Listing] = ["", arrays] if named else []
+    show_parts(head, "", components, *listed, *(["", *below] if below else []))
 
 
 def _component_cells(component: ComponentManifest) -> tuple[str, str, str, str]:

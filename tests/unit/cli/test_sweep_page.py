@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from ckpt.cli.pages.sweep_advice import advice, differing
+from ckpt.cli.pages.sweep_page import sweep_page
 from recipes.support.sweep import short_names
-from recipes.support.sweep_advice import advice, differing
-from recipes.support.sweep_page import sweep_page
 from tests.support.pages import SENTENCE, Element, failed, job, parsed
 
 

@@ -40,7 +40,7 @@ class OtherAt:
         unread: what cannot be read of it, one sentence each.
     """
 
-    path: Path
+    path: Place
     kind: str
     tensors: dict[str, ArrayEntry]
     read: Callable[[Iterable[tuple[str, Box, torch.Tensor]]], object]

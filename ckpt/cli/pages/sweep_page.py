@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recipes.support.page import hue, page
-from recipes.support.sweep_advice import advice, differing, overrides_of, spread_of
-from recipes.support.tables import counted
+from ckpt.cli.pages.page import Served, hue, page
+from ckpt.cli.pages.sweep_advice import advice, differing, overrides_of, spread_of, why_no_advice
+from ckpt.cli.tables import counted
 
 _FIGURES = {
     "save_s": ("save s", "seconds", "Seconds of a save: mean over the saves of the job"),
@@ -21,13 +21,11 @@ _WITHOUT_BAR = "bytes_written"
 Job = Mapping[str, Any]
 
 
-def sweep_page(jobs: Sequence[Job], names: Mapping[str, str], digest_digits: int) -> str:
+def sweep_page(jobs: Sequence[Job], served: Served | None = None) -> str:
     """Return the page.
 
     Args:
         jobs: the rows of sweep.json.
-        names: key of an override -> the short name that heads its column.
-        digest_digits: how many digits tell the digests apart.
     """
     sound = [job for job in jobs if job["error"] is None]
     num_failed = len(jobs) - len(sound)
@@ -40,19 +38,38 @@ def sweep_page(jobs: Sequence[Job], names: Mapping[str, str], digest_digits: int
         "sweep.html",
         f"Sweep of {counted(len(jobs), 'job')}",
         lead=f"{num_failed} of them failed. {differ}" if num_failed else differ,
+        served=served,
         advice=advice(jobs),
+        why_none=why_no_advice(jobs),
         note=f"A bar is full at the greatest figure of its column; the least is green.{line} Click on a heading to sort.",
         jobs=[
             {**job, "number": number, "choices": overrides_of(job), "figures": {key: cells[number] for key, cells in columns.items()}}
             for number, job in enumerate(jobs)
         ],
         keys=keys,
-        names=names,
+        names=short_names(keys),
         figures=_FIGURES,
         hues={digest: hue(at) for at, digest in enumerate(dict.fromkeys(job["state_digest"] for job in sound))},
-        digits=digest_digits,
+        digits=digest_digits(jobs),
         shared=[override for override in jobs[0]["overrides"] if override.partition("=")[0] not in keys],
     )
+
+
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """Shorten each dotted key to its last part, or to as many last parts as make it unique."""
+    names = {}
+    for key in keys:
+        parts = key.split(".")
+        shorter = [".".join(parts[-n:]) for n in range(1, len(parts) + 1)]
+        others = [f".{other}" for other in keys if other != key]
+        names[key] = next(name for name in shorter if name == key or not any(o.endswith(f".{name}") for o in others))
+    return names
+
+
+def digest_digits(rows: Sequence[Job]) -> int:
+    """The number of digits that make all digests of the table distinct: nearly always 8."""
+    digests = {row["state_digest"] for row in rows if not row["error"]}
+    return next(n for n in range(8, 33) if n == 32 or len({digest[:n] for digest in digests}) == len(digests))
 
 
 def _column(jobs: Sequence[Job], key: str) -> list[dict[str, Any]]:

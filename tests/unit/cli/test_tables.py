@@ -13,14 +13,14 @@ import xxhash
 from rich.console import Console
 
 from ckpt import StateComponent
+from ckpt.cli.comparing import listed
+from ckpt.cli.reading import InspectKeys, show
+from ckpt.cli.tables import show as show_parts
 from ckpt.convert.comparing import Difference
 from ckpt.ranks.topology import Topology
 from recipes.benchmark.tables import tables_of
-from recipes.commands.comparing import listed
 from recipes.commands.patterns import show as show_doctor
-from recipes.commands.reading import InspectKeys, show
 from recipes.support.sweep import short_names, sweep_table
-from recipes.support.tables import show as show_parts
 from tests.support.states import Held, coordinator, global_index
 
 KEYS = {

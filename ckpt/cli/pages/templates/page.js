@@ -59,3 +59,11 @@ document.addEventListener("focusin", (event) => {
 document.documentElement.addEventListener("mouseleave", () => { pointer = null; hide(); });  // not pointerleave: a lifted finger leaves, too
 document.addEventListener("focusout", hide);
 document.addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });
+
+const tag = document.body.dataset.tag;  // of a page that is served: it is asked for again when it has changed
+if (tag !== undefined) {
+  setInterval(async () => {
+    const answer = await fetch(location.href, { method: "HEAD", cache: "no-store" }).catch(() => null);
+    if (answer?.ok && answer.headers.get("ETag") !== `"${tag}"`) location.reload();
+  }, 2000);
+}

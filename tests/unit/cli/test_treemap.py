@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.commands.treemap import divided
+from ckpt.cli.pages.treemap import divided
 
 
 @given(st.lists(st.integers(1, 10**12), max_size=30), st.floats(0.001, 1000))

@@ -93,6 +93,20 @@ def advice(jobs: Sequence[Job]) -> list[str]:
     return [sentence for key in keys if (sentence := _advice_on(key, sound)) is not None]
 
 
+def why_no_advice(jobs: Sequence[Job]) -> str:
+    """Return why `advice` may have nothing to say of a sweep, as a sentence."""
+    sound = [job for job in jobs if job["error"] is None]
+    keys = [key for key in differing(jobs) if key.lstrip("+~").partition(".")[0] in _ADVISED]
+    if len(sound) < 2:
+        return f"No advice: it compares jobs, and {len(sound)} of {len(jobs)} ended without an error."
+    if not keys:
+        return f"No advice: the jobs differ in no choice for checkpoints ({', '.join(_ADVISED)})."
+    return (
+        f"No advice on {', '.join(keys)}: no choice needs less time or fewer bytes than the others in every pair of jobs, by more than the "
+        "saves of one job differ among themselves. More saves in a job narrow that down."
+    )
+
+
 def differing(jobs: Sequence[Job]) -> list[str]:
     """Return the keys of the overrides that not all jobs share, in their order."""
     values = [overrides_of(job) for job in jobs]

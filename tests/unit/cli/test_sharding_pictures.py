@@ -8,9 +8,9 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt.cli.pages.sharding_pictures import MOST_CELLS, alike, picture_of
 from ckpt.format.box import Box, chunks_meeting, num_chunks
 from ckpt.format.manifest import ArrayEntry
-from recipes.commands.sharding_pictures import MOST_CELLS, alike, picture_of
 
 
 def entry(shape: tuple[int, ...], grid: tuple[int, ...], owners: list[int]) -> ArrayEntry:

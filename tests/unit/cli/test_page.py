@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.cli.pages.page import hue, page, write_page
+from ckpt.cli.pages.sweep_page import sweep_page
 from ckpt.errors import ConfigurationError
 from ckpt.format.manifest import MANIFEST_NAME
-from recipes.support.page import hue, page, write_page
-from recipes.support.sweep_page import sweep_page
 from tests.support.pages import job, parsed
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\x00\u202e\ud800 `${x}` {{ 7 * 7 }}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -11,12 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from omegaconf import MISSING, DictConfig
+import torch.distributed as dist
 from rich.filesize import decimal
 
 from ckpt.backends.base import Backend
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.registry import BACKENDS, backend_named
+from ckpt.cli.arguments import LoadKeys, argued
+from ckpt.cli.converting_megatron import Converted, convert_megatron, described
+from ckpt.cli.progress import progress_bar
+from ckpt.cli.tables import counted, first_rows, more, most_rows, print_json
+from ckpt.cli.tables import show as show_parts
 from ckpt.convert.atomic_directory import require_free
 from ckpt.convert.exporting_safetensors import (
     export,
@@ -31,6 +37,7 @@ from ckpt.convert.opened import Opened
 from ckpt.convert.rewriting import rewrite
 from ckpt.dist_checkpointing.megatron.zarr import is_megatron_zarr
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, printable
+from ckpt.errors.arguments import argument
 from ckpt.format.manifest import MANIFEST_NAME, SHARDED, STATE
 from ckpt.format.places import ObjectPath, Place, as_place, local_path
 from ckpt.loading.direct import DirectLoad
@@ -38,15 +45,11 @@ from ckpt.loading.loader import source_at
 from ckpt.loading.other_formats.other_source import OtherSource, format_at
 from ckpt.loading.other_formats.recognised import recognised
 from ckpt.loading.sources import CheckpointSource
+from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
 from ckpt.storage.files import read_once
 from ckpt.storage.metadata import maybe_load_config
 from ckpt.storage.stored import checkpoints_below, noticing_removal, read_manifest_bytes
-from recipes.commands.converting_megatron import Converted, convert_megatron, described
-from recipes.support.config import command_keys
-from recipes.support.progress import progress_bar
-from recipes.support.tables import counted, first_rows, more, most_rows, print_json
-from recipes.support.tables import show as show_parts
 
 SAFETENSORS = "safetensors"
 DCP = "dcp"
@@ -65,60 +68,36 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 @dataclass
-class ConvertLoadKeys:
-    """The keys of `load`."""
-
-    allow_pickle: bool = False
-
-
-@dataclass
-class ConvertLaunchKeys:
-    """The keys of `launch`."""
-
-    nproc_per_node: int = 1
-
-
-@dataclass
 class ConvertKeys:
     """The keys of the command."""
 
-    src: str = MISSING
-    dst: str = MISSING
-    to: str = "zarr"
-    component: str | None = "model"
-    max_shard_size: str | None = "5GB"
-    config_from: str | None = None
-    load: ConvertLoadKeys = field(default_factory=ConvertLoadKeys)
-    leave_out_unknown: bool = False
-    launch: ConvertLaunchKeys = field(default_factory=ConvertLaunchKeys)
-    all: bool = False
-    json: bool = False
+    src: str = argued("the old checkpoint, of this project or of another program: a folder or a file")
+    dst: str = argued("a folder for the new one, which does not exist yet, or is empty")
+    to: str = argued("the format of the new one", default="zarr", choices=DESTINATIONS)
+    component: str | None = argued(f"to {SAFETENSORS}: the component, or null for everything", default="model")
+    max_shard_size: str | None = argued(f"to {SAFETENSORS}: the size above which there are several files", default="5GB")
+    config_from: str | None = argued(f"to {SAFETENSORS}: a folder of Hugging Face's, whose configs are copied", default=None)
+    load: LoadKeys = field(default_factory=LoadKeys)
+    leave_out_unknown: bool = argued("leave out objects of classes that are not built here, and list them", default=False)
+    all: bool = argued("list all values that were changed or left out, not the first twenty of each", default=False)
+    json: bool = argued("print only JSON", default=False)
 
-
-def keys_of(cfg: DictConfig) -> ConvertKeys:
-    """Return the config of the command, its types checked.
-
-    Raises:
-        ConfigurationError: src or dst is missing or a URL, or `to`, `max_shard_size` or `config_from` has a wrong value.
-    """
-    paths = {"src": "the old checkpoint", "dst": "a folder for the new one"}
-    keys = command_keys(cfg, ConvertKeys, paths, anywhere=("src", "dst"))
-    if keys.to not in DESTINATIONS:
-        raise ConfigurationError(
-            f"to={keys.to} is not known; choose {', '.join(BACKENDS)}, {SAFETENSORS}, {DCP} or {TORCH}"
-        )
-    if keys.launch.nproc_per_node < 1:
-        raise ConfigurationError(f"launch.nproc_per_node={keys.launch.nproc_per_node}: expected at least 1")
-    shard_bytes(keys.max_shard_size)
-    if keys.config_from is not None:
-        if keys.to != SAFETENSORS:
-            raise ConfigurationError(f"config_from={keys.config_from} is for to={SAFETENSORS}; leave it out")
-        if "config.json" not in model_files_in(Path(keys.config_from)).places:
+    def check(self) -> None:
+        """Raise ConfigurationError for a wrong value of `to`, `max_shard_size` or `config_from`."""
+        if self.to not in DESTINATIONS:
             raise ConfigurationError(
-                f"config_from={keys.config_from} has no config.json; give a folder that config.save_pretrained wrote, or a snapshot of "
-                "Hugging Face's"
+                f"{argument('to', self.to)} is not known; choose {', '.join(BACKENDS)}, {SAFETENSORS}, {DCP} or {TORCH}"
             )
-    return keys
+        shard_bytes(self.max_shard_size)
+        if self.config_from is None:
+            return
+        given = argument("config_from", self.config_from)
+        if self.to != SAFETENSORS:
+            raise ConfigurationError(f"{given} is for {argument('to', SAFETENSORS)}; leave it out")
+        if "config.json" not in model_files_in(Path(self.config_from)).places:
+            raise ConfigurationError(
+                f"{given} has no config.json; give a folder that config.save_pretrained wrote, or a snapshot of Hugging Face's"
+            )
 
 
 def shard_bytes(size: str | None) -> int:
@@ -132,12 +111,13 @@ def shard_bytes(size: str | None) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", size)
     unit = next((unit for unit in _UNITS if match and unit.lower() == match[2].lower()), None)
     if match is None or unit is None or float(match[1]) * _UNITS[unit] < 1:
-        raise ConfigurationError(f"max_shard_size={size}: expected a size such as 5GB, 500MiB or 1000, or null")
+        none = argument("max_shard_size", None)
+        raise ConfigurationError(f"{argument('max_shard_size', size)}: expected a size such as 5GB or 500MiB, or {none} for one file")
     return int(float(match[1]) * _UNITS[unit])
 
 
 def run_of(keys: ConvertKeys) -> dict[str, Any]:
-    """Find out the format of `src`, and return what `launch` runs `convert_on_ranks` with.
+    """Find out the format of `src`, and return what `convert_on_ranks` takes.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint at `src`.
@@ -145,13 +125,14 @@ def run_of(keys: ConvertKeys) -> dict[str, Any]:
     """
     src, dst = as_place(keys.src, "src"), as_place(keys.dst, "dst")
     if isinstance(dst, ObjectPath) and keys.to not in BACKENDS:
-        raise ConfigurationError(f"dst={dst}: to={keys.to} writes folders alone; give a path, or to={' or to='.join(BACKENDS)}")
+        raise ConfigurationError(f"{dst}: {argument('to', keys.to)} writes folders alone; give a path, or {_one_of(BACKENDS)}")
     source_format = _format_of(src)
     require_free(dst)
-    device = {"_target_": "ckpt.memory.device.Device", "type": "cpu", "collectives": "gloo"}
-    launch = {"nproc_per_node": keys.launch.nproc_per_node}
-    agree = {"timeout_s": 300.0, "grace_s": 20.0}
-    return {"keys": asdict(keys), "format": source_format, "launch": launch, "device": device, "agree": agree}
+    return {"keys": asdict(keys), "format": source_format}
+
+
+def _one_of(formats: Iterable[str]) -> str:
+    return " or ".join(argument("to", name) for name in formats)
 
 
 def convert_on_ranks(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
@@ -186,8 +167,8 @@ def _work(keys: ConvertKeys, source_format: str, topology: Topology) -> Callable
         return partial(_rewrite if source_format == _OURS else _import, keys, topology)
     if keys.to not in _OF_SHARDED:
         raise ConfigurationError(
-            f"{keys.src} is a sharded state dict of Megatron-Core's, which to={keys.to} cannot hold: choose "
-            f"to={' or to='.join(_OF_SHARDED)}, or to={SAFETENSORS} for the tensors alone"
+            f"{keys.src} is a sharded state dict of Megatron-Core's, which {argument('to', keys.to)} cannot hold: choose "
+            f"{_one_of(_OF_SHARDED)}, or {argument('to', SAFETENSORS)} for the tensors alone"
         )
     options = {"allow_pickle": keys.load.allow_pickle, "leave_out_unknown": keys.leave_out_unknown}
     shown = partial(_shown, keys, topology, moves=2)  # mapped files are read without notice
@@ -203,7 +184,7 @@ def show(found: Converted, keys: ConvertKeys) -> None:
         return
     files = counted(found.num_files, "file")
     first = (
-        f"{found.src} is now {found.dst}, for to={found.to}; {files}, {decimal(found.num_bytes)}, read back and right"
+        f"{found.src} is now {found.dst}, for {argument('to', found.to)}; {files}, {decimal(found.num_bytes)}, read back and right"
     )
     listed: list[str] = []
     for name, what in {"changed": "changed ", "left_out": "left out"}.items():
@@ -226,18 +207,18 @@ def _format_of(src: Place) -> str:
         read_manifest_bytes(src)
         return _OURS
     if not src.exists():
-        raise CheckpointNotFoundError(f"src={src} does not exist")
+        raise CheckpointNotFoundError(f"{src} does not exist")
     if _is_checkpoint(src):
         return _OURS if (src / MANIFEST_NAME).is_file() else _MEGATRON
     if (found := format_at(src)) is not None:
         return found
     if (other := recognised(src)) is not None:
-        raise CheckpointNotFoundError(f"src: {other}")
+        raise CheckpointNotFoundError(other)
     below = sorted(path for path in src.iterdir() if _is_checkpoint(path)) if src.is_dir() else []
     below = below or checkpoints_below(src)[:1]
-    hint = f"; below it there is src={below[-1]}" if below else ""
+    hint = f"; below it there is {below[-1]}" if below else ""
     raise CheckpointNotFoundError(
-        f"src={src} is no checkpoint: it has neither a {MANIFEST_NAME}, as ours have, nor a metadata.json of Megatron-Core's zarr, nor "
+        f"{src} is no checkpoint: it has neither a {MANIFEST_NAME}, as ours have, nor a metadata.json of Megatron-Core's zarr, nor "
         f"the files of another format that is known{hint}"
     )
 
@@ -339,8 +320,9 @@ def _export(keys: ConvertKeys, source_format: str, topology: Topology) -> Conver
         else:
             selection = _SELECT[source_format](src, keys.component, topology)  # type: ignore[arg-type]  # Megatron-Core's is a folder
         values = values_beside(source, keys.component) if source is not None else []
-        has_files_beside = isinstance(src, Path) and source_format == SAFETENSORS and src.is_dir()
-        folder = Path(keys.config_from) if keys.config_from is not None else src if has_files_beside else None
+        folder = src if isinstance(src, Path) and source_format == SAFETENSORS and src.is_dir() else None
+        if keys.config_from is not None:
+            folder = Path(keys.config_from)
         beside = None if folder is None else model_files_in(folder)
     tensor_bytes = sum(tensor.num_bytes for tensor in selection.tensors)
     with _shown(keys, topology, tensor_bytes):
@@ -362,9 +344,33 @@ def _export(keys: ConvertKeys, source_format: str, topology: Topology) -> Conver
         "tensor_bytes": tensor_bytes,
     }
     held |= {"files": list(done.files), "left_out": left_out, "changed": changed}
-    of = "of everything" if keys.component is None else f"of component={keys.component}"
+    of = "of everything" if keys.component is None else f"of {argument('component', keys.component)}"
     lines = [f"  tensors  {len(selection.tensors)}, {decimal(tensor_bytes)}, {of}"]
     if beside is not None and beside.places:
         held["copied"] = list(beside.places)
         lines.append(f"  copied   {', '.join(held['copied'])}")
     return described(keys.src, as_place(keys.dst, "dst"), keys.to, topology, held, lines)
+
+
+def convert(keys: ConvertKeys) -> None:
+    """Convert on the ranks of torchrun, or on this process alone, and print the result on the lead."""
+    with _ranks() as topology:
+        with topology.phase("look") as phase:
+            if topology.is_lead:
+                phase.from_lead = run_of(keys)
+        found = convert_on_ranks(phase.from_lead, topology)
+        if topology.is_lead:
+            show(Converted(**found), keys)
+
+
+@contextmanager
+def _ranks() -> Iterator[Topology]:
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        with Topology.alone() as alone:
+            yield alone
+        return
+    dist.init_process_group("gloo")
+    try:
+        yield current_topology()
+    finally:
+        dist.destroy_process_group()

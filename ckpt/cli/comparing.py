@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from omegaconf import MISSING, DictConfig
-
+from ckpt.cli.arguments import LoadKeys, argued
+from ckpt.cli.config_text import values_of
+from ckpt.cli.tables import Listing, counted, first_rows, more, most_rows, print_json, show
 from ckpt.convert.comparing import Difference, compare
 from ckpt.format.places import as_place
 from ckpt.loading.direct import DirectLoad
@@ -18,37 +19,19 @@ from ckpt.loading.loader import source_at
 from ckpt.loading.other_formats.other_source import OtherSource
 from ckpt.ranks.topology import Topology
 from ckpt.storage.stored import noticing_removal
-from recipes.support.config import command_keys, values_of
-from recipes.support.tables import Listing, counted, first_rows, more, most_rows, print_json, show
 
 _LONGEST = 60
-
-
-@dataclass
-class DiffLoadKeys:
-    """The keys of `load`."""
-
-    allow_pickle: bool = False
 
 
 @dataclass
 class DiffKeys:
     """The keys of the command."""
 
-    a: str = MISSING
-    b: str = MISSING
-    load: DiffLoadKeys = field(default_factory=DiffLoadKeys)
-    all: bool = False
-    json: bool = False
-
-
-def keys_of(cfg: DictConfig) -> DiffKeys:
-    """Return the config of the command, its types checked.
-
-    Raises:
-        ConfigurationError: a or b is missing, or no path and no address.
-    """
-    return command_keys(cfg, DiffKeys, {"a": "a checkpoint", "b": "a checkpoint"}, anywhere=("a", "b"))
+    a: str = argued("a checkpoint")
+    b: str = argued("a checkpoint")
+    load: LoadKeys = field(default_factory=LoadKeys)
+    all: bool = argued("print all differences, not the first twenty", default=False)
+    json: bool = argued("print only JSON", default=False)
 
 
 def diff(keys: DiffKeys) -> int:

@@ -11,14 +11,15 @@ from rich.filesize import decimal
 
 from ckpt.catalog.committed import Committed
 from ckpt.catalog.incremental import DiskUse, disk_use, files_of
+from ckpt.cli.pages.checkpoint_page import checkpoint_values
+from ckpt.cli.pages.page import Served, page, utc, write_page
+from ckpt.cli.reading import InspectKeys, committed_below, is_checkpoint, manifests_below
+from ckpt.cli.reading_others import other_at
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, printable, sentence
+from ckpt.errors.arguments import argument
 from ckpt.format.manifest import CheckpointManifest
 from ckpt.format.places import Place, as_place
 from ckpt.storage.stored import noticing_removal, read_manifest
-from recipes.commands.checkpoint_page import checkpoint_values
-from recipes.commands.reading import InspectKeys, committed_below, is_checkpoint, manifests_below
-from recipes.commands.reading_others import other_at
-from recipes.support.page import page, utc, write_page
 
 _MOST_COMMITS = 400
 """Checkpoints on a page: the newest ones."""
@@ -75,7 +76,7 @@ def leave_page(keys: InspectKeys) -> None:
     path, target = as_place(keys.path, "path"), Path(keys.html)
     if other_at(path, allow_pickle=keys.load.allow_pickle) is not None:
         raise ConfigurationError(
-            f"html={keys.html}: a page shows a checkpoint of this project, and {path} is none; leave html out"
+            f"{argument('html', keys.html)}: a page shows a checkpoint of this project, and {path} is none; leave it out"
         )
     text = checkpoint_page(path) if is_checkpoint(path) else folder_page(path)
     write_page(target, text)
@@ -83,14 +84,14 @@ def leave_page(keys: InspectKeys) -> None:
         print(printable(f"{target}: a page of {path}, {decimal(len(text.encode()))}"))
 
 
-def checkpoint_page(path: Place) -> str:
+def checkpoint_page(path: Place, served: Served | None = None) -> str:
     """Return the page of one checkpoint."""
     with noticing_removal(path):
         checkpoint = _values(path, disk_use([path])[0][path])
-    return page("inspect.html", path.absolute().name, lead=f"The checkpoint {path}", checkpoint=checkpoint)
+    return page("inspect.html", path.absolute().name, lead=f"The checkpoint {path}", served=served, checkpoint=checkpoint)
 
 
-def folder_page(root: Place) -> str:
+def folder_page(root: Place, served: Served | None = None) -> str:
     """Return the page of a folder of checkpoints.
 
     Raises:
@@ -108,6 +109,7 @@ def folder_page(root: Place) -> str:
         "inspect.html",
         f"Checkpoints of {root.absolute().parent.name if root.name == 'checkpoints' else root.absolute().name}",
         lead=f"The folder {root}{more}",
+        served=served,
         num_checkpoints=len(committed),
         on_disk=on_disk,
         apparent_bytes=sum(use.apparent_bytes for use in each.values()),

@@ -1,7 +1,7 @@
 """Tables on the terminal, of texts that are data: every character is shown, and nothing is cut off.
 
 A `Listing` is for names: none is broken, so that it can be found and copied. A command prints its summary first, then `MOST_ROWS` rows, and
-says how many more there are: `all=true` prints them.
+says how many more there are: the argument `all` prints them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpt.errors import printable
+from ckpt.errors.arguments import argument
 
 _PIPE_WIDTH = 160
 
 MOST_ROWS = 20
-"""The most rows of a listing without `all=true`."""
+"""The most rows of a listing without the argument `all`."""
 
 _Row = TypeVar("_Row")
 
@@ -41,7 +42,7 @@ class DataConsole(Console):
 
 
 def print_json(value: Any) -> None:
-    """Print the answer of a command with `json=true`. JSON escapes every control character but one, DEL."""
+    """Print the answer of a command that was asked for JSON. JSON escapes every control character but one, DEL."""
     print(json.dumps(value, indent=2).replace("\x7f", "\\u007f"))
 
 
@@ -74,10 +75,10 @@ def more(number: int, thing: str, *, narrow: str = "") -> list[str]:
     """Return the line that says how many rows a listing leaves out; none if it has all.
 
     Args:
-        narrow: another way to see them, such as "filter=<part of its name> or ".
+        narrow: another way to see them, such as "--filter <part of its name> or ".
     """
     them = "it" if number == 1 else "them"
-    return [f"{counted(number, f'more {thing}')}: give {narrow}all=true to see {them}"] if number else []
+    return [f"{counted(number, f'more {thing}')}: give {narrow}{argument('all')} to see {them}"] if number else []
 
 
 class Listing:

@@ -1,4 +1,4 @@
-"""Self-contained HTML pages from the templates in `recipes/templates`.
+"""Self-contained HTML pages from the templates in `ckpt/cli/pages/templates`.
 
 A page needs no network: its content security policy refuses every request, and every script but `page.js`. Without scripts it shows
 the same; it only cannot sort, filter and show tips.
@@ -6,6 +6,7 @@ the same; it only cannot sort, filter and show tips.
     page.html, page.css, page.js   the frame, style and script of every page
     parts.html                     macros: sections, sortable tables, facts, bars
     sweep.html                     the page of a sweep
+    site.html                      the runs and sweeps below a folder
     inspect.html, checkpoint.html  the page of a checkpoint or a folder of them; the sections about one checkpoint
 """
 
@@ -13,11 +14,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.filesize import decimal
 
@@ -29,7 +30,7 @@ from ckpt.version import __version__
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-_TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
+_TEMPLATES = Path(__file__).resolve().parent / "templates"
 _OURS = '<meta name="generator" content="ckpt '
 _HUES = (255, 160, 32, 335, 200, 95, 290, 10)
 _FORMS: dict[str, Callable[[Any], str]] = {
@@ -40,15 +41,28 @@ _FORMS: dict[str, Callable[[Any], str]] = {
 }
 
 
-def page(template: str, title: str, /, lead: str = "", **values: object) -> str:
+class Served(NamedTuple):
+    """What a page has that `ckpt serve` answers with.
+
+    Attributes:
+        tag: of what it shows; the page asks for itself again when that has changed.
+        path: names and relative links of the pages above it.
+    """
+
+    tag: str
+    path: Sequence[tuple[str, str]] = ()
+
+
+def page(template: str, title: str, /, lead: str = "", served: Served | None = None, **values: object) -> str:
     """Return a whole page with this title as its first heading, and a sentence below it.
 
     Every value is escaped; control characters in it are shown as escapes, but for line breaks.
 
     Args:
+        served: None: a file.
         values: the variables of the template.
     """
-    return _environment().get_template(template).render(title=title, lead=lead, **values)
+    return _environment().get_template(template).render(title=title, lead=lead, served=served, **values)
 
 
 @cache

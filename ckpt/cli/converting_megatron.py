@@ -25,6 +25,7 @@ from ckpt.dist_checkpointing.megatron import zarr as megatron_zarr
 from ckpt.dist_checkpointing.megatron.layout import headless
 from ckpt.dist_checkpointing.serialization import save
 from ckpt.errors import ConfigurationError, StorageError
+from ckpt.errors.arguments import argument
 from ckpt.format.box import Box, whole
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.places import Place
@@ -54,7 +55,7 @@ class Converted:
     num_files: int
     num_bytes: int
     held: dict[str, Any]
-    lines: list[str]
+    lines: Sequence[str]
 
 
 def described(
@@ -102,7 +103,7 @@ def convert_megatron(
         if plain.left_out and not leave_out_unknown:
             raise ConfigurationError(
                 f"{src} holds values of classes that are not built here: {some_of(plain.left_out)}. Leave them out with "
-                "leave_out_unknown=true"
+                f"{argument('leave_out_unknown')}"
             )
     pieces = [piece for of_key in old.tensors.values() for piece in of_key]
     sizes = [0 if piece.data is None else piece.data.nbytes for piece in pieces]

@@ -11,13 +11,13 @@ from typing import Any
 from rich.filesize import decimal
 
 from ckpt.catalog.incremental import DiskUse
+from ckpt.cli.pages.page import figure, hue
+from ckpt.cli.pages.sharding_pictures import Alike, Rectangle, alike
+from ckpt.cli.pages.treemap import divided
+from ckpt.cli.reading import ranks_text, shape_text, where_text
+from ckpt.cli.tables import counted
 from ckpt.errors import printable
 from ckpt.format.manifest import ArrayEntry, CheckpointManifest, ComponentManifest
-from recipes.commands.reading import ranks_text, shape_text, where_text
-from recipes.commands.sharding_pictures import Alike, Rectangle, alike
-from recipes.commands.treemap import divided
-from recipes.support.page import figure, hue
-from recipes.support.tables import counted
 
 _MOST_ITEMS = 500
 """Tensors that are shown one by one; more are grouped, into as many groups at most."""
