@@ -71,8 +71,8 @@ _UNITS = {"": 1, "B": 1} | {
 class ConvertKeys:
     """The keys of the command."""
 
-    src: str = argued("the old checkpoint, of this project or of another program: a folder or a file")
-    dst: str = argued("a folder for the new one, which does not exist yet, or is empty")
+    src: str = argued("the old checkpoint")
+    dst: str = argued("a folder for the new one")
     to: str = argued("the format of the new one", default="zarr", choices=DESTINATIONS)
     component: str | None = argued(f"to {SAFETENSORS}: the component, or null for everything", default="model")
     max_shard_size: str | None = argued(f"to {SAFETENSORS}: the size above which there are several files", default="5GB")
@@ -184,7 +184,7 @@ def show(found: Converted, keys: ConvertKeys) -> None:
         return
     files = counted(found.num_files, "file")
     first = (
-        f"{found.src} is now {found.dst}, for {argument('to', found.to)}; {files}, {decimal(found.num_bytes)}, read back and right"
+        f"{found.src} is now {found.dst}, in {found.to}; {files}, {decimal(found.num_bytes)}, read back and right"
     )
     listed: list[str] = []
     for name, what in {"changed": "changed ", "left_out": "left out"}.items():

@@ -13,6 +13,7 @@ from rich.filesize import decimal
 
 from ckpt.catalog.catalog import catalog_at
 from ckpt.catalog.committed import Committed, look
+from ckpt.catalog.incremental import disk_use
 from ckpt.cli.arguments import argued
 from ckpt.cli.reading import committed_below
 from ckpt.cli.tables import Listing, counted, print_json, show
@@ -20,8 +21,11 @@ from ckpt.errors import CheckpointError, CheckpointNotFoundError, sentence
 from ckpt.format.manifest import CheckpointManifest
 from ckpt.format.names import step_of
 from ckpt.format.places import Place, as_place
+from ckpt.loading.other_formats.other_source import format_at
 from ckpt.storage.stored import checkpoints_below, read_manifest
 
+NAMES = {"ocdbt": "tensorstore", "safetensors": "kimi-engine"}
+"""Store, as a manifest names it -> the name of its backend, where that is another."""
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
@@ -66,6 +70,8 @@ def list_checkpoints(keys: ListKeys) -> int:
     folders = [] if _holds_checkpoints(root) else roots_below(root)
     if folders:
         return _list_folders(folders, keys)
+    if (kind := format_at(root)) is not None:
+        return _list_other(root, kind, keys)
     one = look(root)
     committed = [one] if one is not None else committed_below(root)
     rows = [row for checkpoint in committed if (row := row_of(checkpoint)) is not None]
@@ -75,6 +81,16 @@ def list_checkpoints(keys: ListKeys) -> int:
     else:
         _show(rows, best, keys)
     return 1 if any(row.problem for row in rows) else 0
+
+
+def _list_other(path: Place, kind: str, keys: ListKeys) -> int:
+    """A checkpoint of another program, which has no manifest."""
+    size = disk_use([path])[1] if not isinstance(path, Path) or path.is_dir() else path.stat().st_size
+    if keys.json:
+        print_json({"path": str(path), "format": kind, "size_bytes": size})
+    else:
+        show(f"{path}: {kind}, {decimal(size)}")
+    return 0
 
 
 def row_of(checkpoint: Committed[Place]) -> Row | None:
@@ -101,7 +117,7 @@ def layout_of(manifest: CheckpointManifest) -> str:
 def format_of(manifest: CheckpointManifest) -> str:
     """Return the names of the formats of a checkpoint's arrays, the most frequent first."""
     stores = Counter(entry.store for entry in manifest.arrays.values() if entry.store is not None)
-    return ", ".join(store for store, _ in stores.most_common()) or "no arrays"
+    return ", ".join(NAMES.get(store, store) for store, _ in stores.most_common()) or "no arrays"
 
 
 def best_of(rows: Iterable[Row], metric: str | None, *, greater: bool) -> Row | None:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, get_args, get_type_hints
 import click
 from click.shell_completion import get_completion_class
 
-from ckpt.errors.arguments import as_option, spell
+from ckpt.errors.arguments import as_option, spelled
 from ckpt.version import __version__
 
 TROUBLE = 2
@@ -269,17 +269,16 @@ def _import_torch() -> None:
 
 def run(words: list[str] | None = None) -> int:
     """Run one command line, print an error as one sentence on stderr, and return the exit code."""
-    spell(as_option)
     try:
-        code = ckpt.main(words, prog_name="ckpt", standalone_mode=False)
+        with spelled(as_option):
+            code = ckpt.main(words, prog_name="ckpt", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except click.ClickException as error:
         error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return _said("interrupted", 130)
-    except BrokenPipeError:  # the reader of stdout has ended, as in `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # noqa: TID251
+    except SystemExit:  # click's own: the reader of stdout has ended, as in `| head`
         return 0
     except Exception as error:
         from ckpt.errors import CheckpointError, sentence

@@ -58,7 +58,7 @@ class InspectKeys(ReadingKeys):
     def check(self) -> None:
         """Raise ConfigurationError for a limit below 1, or where a page cannot be written to `html`."""
         if self.limit is not None and self.limit < 1:
-            raise ConfigurationError(f"{argument('limit', self.limit)}: expected at least 1, or {argument('all')} for all")
+            raise ConfigurationError(f"{argument('limit', self.limit)}: expected at least 1, or {argument('limit', None)} for all")
         if self.html is not None:
             refuse_other_files(local_path(self.html, "html"))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 Spelling = Callable[[str, object], str]
 """(dotted name, value) -> how it is given."""
@@ -28,10 +29,15 @@ def as_option(name: str, value: object) -> str:
 _spelling: Spelling = as_python
 
 
-def spell(spelling: Spelling) -> None:
-    """Have all sentences of this process name arguments so. A command calls it before its work, in each of its processes."""
+@contextmanager
+def spelled(spelling: Spelling) -> Iterator[None]:
+    """Have all sentences of this process, of every thread, name arguments so inside the block: the work of a command, on each rank."""
     global _spelling
-    _spelling = spelling
+    before, _spelling = _spelling, spelling
+    try:
+        yield
+    finally:
+        _spelling = before
 
 
 def argument(name: str, value: object = True) -> str:

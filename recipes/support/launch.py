@@ -14,7 +14,6 @@ from typing import Any
 import torch.distributed as dist
 
 from ckpt.errors import ConfigurationError, RankAbsentError
-from ckpt.errors.arguments import as_key, spell
 from ckpt.ranks.addresses import LOOPBACK
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError, reach, serve
@@ -83,7 +82,6 @@ def launch(job: Job, cfg: dict[str, Any], folder: RunFolder | None = None) -> di
         CheckpointError: the job failed; started ranks raise one error for all of them. Or the folder cannot be opened; then
             no rank has started.
     """
-    spell(as_key)
     take_slurm_ranks()
     if ranks_exist() and cfg["launch"].get("name") == "ray":
         raise ConfigurationError("launch=ray starts ranks by itself, and this process is one of ranks that exist: start it once, by itself")

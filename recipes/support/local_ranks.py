@@ -32,7 +32,6 @@ import torch
 import torch.distributed as dist
 
 from ckpt.errors import CheckpointError, RankAbsentError, describe, rebuild, sentence
-from ckpt.errors.arguments import as_key, spell
 from ckpt.ranks.absence import Beat
 from ckpt.ranks.addresses import LOOPBACK
 from ckpt.ranks.heartbeat import WAITING, beat_key
@@ -296,7 +295,6 @@ def _start_method_that_ranks_know() -> Iterator[None]:
 
 def _rank_main(start: _Start, rank: int) -> None:
     _end_with_launcher(start.lifeline)
-    spell(as_key)
     faulthandler.enable()
     os.environ.update({name: value for name, value in start.environment.items() if name not in RANK_VARIABLES})
     os.environ.update(_variables(start, rank))

@@ -148,7 +148,7 @@ def test_it_tells_what_went_over_and_what_did_not(convert: Command, tp2: Path, t
     code, out, err = convert(*overrides_of(tp2, tmp_path / "new", "leave_out_unknown=true"))
     assert (code, err) == (0, "")
     first, *lines = out.splitlines()
-    assert first.startswith(f"{tp2} is now {tmp_path}/new, for to=zarr; ") and first.endswith(", read back and right")
+    assert first.startswith(f"{tp2} is now {tmp_path}/new, in zarr; ") and first.endswith(", read back and right")
     assert lines == [
         "  arrays   22, 1.9 kB",
         "  objects  9",
@@ -199,10 +199,10 @@ def test_values_that_only_the_old_program_has_are_refused_by_name_or_left_out(
             ["src={src}", "dst={dst}", "to=npz"],
             "to=npz is not known; choose zarr, tensorstore, kimi-engine, safetensors, dcp or torch",
         ),
-        (["src={src}/no", "dst={dst}"], "src={src}/no does not exist"),
+        (["src={src}/no", "dst={dst}"], "{src}/no does not exist"),
         (
             ["src={src}/..", "dst={dst}"],
-            "src={src}/.. is no checkpoint: it has neither a checkpoint_manifest.json, as ours have, ",
+            "{src}/.. is no checkpoint: it has neither a checkpoint_manifest.json, as ours have, ",
         ),
         (
             ["src={src}", "dst={dst}", "to=kimi-engine"],
@@ -214,11 +214,11 @@ def test_values_that_only_the_old_program_has_are_refused_by_name_or_left_out(
         ),
         (
             ["src={src}", "dst={dst}", "max_shard_size=5XB"],
-            "max_shard_size=5XB: expected a size such as 5GB, 500MiB or ",
+            "max_shard_size=5XB: expected a size such as 5GB or 500MiB, or ",
         ),
-        (["src={src}", "dst={dst}", "max_shard_size=0"], "max_shard_size=0: expected a size such as 5GB, 500MiB or "),
-        (["src={src}", "dst={src}", "load.allow_pickle=true"], "dst={src} exists and is not empty; choose another, "),
-        (["src={src}", "dst={src}/common.pt", "load.allow_pickle=true"], "dst={src}/common.pt exists and is not empty"),
+        (["src={src}", "dst={dst}", "max_shard_size=0"], "max_shard_size=0: expected a size such as 5GB or 500MiB, or "),
+        (["src={src}", "dst={src}", "load.allow_pickle=true"], "{src} exists and is not empty; choose another, "),
+        (["src={src}", "dst={src}/common.pt", "load.allow_pickle=true"], "{src}/common.pt exists and is not empty"),
         (
             ["src={src}", "dst={dst}", "to=safetensors", "config_from={src}"],
             "config_from={src} has no config.json; give a folder that config.save_pretrained wrote, or a snapshot of Hugging",
@@ -337,7 +337,7 @@ def test_a_model_becomes_a_plain_file_that_a_model_is_made_of(convert: Command, 
     code, out, err = convert(f"src={src}", f"dst={dst}", "to=safetensors")
     assert (code, err) == (0, "")
     first, tensors, *others = out.splitlines()
-    assert first.startswith(f"{src} is now {dst}, for to=safetensors; 1 file, ") and first.endswith(
+    assert first.startswith(f"{src} is now {dst}, in safetensors; 1 file, ") and first.endswith(
         ", read back and right"
     )
     assert tensors.startswith("  tensors  ") and tensors.endswith(", of component=model")

@@ -15,11 +15,9 @@ from ckpt.catalog.incremental import DiskUse
 from ckpt.cli.pages.checkpoint_page import checkpoint_values
 from ckpt.cli.pages.inspect_page import folder_page
 from ckpt.cli.pages.page import page
-from ckpt.cli.pages.sweep_advice import differing
 from ckpt.cli.pages.sweep_page import sweep_page
 from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings
-from recipes.support.sweep import short_names
 from tests.support.pages import HOSTILE, SENTENCE, SHOWN, failed, job, manifest, rows, whole
 from tests.support.states import Held, coordinator
 
@@ -69,7 +67,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         state["moving"] += 1
         run.save_checkpoint(checkpoint_id=checkpoint_id)
     texts = {
-        "sweep": sweep_page(jobs, short_names(differing(jobs)), 8),
+        "sweep": sweep_page(jobs),
         "checkpoint": page(
             "inspect.html",
             "checkpoint-1",

@@ -11,12 +11,12 @@ import torch
 
 from ckpt import StateComponent
 from ckpt.catalog.incremental import DiskUse
+from ckpt.cli.pages import inspect_page
 from ckpt.cli.pages.checkpoint_page import checkpoint_values
 from ckpt.cli.pages.page import page
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.manifest import ArrayEntry, CheckpointManifest
 from ckpt.ranks.topology import Topology
-from recipes.commands import inspect_page
 from tests.support.pages import HOSTILE, SHOWN, Element, manifest, parsed, rows, whole
 from tests.support.states import Held, coordinator
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from ckpt import StateComponent
+from ckpt.cli import comparing
 from ckpt.cli.comparing import DiffKeys, diff
 from ckpt.errors import CheckpointGoneError
 from ckpt.ranks.topology import Topology
-from recipes.commands import comparing
 from tests.support.states import Held, coordinator
 
 

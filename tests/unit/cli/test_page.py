@@ -22,11 +22,13 @@ def empty(title: str, lead: str = "") -> str:
     return page("page.html", title, lead)
 
 
-def test_a_hostile_text_is_shown_and_never_an_element_or_an_attribute() -> None:
+def test_a_hostile_text_is_shown_and_never_an_element_or_an_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
     key = HOSTILE.replace("=", " ")
     overrides = [f"all={HOSTILE}", f"{key}={HOSTILE}"]
     jobs = [job("") | {"overrides": overrides, "state_digest": HOSTILE}, {"overrides": overrides[:1], "error": HOSTILE}]
-    text = sweep_page(jobs, {key: HOSTILE}, len(HOSTILE))
+    monkeypatch.setattr("ckpt.cli.pages.sweep_page.short_names", lambda keys: {key: HOSTILE})
+    monkeypatch.setattr("ckpt.cli.pages.sweep_page.digest_digits", lambda jobs: len(HOSTILE))
+    text = sweep_page(jobs)
     whole = parsed(text)
     assert not whole.all("img") and len(whole.all("script")) == 1
     (head,) = (one for one in whole.by_id("jobs").all("button") if one.text == SHOWN)

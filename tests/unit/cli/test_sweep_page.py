@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 
-from ckpt.cli.pages.sweep_advice import advice, differing
+from ckpt.cli.pages.sweep_advice import advice
 from ckpt.cli.pages.sweep_page import sweep_page
-from recipes.support.sweep import short_names
 from tests.support.pages import SENTENCE, Element, failed, job, parsed
 
 
 def page_of(jobs: list[dict[str, Any]]) -> Element:
-    return parsed(sweep_page(jobs, short_names(differing(jobs)), 8))
+    return parsed(sweep_page(jobs))
 
 
 def test_every_figure_of_every_job_is_in_the_table_to_the_last_digit() -> None:

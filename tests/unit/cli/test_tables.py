@@ -14,13 +14,14 @@ from rich.console import Console
 
 from ckpt import StateComponent
 from ckpt.cli.comparing import listed
+from ckpt.cli.pages.sweep_page import short_names
 from ckpt.cli.reading import InspectKeys, show
 from ckpt.cli.tables import show as show_parts
 from ckpt.convert.comparing import Difference
 from ckpt.ranks.topology import Topology
 from recipes.benchmark.tables import tables_of
 from recipes.commands.patterns import show as show_doctor
-from recipes.support.sweep import short_names, sweep_table
+from recipes.support.sweep import sweep_table
 from tests.support.states import Held, coordinator, global_index
 
 KEYS = {
