@@ -12,20 +12,22 @@ from typing import Any
 from rich.filesize import decimal
 
 from ckpt.catalog.catalog import catalog_at
-from ckpt.catalog.committed import Committed, look
+from ckpt.catalog.committed import COMMITTED, Committed, look
 from ckpt.catalog.incremental import disk_use
 from ckpt.cli.arguments import argued
 from ckpt.cli.reading import committed_below
 from ckpt.cli.tables import Listing, counted, print_json, show
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, sentence
-from ckpt.format.manifest import CheckpointManifest
+from ckpt.format.manifest import MANIFEST_NAME, CheckpointManifest
 from ckpt.format.names import step_of
 from ckpt.format.places import Place, as_place
 from ckpt.loading.other_formats.other_source import format_at
-from ckpt.storage.stored import checkpoints_below, read_manifest
+from ckpt.storage.stored import read_manifest
 
 NAMES = {"ocdbt": "tensorstore", "safetensors": "kimi-engine"}
 """Store, as a manifest names it -> the name of its backend, where that is another."""
+_MOST_LEVELS = 4
+"""Folders between a folder of runs and the checkpoints of one: a date, a sweep, a job and `checkpoints`."""
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
@@ -185,5 +187,9 @@ def roots_below(folder: Place) -> list[Path]:
     """Return the folders that hold committed checkpoints, in a folder of runs or of sweeps, in the order of their names."""
     if not isinstance(folder, Path) or not folder.is_dir():
         return []
-    parents = sorted({path.parent for path in checkpoints_below(folder)})
-    return [parent for parent in parents if catalog_at(parent).committed()]
+    found: set[Path] = set()
+    for depth in range(1, _MOST_LEVELS + 1):
+        for manifest in folder.glob(f"{'*/' * depth}{COMMITTED}*/{MANIFEST_NAME}"):
+            found.add(manifest.parent.parent)
+    shown = [root for root in sorted(found) if not any(name.startswith(".") for name in root.relative_to(folder).parts)]
+    return [root for root in shown if catalog_at(root).committed()]

@@ -94,8 +94,8 @@ def not_a_checkpoint(folder: Path) -> str:
 
 
 def checkpoints_below(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, or in that of a run, of several runs, or of sweeps; the newest first."""
-    return _newest_first(folder, ("*", "checkpoints/*", "*/checkpoints/*", "*/*/checkpoints/*"))
+    """Return the checkpoints in a folder, or in that of a run, or of several runs; the newest first."""
+    return _newest_first(folder, ("*", "checkpoints/*", "*/checkpoints/*"))
 
 
 def _newest_first(folder: Path, patterns: Iterable[str]) -> list[Path]:
