@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run by path, from anywhere
 
+from ckpt.cli.converting import DESTINATIONS
+from ckpt.cli.tables import counted
 from recipes.benchmark import background_contenders, contenders, update_contenders, validation_costs
 from recipes.benchmark.tables import rounds_of, rows_of
-from recipes.commands.converting import DESTINATIONS
-from recipes.support.tables import counted
 
 PAGE = Path(__file__).with_name("figures.md")
 RESULTS = Path(__file__).with_name("figures")

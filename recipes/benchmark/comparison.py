@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import MISSING, DictConfig
 
+from ckpt.cli.arguments import argued
 from ckpt.errors import ConfigurationError
+from ckpt.format.places import local_path
 from recipes.benchmark.tables import numbers, print_table
-from recipes.support.config import command_keys
 
 DRAWS = 10_000
 SEED = 0
@@ -32,11 +32,18 @@ Rounds = Mapping[str, Sequence[Mapping[str, Any]]]
 class CompareKeys:
     """The keys of the command."""
 
-    a: str = MISSING
-    b: str = MISSING
+    a: str = argued("a benchmark's JSON file")
+    b: str = argued("a benchmark's JSON file")
     relative_to: str | None = None
     tolerance: float = 0.05
     json: bool = False
+
+    def check(self) -> None:
+        """Raise ConfigurationError where a or b is an address, or the tolerance is negative."""
+        for name in ("a", "b"):
+            local_path(getattr(self, name), name)
+        if not self.tolerance >= 0:
+            raise ConfigurationError(f"tolerance={self.tolerance}: expected a fraction of at least 0, such as 0.05")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +62,6 @@ class Ratio:
     ratio: float
     least: float
     most: float
-
-
-def keys_of(cfg: DictConfig) -> CompareKeys:
-    """Return the config of the command, its types checked.
-
-    Raises:
-        ConfigurationError: a or b is missing, or the tolerance is negative.
-    """
-    keys = command_keys(cfg, CompareKeys, {"a": "a benchmark's JSON file", "b": "a benchmark's JSON file"})
-    if not keys.tolerance >= 0:
-        raise ConfigurationError(f"tolerance={keys.tolerance}: expected a fraction of at least 0, such as 0.05")
-    return keys
 
 
 def compare(keys: CompareKeys) -> int:

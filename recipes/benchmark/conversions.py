@@ -12,13 +12,13 @@ import torch
 from hydra.utils import instantiate
 
 import ckpt
+from ckpt.cli.converting import DESTINATIONS, ConvertKeys, convert_on_ranks, run_of
+from ckpt.cli.tables import counted
 from ckpt.ranks.topology import Topology
 from recipes.benchmark import harness
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import PeakMemory, forget_cache, gathered, make_durable, timed
 from recipes.benchmark.tables import quotients
-from recipes.commands.converting import DESTINATIONS, ConvertKeys, convert_on_ranks, run_of
-from recipes.support.tables import counted
 
 COPY = "cp -r"
 MIB = 1 << 20

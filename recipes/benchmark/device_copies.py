@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from hydra.utils import instantiate
 
+from ckpt.cli.tables import counted
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import whole
 from ckpt.format.dtypes import raw_bytes
@@ -24,7 +25,6 @@ from recipes.benchmark import harness
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import timed
 from recipes.benchmark.tables import Rows, rounds_of
-from recipes.support.tables import counted
 
 MIB = 1 << 20
 

@@ -26,16 +26,17 @@ import torch
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from ckpt.cli.config_text import by_dotted_key
+from ckpt.cli.tables import show
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
 from ckpt.version import __version__
 from recipes.benchmark.measuring import make_durable
 from recipes.benchmark.tables import Rows, draw, print_table, rounds_of, rows_of, summarized
-from recipes.support.config import by_dotted_key, checked, make_absolute, resolved
+from recipes.support.config import checked, command_keys, make_absolute, resolved
 from recipes.support.launch import launch
 from recipes.support.run_folder import RunFolder
 from recipes.support.sentences import wrong_value
-from recipes.support.tables import show
 
 SCRATCH = "scratch"
 """The folder in a run's own in which contenders save; removed at the end."""
@@ -160,9 +161,9 @@ def measurement_of(name: str) -> Measurement:
 def measure(cfg: DictConfig, name: str) -> int:
     """Run what `measure=` names on the ranks that the config asks for, and print its tables on rank 0; return the exit code."""
     if name == "compare":
-        from recipes.benchmark.comparison import compare, keys_of
+        from recipes.benchmark.comparison import CompareKeys, compare
 
-        return compare(keys_of(cfg))
+        return compare(command_keys(cfg, CompareKeys))
     one = measurement_of(name)
     folder = RunFolder(cfg, temporary=SCRATCH if one.scratch else None)
     result = launch(run, one.checked(cfg) | {"measure": name}, folder)

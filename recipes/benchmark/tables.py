@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from recipes.support.tables import Listing, console, show
+from ckpt.cli.tables import Listing, console, show
 
 COLORS = ("#9aa0a6", "#c9792c", "#1f6f8b")
 """Of the machine's limits, of the peers, and of ours."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from omegaconf import MISSING, DictConfig
 
+from ckpt.cli.tables import counted
 from ckpt.engine.base import CheckpointEngineRegistry
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.format.dtypes import STORABLE, zarr_name
@@ -35,7 +36,6 @@ from recipes.benchmark.update_contenders import (
 )
 from recipes.benchmark.weights import described, made_of, rows_of
 from recipes.support.config import AT_RUN_TIME, bind, made, make_absolute, resolved
-from recipes.support.tables import counted
 from recipes.training.roles import AgreeWithGraceKeys, RoleKeys, check_roles, require_ranks
 
 MIB = 1 << 20
