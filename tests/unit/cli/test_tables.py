@@ -173,7 +173,7 @@ def test_inspect_fits_80_columns(tmp_path: Path, capsys: pytest.CaptureFixture[s
     text = capsys.readouterr().out
     assert is_whole(text), text
     assert len(re.findall(r"\nmodel/", text)) == 20
-    assert text.endswith("\n424 more arrays: give filter=<part of their name> or all=true to see them\n")
+    assert text.endswith("\n424 more arrays: give filter=<part of their name> or all=True to see them\n")
 
 
 @pytest.mark.usefixtures("in_80_columns")
@@ -208,7 +208,7 @@ def test_a_listing_breaks_no_name_on_a_terminal_and_in_a_pipe(
     found = [Difference("model" if n % 3 else "optimizer", name, "bits", 1.0, 2.0, n, 0.5) for n, name in enumerate(names)]
     show_parts("60 differences in " + " ".join(names[:5]), *listed(found, all=False))
     text = capsys.readouterr().out
-    assert joined(text).endswith("40moredifferences:giveall=truetoseethem")
+    assert joined(text).endswith("40moredifferences:giveall=Truetoseethem")
     rows = re.findall(r"^(model|optimizer)\s+(\S+)\s", text, re.MULTILINE)
     assert [key for key, _ in rows].count("model") == len(rows) // 2 == 10, "each component has its share"
     assert all(name in names for _, name in rows)
