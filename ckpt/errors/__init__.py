@@ -9,6 +9,7 @@ family, and every record of the package's loggers, is one line of printable char
 
 Files:
 
+    arguments               how sentences name an argument: as Python, a key or an option
     imports                 imports that fail become one of these errors
 """
 

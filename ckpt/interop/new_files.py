@@ -40,7 +40,7 @@ def require_free(dst: Place) -> None:
         return
     if os.path.lexists(dst) and not (dst.is_dir() and not any(dst.iterdir())):
         raise CheckpointExistsError(
-            f"dst={dst} exists and is not empty; choose another, existing files are never overwritten"
+            f"{dst} exists and is not empty; choose another, existing files are never overwritten"
         )
 
 
@@ -120,7 +120,7 @@ def atomic_directory(dst: Path, *, is_file: bool = False) -> Iterator[Path]:
     except CheckpointError:
         raise
     except OSError as error:
-        raise StorageError(f"dst={dst} was not created, its content could not be written: {sentence(error)}") from error
+        raise StorageError(f"{dst} was not created, its content could not be written: {sentence(error)}") from error
     finally:
         remove(around, own_name)
 

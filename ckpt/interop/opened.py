@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ckpt.errors import ConfigurationError
+from ckpt.errors.arguments import argument
 from ckpt.format.box import Box
 from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
@@ -75,7 +76,7 @@ class Opened:
             if name not in found:
                 raise ConfigurationError(
                     f"{key}: {name} cannot be read ({why}): leave it out where it is written; ckpt.load, and convert with "
-                    "leave_out_unknown=true, leave objects out that are no tensors"
+                    f"{argument('leave_out_unknown')}, leave objects out that are no tensors"
                 )
         start = f"{key}/{prefix}"
         firsts = {name: entry.alias_of or f"{start}{name}" for name, entry in found.items()}

@@ -15,6 +15,7 @@ from hydra.utils import instantiate
 
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.catalog.catalog import Catalog, catalog_at
+from ckpt.cli.config_text import values_of
 from ckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -44,7 +45,6 @@ from recipes.support.config import (
     made,
     made_as,
     require_kind,
-    values_of,
 )
 from recipes.support.keys import shown
 from recipes.support.ranks import is_asked_to_end

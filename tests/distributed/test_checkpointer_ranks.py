@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
 from ckpt import Checkpointer
+from ckpt.cli.converting import ConvertKeys, convert_on_ranks, run_of
 from ckpt.errors import CheckpointError, ConfigurationError, ReplicationError, WorldSizeError
 from ckpt.interop.registry import source_at
 from ckpt.loading.direct import DirectLoad
@@ -29,7 +30,6 @@ from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.topology import Phase, Topology
 from ckpt.saving.manifest_writer import ManifestWriter
 from ckpt.storage.stored import read_manifest
-from recipes.commands.converting import ConvertKeys, convert_on_ranks, run_of
 from recipes.training.training import Training
 from tests.conf.configs import config
 from tests.distributed.test_layouts import LAYOUTS

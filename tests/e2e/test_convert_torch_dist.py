@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from ckpt.catalog.verify import verify_checkpoint
+from ckpt.cli.converting import ConvertKeys, LoadKeys, convert_on_ranks, run_of
+from ckpt.cli.converting_megatron import sharded_parts
 from ckpt.dist_checkpointing.mapping import ShardedObject
 from ckpt.dist_checkpointing.serialization import load, load_common_state_dict, load_plain_tensors
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
@@ -20,8 +22,6 @@ from ckpt.interop.registry import source_at
 from ckpt.loading.direct import DirectLoad
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
-from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert_on_ranks, run_of
-from recipes.commands.converting_megatron import sharded_parts
 from tests.golden.torch_dist.contents import ARGUMENTS, RANGES, WHOLE_CHUNKS, common, random_state, values
 from tests.support.dcp_runs import save_by_dcp
 from tests.support.ranks import run_ranks
@@ -32,7 +32,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "torch_dist"
 
 
 def converted(src: Path, dst: Path, **keys: Any) -> dict[str, Any]:
-    command = ConvertKeys(src=str(src), dst=str(dst), load=ConvertLoadKeys(allow_pickle=True), **keys)
+    command = ConvertKeys(src=str(src), dst=str(dst), load=LoadKeys(allow_pickle=True), **keys)
     return convert_on_ranks(run_of(command), Topology.alone())
 
 

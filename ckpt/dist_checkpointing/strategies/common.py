@@ -167,9 +167,10 @@ class TorchCommonLoadStrategy(DeclaredFormats, LoadCommonStrategy):
         Raises:
             ConfigurationError: pickles are not allowed, or it holds objects of unknown classes.
         """
-        common = load_megatron_common(local_path(checkpoint_dir, "checkpoint_dir"), allow_pickle=self._allow_pickle, unknown=self._unknown)
+        folder = local_path(checkpoint_dir, "checkpoint_dir")
+        common = load_megatron_common(folder, allow_pickle=self._allow_pickle, unknown=self._unknown)
         if current_topology().is_lead:
-            tell_of_unknown(common, local_path(checkpoint_dir, "checkpoint_dir"))
+            tell_of_unknown(common, folder)
         return common
 
     def load_sharded_objects(
@@ -181,12 +182,11 @@ class TorchCommonLoadStrategy(DeclaredFormats, LoadCommonStrategy):
             MissingStateError: there is no such file.
             ConfigurationError: as `load_common`.
         """
+        folder = local_path(checkpoint_dir, "checkpoint_dir")
 
         def load(one: ShardedObject) -> Any:
-            found = load_megatron_object(
-                local_path(checkpoint_dir, "checkpoint_dir"), one.unique_key, allow_pickle=self._allow_pickle, unknown=self._unknown
-            )
-            tell_of_unknown({one.unique_key: found}, local_path(checkpoint_dir, "checkpoint_dir"))
+            found = load_megatron_object(folder, one.unique_key, allow_pickle=self._allow_pickle, unknown=self._unknown)
+            tell_of_unknown({one.unique_key: found}, folder)
             return found
 
         dict_list_map_inplace(load, sharded_objects_state_dict)

@@ -23,6 +23,7 @@ from ckpt.backends.safetensors_format import (
     name_of,
 )
 from ckpt.errors import ConfigurationError, MissingStateError, needing
+from ckpt.errors.arguments import argument
 from ckpt.format.box import flat_boxes, whole
 from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
 from ckpt.format.manifest import SHARDED, STATE, CheckpointManifest
@@ -201,7 +202,7 @@ def _require_one_copy(manifest: CheckpointManifest, component: str | None) -> No
     if copies:
         raise ConfigurationError(
             f"component {one.key} is {one.sharing_pattern} and holds {some_of(list(copies))}; choose one copy, such as "
-            f"component={one.key}/{next(iter(copies))}"
+            f"{argument('component', f'{one.key}/{next(iter(copies))}')}"
         )
 
 
@@ -211,9 +212,10 @@ def _require_some(
     if chosen:
         return
     first = list(dict.fromkeys(key.partition(separator)[0] for key in keys))
+    held = some_of(first) if first else "none at all"
     raise MissingStateError(
-        f"{src} holds no tensor of component={component}; it has {some_of(first) if first else 'none at all'}. Choose another, or "
-        "component=null for everything"
+        f"{src} holds no tensor of {argument('component', component)}; it has {held}. Choose another, or "
+        f"{argument('component', None)} for everything"
     )
 
 

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import ckpt
 from ckpt import Checkpointer, StateComponent
 from ckpt.catalog.verify import verify_checkpoint
+from ckpt.cli.converting import ConvertKeys, LoadKeys, convert_on_ranks, run_of
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.export_records import RECORDS_NAME, ExportRecords
@@ -27,7 +28,6 @@ from ckpt.interop.registry import source_at
 from ckpt.loading.direct import DirectLoad
 from ckpt.ranks.topology import Topology
 from ckpt.storage.stored import read_manifest
-from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert_on_ranks, run_of
 from tests.support.covering import covering
 from tests.support.dcp_runs import dcp_state, one_process_is_meant, save_by_dcp, tensors_of_all_kinds
 from tests.support.dcp_runs import run_of as trained
@@ -88,7 +88,7 @@ def _emptied(node: Any) -> Any:
 
 
 def convert(src: Path, dst: Path, to: str, topology: Topology | None = None) -> None:
-    wanted = ConvertKeys(src=str(src), dst=str(dst), to=to, load=ConvertLoadKeys(allow_pickle=True))
+    wanted = ConvertKeys(src=str(src), dst=str(dst), to=to, load=LoadKeys(allow_pickle=True))
     convert_on_ranks(run_of(wanted), topology or Topology.alone())
 
 
@@ -191,7 +191,7 @@ def test_the_safetensors_of_one_copy_are_those_of_the_checkpoint(saved: Path, tm
     convert(saved, tmp_path / "dcp", "dcp")
     for src, dst in ((saved, "direct"), (tmp_path / "dcp", "by dcp")):
         keys = ConvertKeys(src=str(src), dst=str(tmp_path / dst), to="safetensors", component="common")
-        convert_on_ranks(run_of(replace(keys, load=ConvertLoadKeys(allow_pickle=True))), Topology.alone())
+        convert_on_ranks(run_of(replace(keys, load=LoadKeys(allow_pickle=True))), Topology.alone())
     direct, by_dcp = (ckpt.load(tmp_path / name / "model.safetensors") for name in ("direct", "by dcp"))
     assert same_values(direct, {key: by_dcp[key] for key in direct})
 
