@@ -16,6 +16,7 @@ from ckpt.catalog.retention import Retention, as_retention
 from ckpt.errors import ConfigurationError, MissingStateError, unlike
 from ckpt.format.names import step_of
 from ckpt.format.places import Place
+from ckpt.interop.registry import register_programs
 from ckpt.loading.casting import check_cast
 from ckpt.loading.loader import Loader
 from ckpt.loading.report import LoadReport
@@ -77,7 +78,7 @@ class CheckpointCoordinator:
             one that lives. Otherwise the first save claims the root, until the coordinator is closed or its process ends, and saves of
             other runs are refused.
         allow_pickle: read a checkpoint without a manifest, named by its path, that is pickled in parts: tensors and plain values only
-            (`ckpt.loading.torch_save_folders`, `ckpt.loading.other_formats`).
+            (`ckpt.interop`).
         pattern_check: before the first save of several ranks, compare one hash over all state with the sharing patterns: "warn" refuses
             a pattern that would lose state and warns of a wasteful or suspicious one, "error" refuses both, "off" does not compare.
         packed_mib: the longest array that small tensors are packed in, in MiB: the memory that packing takes.
@@ -164,6 +165,7 @@ class CheckpointCoordinator:
         self._strategy = strategy
         self._strategy.bind(run.backend)
         files_of = self._host_cache.files_of if self._host_cache is not None else None
+        register_programs()
         self._loader = Loader(
             run.components,
             run.topology,

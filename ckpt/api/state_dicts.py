@@ -13,8 +13,9 @@ from ckpt.backends.base import Backend
 from ckpt.errors import ConfigurationError
 from ckpt.format.manifest import STATE
 from ckpt.format.places import Place
+from ckpt.interop.registry import components_of, register_programs
 from ckpt.loading.compatibility import goes_on
-from ckpt.loading.loader import Loader, components_of
+from ckpt.loading.loader import Loader
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.memory.device import device_of
 from ckpt.ranks.topology import Topology
@@ -119,6 +120,7 @@ def load(
         {'weight': tensor([0., 1., 2., 3., 4., 5.]), 'step': 7}
     """
     check_flags(strict=strict, cast=cast, allow_pickle=allow_pickle)
+    register_programs()
     if cast and into is None:
         raise ConfigurationError("cast=True without into: new tensors have the types that were saved; give into, whose types are taken")
     folder = as_location("path", path)

@@ -52,6 +52,7 @@ from ckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
     ConfigurationError,
+    FolderInUseError,
     logger_of,
     sentence,
     telling,
@@ -230,6 +231,30 @@ class Ledger:
     def open_at(self, target: Path) -> Path:
         """As `open`, for a checkpoint that gets a name of its own: see `publish_at`."""
         return self.open(safe_id(target.name))
+
+    def open_again(self, target: Path, nonce: str) -> Path:
+        """As `open_at`, but the folder is named by the caller: what a dead process has left in it is there.
+
+        Args:
+            nonce: at least 8 hexadecimal digits.
+
+        Raises:
+            FolderInUseError: a process that lives has opened it.
+        """
+        folder = self._root / f".unpublished-{safe_id(target.name)}-{nonce[:8]}"
+        with telling(f"{folder} cannot be written"):
+            _make_folder(self._root)
+            with abandoned(folder, self._run_id, file_system_now(self._root), self._stale_s) as dead:
+                if not dead and owner_file(folder).exists():
+                    raise FolderInUseError(f"{target} is being made by another process; wait until it has ended")
+            self._owners[folder] = Owner(folder, self._run_id)
+            folder.mkdir(exist_ok=True)
+        return folder
+
+    def leave(self, unpublished: Path) -> None:
+        """Give up a folder that `open_again` has opened, without its files: the next one goes on from them."""
+        if (owner := self._owners.pop(unpublished, None)) is not None:
+            owner.let_go()
 
     def is_seen(self, unpublished: Path) -> bool:
         """Whether this rank sees the folder that the lead has opened. Any rank; network file systems show it late."""

@@ -246,6 +246,23 @@ class ObjectLedger:
             self._require_conditions()
             return self._begin(target, None)
 
+    def open_again(self, target: ObjectPath, nonce: str) -> ObjectPath:
+        """As `open_at`, but the objects' place is named by the caller: what a dead process has put there is there.
+
+        Two processes that make the same copy put the same objects; the first commit counts.
+
+        Args:
+            nonce: 16 hexadecimal digits.
+        """
+        with telling(f"{target} cannot be written"):
+            self._require_conditions()
+            return self._begin(target, None, nonce)
+
+    def leave(self, unpublished: ObjectPath) -> None:
+        """Give up an attempt, without its objects and its note: the next one goes on from them."""
+        if (attempt := self._attempts.pop(unpublished, None)) is not None:
+            _IN_FLIGHT.discard(attempt.note)
+
     def publish_at(
         self,
         unpublished: ObjectPath,
@@ -385,7 +402,7 @@ class ObjectLedger:
     def _at(self, checkpoint_id: str) -> ObjectPath:
         return self._root / f"{COMMITTED}{checkpoint_id}"
 
-    def _begin(self, target: ObjectPath, checkpoint_id: str | None) -> ObjectPath:
+    def _begin(self, target: ObjectPath, checkpoint_id: str | None, nonce: str | None = None) -> ObjectPath:
         """Note an attempt.
 
         Args:
@@ -399,7 +416,7 @@ class ObjectLedger:
             old, replaces = said[1].decode() if said else None, not is_fence(bytes(data))
             if checkpoint_id is not None and replaces:
                 self._require_not_of_another(said_by(head, target))
-        nonce = secrets.token_hex(8)
+        nonce = nonce or secrets.token_hex(8)
         note = self._note_of(target, nonce)
         self._store.put(note, self._noted(target, nonce, old))
         _IN_FLIGHT.add(note)

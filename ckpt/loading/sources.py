@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, Self
 
 import torch
@@ -37,11 +38,11 @@ class CheckpointSource(Protocol):
     """A checkpoint of any kind, open for reading by one rank. A *prefix* names one of the copies of a component."""
 
     checkpoint_id: str
-    run_id: str | None
-    history: Mapping[str | None, int]
-    config_text: str
-    metrics: Mapping[str, float | None]
-    metadata: Mapping[str, Any]
+    run_id: str | None = None
+    history: Mapping[str | None, int] = MappingProxyType({})
+    config_text: str = ""
+    metrics: Mapping[str, float | None] = MappingProxyType({})
+    metadata: Mapping[str, Any] = MappingProxyType({})
     topology: Topology
     _strategy: LoadingStrategy = DirectLoad()
     has_order: bool = True
@@ -96,10 +97,18 @@ class CheckpointSource(Protocol):
         return {}
 
     def contents(self, component: StateComponent, prefix: str) -> Mapping[str, Any]:
-        """Key -> a value that is equal for two copies exactly if their bits are, by the digests of tensors."""
+        """Key -> a value that is equal for two copies exactly if their bits are, by the digests of tensors. Reads these one at a time."""
+        start, source = f"{component.key}/{prefix}", self.by_this_rank()
+        found: dict[str, Any] = {key: tuple(row) for key, row in self.rows(component, prefix).items()}
+        for key, entry in self.entries(component, prefix).items():
+            out = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
+            request = ReadRequest(entry.alias_of or start + key, f"{component.key}: {key}", whole(entry.shape), out)
+            source.prepare([request]).run()
+            found[key] = entry.dtype, entry.shape, digest_of(raw_bytes(out).numpy().data)
+        return found
 
     def check(self, optional: Collection[str]) -> dict[str, dict[str, Any]]:
-        """Check this rank's share of the bytes that reading the tensors does not check.
+        """Check this rank's share of the bytes that reading the tensors does not check: none, where there are no digests.
 
         Returns:
             component -> `describe` of the damage, for the optional ones that are damaged.
@@ -107,6 +116,7 @@ class CheckpointSource(Protocol):
         Raises:
             CorruptCheckpointError: anything else is damaged.
         """
+        return {}
 
     def prepare(self, requests: Sequence[ReadRequest]) -> Reading:
         """Plan how every request is filled. All ranks call it, outside of a phase, each with its own requests."""

@@ -15,15 +15,15 @@ from importlib import import_module
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
-import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from hydra.utils import instantiate
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from ckpt.errors import ConfigurationError, CorruptCheckpointError, check_choice
+from ckpt.cli.config_text import by_dotted_key
+from ckpt.errors import ConfigurationError, check_choice
 from ckpt.errors.imports import import_failure
 from ckpt.format.places import as_place, local_path
 from ckpt.memory.device import Device
@@ -33,7 +33,7 @@ from ckpt.saving.save_settings import SaveSettings
 from ckpt.state.pattern_check import PATTERN_CHECKS
 from ckpt.state.sharing import check_component
 from ckpt.storage.pool import Memories
-from recipes.support.keys import by_dotted_key, shown
+from recipes.support.keys import shown
 from recipes.support.metrics import check_report
 from recipes.support.sentences import wrong_value
 from recipes.training.parallel.base import Layout
@@ -54,7 +54,6 @@ GIVEN = "given_on_the_command_line"
 
 _HYDRAS_OWN = ("_target_", "_partial_", "_convert_", "_recursive_")
 
-_MOST_CONFIG_CHARS, _MOST_LEVELS = 1 << 20, 64
 _OWN_SAVE_KEYS = {"every": "int", "keep_last": "int | None", "on_sigterm": "bool"}
 
 
@@ -155,27 +154,33 @@ Keys = TypeVar("Keys")
 Kind = TypeVar("Kind")
 
 
-def command_keys(
-    cfg: DictConfig, schema: type[Keys], paths: Mapping[str, str], *, anywhere: Collection[str] = ()
-) -> Keys:
-    """Return the config of a command that works on files, its types checked.
+def command_keys(cfg: DictConfig, schema: type[Keys]) -> Keys:
+    """Return the config of a command that works on checkpoints or files, checked.
 
     Args:
-        schema: dataclass of its keys.
-        paths: keys that name a path -> what is at it, for errors.
-        anywhere: those of them that may be an address in an object store.
+        schema: dataclass of its keys, as `ckpt.cli.arguments` describes.
 
     Raises:
-        ConfigurationError: a path is not given, or is an address where none may be.
+        ConfigurationError: a key without a default is not given, or the keys' own `check` refuses a value.
     """
-    for name, what in paths.items():
-        if OmegaConf.is_missing(cfg, name):
-            raise ConfigurationError(f"no {name} is given; add {name}=<{what}>")
+    for key in fields(schema):
+        if "help" in key.metadata and OmegaConf.is_missing(cfg, key.name):
+            raise ConfigurationError(f"no {key.name} is given; add {key.name}=<{key.metadata['help']}>")
     keys = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), cfg))
     assert isinstance(keys, schema)
-    for name in paths:
-        as_place(getattr(keys, name), name) if name in anywhere else local_path(getattr(keys, name), name)
+    if (check := getattr(keys, "check", None)) is not None:
+        check()
     return keys
+
+
+def popped_keys(cfg: DictConfig, schema: type[Keys]) -> Keys:
+    """Take a command's own keys out of the config, and return them as `command_keys` does. The rest is the config of a run."""
+    names = [key.name for key in fields(schema)]  # type: ignore[arg-type]
+    own = OmegaConf.masked_copy(cfg, names)
+    with open_dict(cfg):
+        for name in names:
+            del cfg[name]
+    return command_keys(own, schema)
 
 
 def save_settings(save: Mapping[str, Any]) -> SaveSettings:
@@ -276,31 +281,6 @@ def given_keys(overrides: Iterable[str]) -> list[str]:
         name = override.get_key_element().lstrip("+~")
         keys += [f"{name}.{key}" for key in override.value()] if isinstance(override.value(), dict) else [name]
     return keys
-
-
-def values_of(text: str) -> dict[str, Any]:
-    """Return the values of a checkpoint's config.yaml by dotted key; none if the checkpoint has no such file.
-
-    Raises:
-        CorruptCheckpointError: no run wrote this text. A run writes no aliases, which can expand five lines to gigabytes.
-    """
-    try:
-        _require_plain_yaml(text)
-        return by_dotted_key(OmegaConf.to_container(OmegaConf.create(text), resolve=False)) if text else {}
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(
-            f"the checkpoint's config.yaml is not the config of a run: {' '.join(str(error).split()):.200}"
-        ) from error
-
-
-def _require_plain_yaml(text: str) -> None:
-    depth = 0
-    if len(text) > _MOST_CONFIG_CHARS:
-        raise yaml.YAMLError("it is too long for one")
-    for event in yaml.parse(text):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if isinstance(event, yaml.AliasEvent) or depth > _MOST_LEVELS:
-            raise yaml.YAMLError("it has aliases, or is nested too deeply")
 
 
 def config_text(run: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from hydra.utils import instantiate
 
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.catalog.catalog import Catalog, catalog_at
+from ckpt.cli.config_text import values_of
 from ckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -24,8 +25,9 @@ from ckpt.errors import (
 )
 from ckpt.format.names import step_of
 from ckpt.format.places import place_of
+from ckpt.interop.registry import require_checkpoint
 from ckpt.loading.compatibility import goes_on
-from ckpt.loading.loader import LoadReport, require_checkpoint
+from ckpt.loading.loader import LoadReport
 from ckpt.loading.report import some_of
 from ckpt.memory.device import Device
 from ckpt.ranks.sigterm import TOLD_TO_END
@@ -43,7 +45,6 @@ from recipes.support.config import (
     made,
     made_as,
     require_kind,
-    values_of,
 )
 from recipes.support.keys import shown
 from recipes.support.ranks import is_asked_to_end
