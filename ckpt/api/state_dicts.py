@@ -93,7 +93,7 @@ def load(
     """Load a checkpoint: that of `save`, or any other. Every byte is checked. Collective.
 
     Checkpoints of other programs are read, too: safetensors and Orbax's, and with `allow_pickle` those of `torch.distributed.checkpoint`,
-    Megatron-Core and `torch.save`. They have no digests to check.
+    Megatron-Core, torch_checkpointing and `torch.save`. They have no digests to check.
 
     Args:
         path: of a checkpoint: a folder, or a file. Of Orbax: a step with one item, or an item.

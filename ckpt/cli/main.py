@@ -58,7 +58,8 @@ COMMANDS = {
         "InspectKeys",
         "Show what a checkpoint holds: components, arrays, types, shapes and sizes.",
         """
-        It reads checkpoints of this project, DCP, Megatron-Core, safetensors, Orbax, DeepSpeed and torch.save.
+        It reads checkpoints of this project, DCP, Megatron-Core, safetensors, Orbax, DeepSpeed,
+        torch_checkpointing and torch.save.
 
         $ ckpt show outputs/dev/checkpoints/checkpoint-00000100 --filter attn
         $ ckpt show outputs/dev/checkpoints --html checkpoints.html

@@ -3,7 +3,8 @@
 Files:
 
     registry                the programs: how a path is found to be of one, its reader, its writer, its name
-    dcp/, megatron/, safetensors/, orbax/, torch_save/, deepspeed/   one program each: reads its checkpoints, and writes some
+    dcp/, megatron/, safetensors/, orbax/, torch_save/, deepspeed/, torch_checkpointing/   one program each: reads its checkpoints, and
+                            writes some
     unpickling, pickle_cost   read pickles without running their code; bound what that takes
     other_source            what such a checkpoint holds of a component
     exported                an export of a checkpoint of ours in another program's format

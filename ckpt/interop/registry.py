@@ -82,6 +82,12 @@ _DCP = "a checkpoint of torch.distributed.checkpoint, whose .metadata is a pickl
 PROGRAMS = {
     "megatron": Program("Megatron-Core", "megatron", pickles=_DCP, is_whole=True),
     "dcp": Program("torch.distributed.checkpoint", "dcp", "export_dcp", _DCP, in_stores=True, is_whole=True),
+    "torch-checkpointing": Program(
+        "torch_checkpointing",
+        "torch_checkpointing",
+        pickles="a checkpoint of torch_checkpointing, whose metadata.pkl and .pt files are pickles",
+        is_whole=True,
+    ),
     "safetensors": Program("safetensors", "safetensors", "export", in_stores=True),
     "deepspeed": Program(
         "DeepSpeed",

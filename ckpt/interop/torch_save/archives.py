@@ -11,7 +11,7 @@ import mmap
 import struct
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -51,9 +51,11 @@ class ArchivedTensor:
 
     Attributes:
         stride: in elements; 0 for sides of one element or none.
-        header: where its memory begins in the file that holds the archive: a member of the zip, with its header; None: it is empty.
-        first: its first element, in bytes from the member's content.
+        header: where its memory begins in the file that holds the archive: a member of the zip, with its header; None: it is empty, or
+            it lies in no archive.
+        first: its first element, in bytes from the member's content; of one in no archive, from the beginning of the file.
         is_conj, is_neg: its elements are the complex conjugates, or the negatives, of those that lie there.
+        crc: CRC-32 of all memory that it is a part of, as the archive's directory says; 0: it says none.
     """
 
     dtype: str
@@ -63,6 +65,7 @@ class ArchivedTensor:
     first: int
     is_conj: bool = False
     is_neg: bool = False
+    crc: int = field(default=0, compare=False)
 
     @property
     def is_raw(self) -> bool:
@@ -163,7 +166,8 @@ class Archive:
         member = self._member(f"data/{key}")
         if (last + 1) * item > member.file_size or not last < num_elements // (1 if at == 6 else item):
             raise ValueError(f"its elements {first} to {last} do not lie in {member.filename}")
-        one = ArchivedTensor(dtype, shape, stride, self._begin + member.header_offset, first * item, is_conj, is_neg)
+        at = self._begin + member.header_offset
+        one = ArchivedTensor(dtype, shape, stride, at, first * item, is_conj, is_neg, member.CRC)
         if one not in self._found:
             self._found.add(one)
             self._found_bytes += math.prod(shape) * item
@@ -204,6 +208,21 @@ def kind_of_tensor(described: Any) -> tuple[bool, bool]:
     if made_by in _PARAMETERS:
         return True, len(args) > 1 and args[1] is True
     return False, made_by in _REBUILT and len(args) > 4 and args[4] is True
+
+
+def parts_of_dtensor(described: Any) -> tuple[Any, Any] | None:
+    """Return what a pickle holds of a DTensor: the object of its local tensor, and that of its spec; None: the object is no DTensor."""
+    described = _unwrapped(described)
+    args: Any = getattr(described, "args", None) or ()
+    if getattr(described, "name", None) != "torch._tensor._rebuild_from_type_v2" or len(args) != 4:
+        return None
+    made_by, kind = (getattr(named, "name", "") for named in args[:2])
+    if made_by != "torch._utils._rebuild_wrapper_subclass" or not kind.endswith(".DTensor"):
+        return None
+    state = args[3][1] if isinstance(args[3], tuple) and len(args[3]) == 2 else args[3]
+    if not isinstance(state, dict) or not state.keys() >= {"_local_tensor", "_spec"}:
+        return None
+    return state["_local_tensor"], state["_spec"]
 
 
 def read_tensor(root: Place, file: str, one: ArchivedTensor, name: str) -> torch.Tensor:
@@ -339,7 +358,7 @@ def _bits(given: Any) -> tuple[bool, bool]:
 def _content(root: Place, file: str, one: ArchivedTensor, name: str) -> int:
     """The position of a tensor's first element in its file. Its member's header says where the content begins."""
     if one.header is None:
-        return 0
+        return one.first
     with folder_with(root, file) as folder, folder.stream(file) as stream:
         stream.seek(one.header)
         found = stream.read(_LOCAL_HEADER.size)

@@ -39,7 +39,8 @@ from ckpt.state.sharing import OWN_COPIES, Sharing, SharingPattern, StateCompone
 from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.files_of import names_below
 
-_FILE = re.compile(r"(?P<key>[A-Za-z0-9_-]+?)_state(?:_[A-Za-z0-9_.-]+)?\.pt")
+_FILE = re.compile(r"(?P<key>[A-Za-z0-9_-]+?)_state(?:_(?![0-9]+\.pt)[A-Za-z0-9_.-]+)?\.pt")
+"""A number alone is a rank of torch_checkpointing."""
 _KINDS = {
     SharingPattern.GLOBAL: (r"",),
     SharingPattern.PER_RANK: (r"_rank_(?P<n>[0-9]+)",),
@@ -66,6 +67,11 @@ def old_files(folder: Place, *, allow_pickle: bool) -> list[str]:
         found = f"{folder} has no {MANIFEST_NAME}; it looks like an old checkpoint of pickled files ({files[0]}, ...)"
         require_allowed(allow_pickle, found)
     return files
+
+
+def is_old_file(name: str) -> bool:
+    """Whether a file has a name of those in old checkpoints."""
+    return _FILE.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)

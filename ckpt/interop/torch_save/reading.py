@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,14 @@ from ckpt.format.export_records import RECORDS_NAME, ExportRecords, records_for
 from ckpt.format.places import Place
 from ckpt.format.unknown import UnknownObject
 from ckpt.interop.safetensors.hub import BIN, index_kind, names_by_file, opened, require_all_held, weights_at
-from ckpt.interop.torch_save.archives import Archive, is_tensor, kind_of_tensor, located
+from ckpt.interop.torch_save.archives import (
+    Archive,
+    ArchivedTensor,
+    is_tensor,
+    kind_of_tensor,
+    located,
+    parts_of_dtensor,
+)
 from ckpt.interop.unpickling import unpickle_archived
 from ckpt.loading.other_checkpoint import OtherCheckpoint, OtherTensor, folder_with, given
 from ckpt.state.flatten import Path as StatePath
@@ -83,6 +90,8 @@ class Content:
         tensors, values: by path; the path of a file that holds one alone is empty.
         paths: of both and of what is unread, in the order of the state.
         unread, records: as of `OtherCheckpoint`.
+        archived: where the tensors lie in the file.
+        sharded: the local tensors of DTensors, which are unread, and the objects of their specs.
     """
 
     kind: str
@@ -91,6 +100,18 @@ class Content:
     unread: dict[StatePath, str]
     paths: list[StatePath]
     records: ExportRecords | None = None
+    archived: dict[StatePath, ArchivedTensor] = field(default_factory=dict)
+    sharded: dict[StatePath, tuple[ArchivedTensor, Any]] = field(default_factory=dict)
+
+    def add(self, path: StatePath, other: Content, inside: StatePath) -> None:
+        """Add what lies at `inside` in another content."""
+        self.paths.append(path)
+        if inside in other.tensors:
+            self.tensors[path] = replace(other.tensors[inside], path=path)
+        elif inside in other.unread:
+            self.unread[path] = other.unread[inside]
+        else:
+            self.values[path] = other.values[inside]
 
 
 def content_of(root: Place, file: str) -> Content:
@@ -105,6 +126,8 @@ def content_of(root: Place, file: str) -> Content:
     tensors: dict[StatePath, OtherTensor] = {}
     values: dict[StatePath, Callable[[], Any]] = {}
     unread: dict[StatePath, str] = {}
+    archived: dict[StatePath, ArchivedTensor] = {}
+    sharded: dict[StatePath, tuple[ArchivedTensor, Any]] = {}
     with folder_with(root, file) as folder, folder.stream(file) as stream:
         if stream.read(len(_OLD)) == _OLD:
             raise ConfigurationError(
@@ -122,7 +145,9 @@ def content_of(root: Place, file: str) -> Content:
                 values[path] = given(leaf)
                 continue
             try:
-                one = archive.tensor(leaf, label)
+                if (of_dtensor := parts_of_dtensor(leaf)) is not None:
+                    sharded[path] = archive.tensor(of_dtensor[0], label), of_dtensor[1]
+                one = archived[path] = archive.tensor(leaf, label)
             except ConfigurationError as error:
                 unread[path] = str(error).removeprefix(f"{label} ")
                 continue
@@ -131,7 +156,8 @@ def content_of(root: Place, file: str) -> Content:
             memory = None if one.header is None else (file, one)
             kind = saved_kind(*kind_of_tensor(leaf), one.order)
             tensors[path] = OtherTensor(path, one.dtype, one.shape, pieces, memory, kind)
-    return Content(_kind(state), tensors, values, unread, [path for path, _ in leaves], records)
+    paths = [path for path, _ in leaves]
+    return Content(_kind(state), tensors, values, unread, paths, records, archived, sharded)
 
 
 def _of_index(index: Place, root: Place, place_of: Callable[[str], str]) -> Content:
@@ -147,14 +173,7 @@ def _of_index(index: Place, root: Place, place_of: Callable[[str], str]) -> Cont
         for path in one.paths:
             if (first := _first(path)) not in names:
                 continue
-            place = first, *path[1:]
-            held.paths.append(place)
-            if path in one.tensors:
-                held.tensors[place] = replace(one.tensors[path], path=place)
-            elif path in one.unread:
-                held.unread[place] = one.unread[path]
-            else:
-                held.values[place] = one.values[path]
+            held.add((first, *path[1:]), one, path)
     return held
 
 
