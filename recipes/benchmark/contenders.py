@@ -15,7 +15,7 @@ from ckpt.errors import ConfigurationError
 from recipes.benchmark.harness import EXTRA
 from recipes.benchmark.limits import Broadcast, Memcpy, Raw, RawDirect, takes_direct_writes
 from recipes.benchmark.measuring import gathered
-from recipes.benchmark.peers import Dcp, Safetensors
+from recipes.benchmark.peers import Dcp, Safetensors, TorchCheckpointing
 from recipes.benchmark.places import first, least_loaded
 from recipes.benchmark.slow_store import TokenBucket, slow_reads
 from recipes.benchmark.workloads import Contender, State, Workload
@@ -42,6 +42,7 @@ OURS = {
 PEERS: dict[str, Callable[[Workload], Contender]] = {
     "dcp": Dcp,
     "dcp-zarr": partial(Dcp, format="zarr"),
+    "torch-checkpointing": TorchCheckpointing,
     "safetensors": partial(Safetensors, choose=least_loaded),
     "safetensors-one-file": partial(Safetensors, choose=first),
 }
@@ -111,6 +112,10 @@ def _obstacle(name: str, workload: Workload, scratch: Path) -> str:
     """Return why a contender cannot take part here, or ""."""
     if name.startswith(_OF_SAFETENSORS) and importlib.util.find_spec("safetensors") is None:
         return f"the package safetensors is not installed: {EXTRA}"
+    if name == "torch-checkpointing" and importlib.util.find_spec("torch_checkpointing") is None:
+        return "the package torch_checkpointing is not installed: pip install -e '.[torch-checkpointing]'"
+    if name == "torch-checkpointing" and workload.num_loading != workload.saved.topology.world_size:
+        return "it loads on other ranks by metadata that its ranks exchange by CUDA, so that it is measured on the ranks that saved"
     device = workload.saved.device.torch_device.type
     if name in _ON_HOST and device != "cpu":
         return f"it knows host memory only, and the state is on {device}"

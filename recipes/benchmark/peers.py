@@ -1,4 +1,4 @@
-"""The peers: torch.distributed.checkpoint, and safetensors files. With their defaults, and made as durable as ours."""
+"""The peers: torch.distributed.checkpoint, torch_checkpointing, and safetensors files. With their defaults, and made as durable as ours."""
 
 from __future__ import annotations
 
@@ -82,6 +82,31 @@ class Safetensors(Contender):
             with safe_open(folder / f"{writer}.safetensors", framework="pt") as file:
                 for source in sources:
                     _fill(source, file)
+
+
+class TorchCheckpointing(Contender):
+    """Meta's torch_checkpointing, saving in the foreground: each rank writes all that it holds, and reads its own files again.
+
+    Its files go through the page cache, and are synced here: its direct writes are not aligned, and ext4 refuses them.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        from torch_checkpointing import CheckpointManager
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+        config = CheckpointManager.Config.with_sync_save()
+        config.storage_config = LocalFileSystemStorageConfig(use_direct_io=False)
+        self._manager = config.build()
+        self._saved = workload.saved
+
+    def save(self, folder: Path) -> None:
+        self._manager.save(str(folder / "checkpoint"), dict(self._saved.tree))
+        for path in (folder / "checkpoint").glob(f"*_{self._saved.topology.rank}.pt"):
+            sync_file(path)
+        sync_entries(folder, self._saved.topology)
+
+    def load(self, folder: Path) -> None:
+        self._manager.load(str(folder / "checkpoint"), into=dict(self._saved.tree), strict=True)
 
 
 @contextmanager

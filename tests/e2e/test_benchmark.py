@@ -126,6 +126,24 @@ def test_a_load_that_misses_one_bit_ends_the_benchmark(tmp_path: Path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("workload", ["gpt2_ddp", "gpt2_fsdp"])
+def test_torch_checkpointing_loads_the_right_bits(tmp_path: Path, workload: str) -> None:
+    pytest.importorskip("torch_checkpointing")
+    cfg = config(tmp_path, f"workload={workload}", ranks=2, names=["raw", "torch-checkpointing", "zarr"])
+    result = run_ranks(2, _benchmark, cfg, process_group=True)[0]
+    assert set(result["medians"]["torch-checkpointing"]) & set(SECONDS.values()) == set(SECONDS.values())
+    assert "torch-checkpointing / ours" in result["ratios"]
+
+
+def test_torch_checkpointing_is_left_out_where_it_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contenders.importlib.util, "find_spec", lambda name: None)
+    cfg = config(tmp_path, ranks=1, names=["raw", "torch-checkpointing"])
+    with Topology.alone() as topology:
+        assert MEASUREMENT.run(cfg, topology)["left_out"] == {
+            "torch-checkpointing": "the package torch_checkpointing is not installed: pip install -e '.[torch-checkpointing]'"
+        }
+
+
 def test_who_cannot_take_part_is_left_out_and_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
