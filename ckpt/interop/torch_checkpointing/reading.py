@@ -17,6 +17,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,7 @@ from ckpt.interop.torch_checkpointing.shards import Shards, shards_of_metadata, 
 from ckpt.interop.torch_save.archives import ArchivedTensor, located
 from ckpt.interop.torch_save.old_folders import is_old_file
 from ckpt.interop.torch_save.reading import Content, content_of
-from ckpt.interop.unpickling import unpickle_inert
+from ckpt.interop.unpickling import require_small, unpickle_inert
 from ckpt.loading.other_checkpoint import FilePiece, OtherCheckpoint, OtherTensor, folder_with, refusing
 from ckpt.state.flatten import Path as StatePath
 from ckpt.state.flatten import key_of
@@ -45,6 +46,7 @@ from ckpt.storage.files_of import files_below, is_file, names_below
 METADATA = "metadata.pkl"
 _BEGIN = b"metadata"
 _VERSION = "2.0"
+_UNFINISHED = "tmp_"
 _MOST_BYTES = 4 << 30
 _MOST_VALUE_BYTES = 1 << 30
 _BY_DEFAULT = re.compile(r"[A-Za-z0-9_-]+_(?:0|[1-9][0-9]{0,8})\.pt")
@@ -68,7 +70,7 @@ _Parts = dict[Box, tuple[str, ArchivedTensor]]
 def is_at(path: Path) -> bool:
     """Whether a folder has `metadata.pkl`, or `.pt` files that all have the names of items and ranks, and no weights of Hugging Face's."""
     if is_file(path / METADATA):
-        with files_below(path) as folder:
+        with suppress(CorruptCheckpointError, OSError), files_below(path) as folder:
             return _BEGIN in folder.first_bytes(METADATA, 64)
     names = [name for name in names_below(path) if name.endswith(".pt")]
     are_named = all(_BY_DEFAULT.fullmatch(name) and not is_old_file(name) for name in names)
@@ -79,9 +81,13 @@ def open_at(path: Path) -> OtherCheckpoint:
     """Open it. Reads what describes the tensors in each file, and the plain values.
 
     Raises:
-        ConfigurationError: its metadata is of a version that is not known, or a file of a format that is not.
+        ConfigurationError: it is a save that was not finished; or its metadata is of a version that is not known, or a file of a format.
         CorruptCheckpointError: a file is damaged or missing, or the parts of a tensor are not all of it.
     """
+    if path.name.startswith(_UNFINISHED):
+        raise ConfigurationError(
+            f"{path} is a save of torch_checkpointing that was not finished: take another, or rename it if all its ranks have ended"
+        )
     with refusing(path, "torch_checkpointing"):
         return _Opening(path).checkpoint()
 
@@ -102,7 +108,7 @@ class _Opening:
         if len(set(named)) < len(named):
             raise CorruptCheckpointError(f"{self._root / METADATA} names one file for several ranks or items")
         for item, of_item in layouts.items():
-            groups = {tuple(json.loads(path)): found for path, found in metadata[item]["nested_path_to_metadata"].items()}
+            groups = {_key(path): found for path, found in metadata[item]["nested_path_to_metadata"].items()}
             files = {rank: self._file(*layout, groups) for rank, layout in of_item.items() if layout[0] in self._names}
             self._join(item, files, groups, {name for name, _ in of_item.values()} - self._names)
         indexes = {f"{item}{_INDEX}" for item in metadata} & self._names
@@ -124,6 +130,7 @@ class _Opening:
             return {}
         with files_below(self._root) as folder:
             said = unpickle_inert(folder.read(METADATA, _MOST_BYTES), str(self._root / METADATA))
+        require_small(said, str(self._root / METADATA))  # ranks are looked up for each tensor
         if said.get("version") != _VERSION:
             found = f"{self._root / METADATA} is of version {shown(said.get('version'))}, where {_VERSION} is read"
             raise ConfigurationError(f"{found}: load it by torch_checkpointing 0.1.1, and save it again")
@@ -179,7 +186,8 @@ class _Opening:
         name = ".".join(str(key_of(step)) for step in path)
         parts: _Parts = {}
         for rank, shard in shards.items():
-            parts = _parts_in(self._root, name, shard, *holders[rank]) | parts
+            for box, lies in _parts_in(self._root, name, shard, *holders[rank]).items():
+                parts.setdefault(box, lies)
         wholes = {(shard.dtype, shard.shape) for shard in shards.values()}
         found = sum(box.num_elements for box in parts)
         if [math.prod(shape) for _, shape in wholes] != [found]:
@@ -190,8 +198,17 @@ class _Opening:
         alone = holders[first][1].tensors.get(holders[first][2])
         if alone is not None and [*parts] == [whole(alone.shape)]:
             return replace(alone, path=path)
-        pieces = partial(located, self._root, name, shape, [(box, *lies) for box, lies in parts.items()])
+        pieces = partial(located, self._root, name, shape, [(box, *found_at) for box, found_at in parts.items()])
         return OtherTensor(path, dtype, shape, pieces, memory=tuple(parts.items()) or None)
+
+
+def _key(path: str) -> _Key:
+    """Parse a path of `metadata.pkl`."""
+    with suppress(RecursionError):
+        key = tuple(json.loads(path))
+        if all(type(step) in (str, int) for step in key):
+            return key
+    raise ValueError(f"{path!r:.80} is no path")
 
 
 def _shards(holders: _Holders, groups: Any) -> dict[int, Shards]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -193,6 +194,7 @@ def _linked(root: Path) -> None:
     (root / "model_1.pt").symlink_to(root.parent / "elsewhere")
 
 
+_SHARED = [{"ranks": tuple(range(100_000))}]
 _SHARD, _COPY = {"type": "Shard", "dim": 0}, {"type": "Replicate"}
 CRAFTS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a file of a rank is missing": ("sharded/step-7", lambda root: (root / "model_3.pt").unlink(), "model_3.pt is missing"),
@@ -242,11 +244,31 @@ CRAFTS: dict[str, tuple[str, Callable[[Path], object], str]] = {
         ),
         "hold 0 elements of model.lost",
     ),
+    "ranks that many tensors share": (
+        "sharded/step-7",
+        _metadata(
+            lambda said: said["metadata"]["model"]["nested_path_to_metadata"].update(
+                {json.dumps([f"x{at}"]): _SHARED for at in range(3000)}
+            )
+        ),
+        "one another too often",
+    ),
     "a path that is no JSON": (
         "sharded/step-7",
         _metadata(lambda said: said["metadata"]["model"]["nested_path_to_metadata"].update({"[": []})),
         "saved",
     ),
+    "a path of other things": (
+        "safetensors/step-7",
+        _metadata(lambda said: said["metadata"]["model"]["nested_path_to_metadata"].update({"[null, 1.5]": []})),
+        "is no path",
+    ),
+    "a path without end": (
+        "sharded/step-7",
+        _metadata(lambda said: said["metadata"]["model"]["nested_path_to_metadata"].update({"[" * 100_000: []})),
+        "saved",
+    ),
+    "JSON without end": ("sharded/step-7", lambda root: (root / "run_0.json").write_text("[" * 100_000), "run_0.json is no JSON"),
     "JSON that is none": ("sharded/step-7", lambda root: (root / "run_0.json").write_text("{"), "run_0.json is no JSON"),
     "an index that is none": ("safetensors/step-7", lambda root: (root / "model.safetensors.index.json").write_text("[]"), "index"),
 }  # fmt: skip
@@ -268,6 +290,18 @@ def test_bytes_that_were_lost_are_found_when_they_are_read(tmp_path: Path) -> No
     (root / "data/tokens_1.bin").symlink_to("/etc/passwd")
     with pytest.raises(CorruptCheckpointError, match=r"tokens_1\.bin"):
         ckpt.load(root, allow_pickle=True)
+
+
+def test_a_save_that_was_not_finished_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "sharded/step-7", tmp_path / "tmp_step-7")
+    with pytest.raises(ConfigurationError, match="tmp_step-7 is a save of torch_checkpointing that was not finished"):
+        ckpt.load(tmp_path / "tmp_step-7", allow_pickle=True)
+
+
+def test_metadata_of_another_program_beside_weights_are_left_alone(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "metadata.pkl").write_bytes(pickle.dumps({"columns": ["a"]}))
+    assert format_at(tmp_path) == "torch"
 
 
 def test_another_version_is_refused(tmp_path: Path) -> None:
@@ -328,3 +362,20 @@ def test_parts_are_those_that_cutting_makes(shape: tuple[int, ...], mesh: tuple[
 def _cut(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
     chunks = list(tensor.chunk(count, dim))
     return chunks + [tensor.narrow(dim, 0, 0)] * (count - len(chunks))
+
+
+def test_torch_checkpointing_loads_a_model_that_was_converted_to_safetensors(tmp_path: Path) -> None:
+    pytest.importorskip("torch_checkpointing")
+    from torch_checkpointing import CheckpointManager, ItemSpec
+    from torch_checkpointing.default_resharder import DefaultResharder
+    from torch_checkpointing.hf.metadata import HuggingFaceSafetensorsDistributedMetadataFormat
+
+    ckpt.save({"model": {name: one.detach() for name, one in state()["model"].items()}}, tmp_path / "ours")
+    assert run(["convert", str(tmp_path / "ours"), str(tmp_path / "plain"), "--to", "safetensors"]) == 0
+    config = CheckpointManager.Config.with_sync_save()
+    config.items = {"model": ItemSpec(resharder=DefaultResharder())}
+    manager = config.build()
+    into = {name: torch.zeros_like(one.detach()) for name, one in state()["model"].items()}
+    manager.load(tmp_path / "plain", into={"model": into}, metadata_format=HuggingFaceSafetensorsDistributedMetadataFormat)
+    manager.close()
+    assert all(same_bits(into[name], one.detach()) for name, one in state()["model"].items())
