@@ -34,9 +34,6 @@ _FOLDER_KEYS = ("run_name", "output_dir", "run_dir")
 
 _TARGET = "._target_"
 
-_MOST_OF_A_SAVE = 0.9
-"""A save that copies more than this while training waits is not meant to copy beside it."""
-
 _LINES = 12
 """About the number of lines that a run prints where there is no live line."""
 
@@ -195,7 +192,7 @@ class Report:
                 self._line.saved(save)
             if self._line is None or not self._line.is_shown or save.save_s > SHOWN_AFTER_S:
                 start = f"{self._step_line(step, self._losses[step])}  " if step in self._losses else ""
-                self._say(start + _saved(save))
+                self._say(f"{start}{save}")
             self._losses = {other: loss for other, loss in self._losses.items() if other > step}
 
     def resumed(self, loaded: LoadReport) -> None:
@@ -210,7 +207,7 @@ class Report:
         if self.metrics is not None:
             self.metrics.first_step = step + 1
         self._add_load(loaded)
-        self._say(f"resumed {loaded.path} at step {step}: {_loaded(loaded)}")
+        self._say(str(loaded))
         for line in loaded.summary().splitlines():
             self._say(f"  {line}")
         for line in config_differences(loaded.config_text, self.cfg) if loaded.config_text else []:
@@ -218,7 +215,7 @@ class Report:
 
     def reread(self, loaded: LoadReport) -> None:
         self._add_load(loaded)
-        self._say(f"read back {Path(loaded.path).name}, bit for bit: {_loaded(loaded)}")
+        self._say(f"read back {Path(loaded.path).name}, bit for bit: {loaded.figures()}")
 
     def done(self, summary: Summary, path: Path) -> None:
         took = time.monotonic() - self._started
@@ -342,31 +339,3 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
 
 def _by_name(requests: Mapping[str, Sequence[int]]) -> dict[str, dict[str, int]]:
     return {kind: {"requests": number, "bytes": num_bytes} for kind, (number, num_bytes) in requests.items()}
-
-
-def _requests(requests: Mapping[str, Sequence[int]]) -> str:
-    """Such as ", 12 put, 1 list"; nothing for a folder."""
-    return "".join(f", {number:,} {kind}" for kind, (number, _) in requests.items())
-
-
-def _saved(one: SaveReport) -> str:
-    linked = f", {(one.bytes - one.written_bytes) / 1e6:.1f} MB linked" if one.written_bytes < one.bytes else ""
-    waited = f", of which training waited {one.blocked_s:.3f} s" if one.blocked_s < one.save_s else ""
-    if 0 < one.blocked_bytes < one.bytes * _MOST_OF_A_SAVE:
-        waited += f"; {one.blocked_bytes / 1e6:.1f} MB could not be copied beside it"
-    slowest = _slowest(one.slowest_rank, one.save_s)
-    speed = _speed(one.bytes, one.save_s)
-    return f"saved {Path(one.path).name}: {speed}{_requests(one.requests)}{linked}{slowest}{waited}"
-
-
-def _loaded(one: LoadReport) -> str:
-    return _speed(one.bytes_read, one.load_s) + _requests(one.requests) + _slowest(one.slowest_rank, one.load_s)
-
-
-def _slowest(rank: int | None, seconds: float) -> str:
-    return f", rank {rank} slowest" if rank is not None and seconds > SHOWN_AFTER_S else ""
-
-
-def _speed(num_bytes: int, seconds: float) -> str:
-    rate = num_bytes / seconds / 1e9 if seconds > 0 else 0.0
-    return f"{seconds:.3f} s, {num_bytes / 1e6:.1f} MB, {rate:.2f} GB/s"

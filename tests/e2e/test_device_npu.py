@@ -77,7 +77,7 @@ def test_the_card_runs_as_it_is_and_any_device_goes_on_from_it(
         (summary,) = runs_on(name, "single", Run(tmp_path / name, [*same, *STRATEGIES[strategy]]))
         assert (summary["first_step"], summary["losses"]) == (3, [])
         digests += [summary["loaded_digest"], summary["state_digest"]]
-        assert f"resumed {path}" in capsys.readouterr().err
+        assert f"restored {path} at step 2: " in capsys.readouterr().err
     assert digests == [digests[0]] * 5
 
 

@@ -664,4 +664,4 @@ def test_a_single_rank_is_not_called_the_slowest(tmp_path: Path) -> None:
     assert run.last_save is not None and run.last_load is not None
     assert run.last_save.slowest_rank is run.last_load.slowest_rank is None
     assert "slowest" not in str(run.last_save)
-    assert str(replace(run.last_save, slowest_rank=2)).endswith("GB/s, rank 2 slowest")
+    assert str(replace(run.last_save, save_s=2.5, blocked_s=2.5, slowest_rank=2)).endswith(" GB/s, rank 2 slowest")
