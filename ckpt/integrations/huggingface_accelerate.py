@@ -122,6 +122,8 @@ class CkptAccelerator(Accelerator):
     ) -> None:
         """Load a checkpoint in place, random generators last. Collective.
 
+        A program that both starts and resumes: `if accelerator.find_latest() is not None: accelerator.load_state()`.
+
         Args:
             input_dir: of a checkpoint; also one that Accelerate itself saved. None: the newest of `automatic_checkpoint_naming`. A
                 checkpoint of that folder sets `ProjectConfiguration.iteration` to the number after it.
@@ -138,7 +140,10 @@ class CkptAccelerator(Accelerator):
         with run.topology.operation("load_state"), run.topology.phase("find") as phase:
             found = given or (self.find_latest() if run.topology.is_lead else None)
             if found is None and run.topology.is_lead:
-                raise CheckpointNotFoundError(f"there is no checkpoint in {self._ckpt_root}")
+                raise CheckpointNotFoundError(
+                    f"there is no checkpoint in {self._ckpt_root} yet: a program that both starts and resumes calls load_state() only if "
+                    "find_latest() is not None"
+                )
             phase.from_lead = str(found)
         path = place_of(phase.from_lead)
         with run.topology.operation("load_state"), run.topology.phase("look") as phase:
