@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
@@ -50,7 +51,12 @@ AT_RUN_TIME: dict[str, tuple[str, ...]] = {
 """The nodes with a `_target_`, and the arguments that each gets when the ranks run."""
 
 GIVEN = "given_on_the_command_line"
-"""The key of a checked config that holds `given_keys`; a checkpoint does not store it."""
+"""The key of a checked config that holds `given_keys`."""
+LINES_TO = "file_of_its_lines"
+"""The key of a checked config that holds the file of the run's lines, if it is a job of a sweep; None: stdout."""
+OF_THIS_START = (GIVEN, LINES_TO)
+"""Keys that are of no other start of the run; a checkpoint does not store them."""
+JOB_LOG = "job.log"
 
 _HYDRAS_OWN = ("_target_", "_partial_", "_convert_", "_recursive_")
 
@@ -227,7 +233,15 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
     if run["load"]["reread"] is None:
         run["load"]["reread"] = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
     run["components"] = {key: _component(key, node, layout.axes) for key, node in run["components"].items()}
-    return run | {GIVEN: given_keys(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []}
+    given = given_keys(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+    return run | {GIVEN: given, LINES_TO: file_of_lines(run["run_dir"])}
+
+
+def file_of_lines(run_dir: str) -> str | None:
+    """Return the file that a job of a sweep prints its lines to; None, for stdout: of a run, and with `hydra.verbose`."""
+    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN or HydraConfig.get().verbose:
+        return None
+    return str(Path(run_dir, JOB_LOG))
 
 
 def check_training(run: Mapping[str, Any], num_ranks: int) -> Layout:
@@ -285,7 +299,7 @@ def given_keys(overrides: Iterable[str]) -> list[str]:
 
 def config_text(run: Mapping[str, Any]) -> str:
     """Return the text of config.yaml in a checkpoint."""
-    return OmegaConf.to_yaml(OmegaConf.create({key: value for key, value in run.items() if key != GIVEN}))
+    return OmegaConf.to_yaml(OmegaConf.create({key: value for key, value in run.items() if key not in OF_THIS_START}))
 
 
 def kept_memories(run: Mapping[str, Any]) -> Memories | None:

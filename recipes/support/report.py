@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from ckpt.ranks.topology import Topology
 from ckpt.saving.prepared_save import SaveReport
 from ckpt.storage.durable import replace_durably
 from recipes.support import CONF
-from recipes.support.config import GIVEN
+from recipes.support.config import LINES_TO, OF_THIS_START
 from recipes.support.live_line import LiveLine, samples_a_second
 from recipes.support.metrics import Metrics
 
@@ -109,13 +110,30 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
     return path
 
 
+class _LinesOfJob(io.TextIOBase):
+    """The log of a job of a sweep. Opened for each write: a run says its last words when all else is closed."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def write(self, text: str) -> int:
+        with open(self._path, "a", encoding="utf-8") as file:
+            return file.write(text)
+
+
+def console_of(cfg: Mapping[str, Any]) -> Console:
+    """Return the console of a run: stdout, or the log of a job of a sweep."""
+    path = cfg.get(LINES_TO)
+    return DataConsole(soft_wrap=True, file=None if path is None else _LinesOfJob(path))
+
+
 class Report:
     """The progress of a run: one live line on a terminal, some lines elsewhere; figures for `report=`.
 
     Args:
         shown: False on every rank but one.
         topology: of the job, whose progress is shown during long saves and loads; None: none is.
-        console: None: stdout.
+        console: None: `console_of` the config.
 
     Attributes:
         metrics: its figures; None where `shown` is False.
@@ -129,7 +147,7 @@ class Report:
     ) -> None:
         self.cfg = cfg
         self.steps: int = cfg["train"]["steps"]
-        self.console = console or DataConsole(quiet=not shown, soft_wrap=True)
+        self.console = console or (console_of(cfg) if shown else DataConsole(quiet=True))
         self._topology = topology
         is_live = self.console.is_terminal and not self.console.quiet
         self._line = LiveLine(self.console, self.steps, cfg["train"]["batch_size"]) if is_live else None
@@ -269,7 +287,7 @@ def config_differences(saved: str, now: Mapping[str, Any]) -> list[str]:
         before = values_of(saved)
     except CorruptCheckpointError as error:
         return [str(error)]
-    after = by_dotted_key({key: value for key, value in now.items() if key != GIVEN})
+    after = by_dotted_key({key: value for key, value in now.items() if key not in OF_THIS_START})
     absent = object()
     differing = [
         key

@@ -89,7 +89,8 @@ def checked_sync(cfg: DictConfig) -> dict[str, Any]:
     run |= _checked_training(run) if run["ckpt"] is not None else {"components": {}}
     _check_published(run)
     # Torch's default process group has the trainers alone.
-    return run | {"launch": {"nproc_per_node": num_ranks(roles), "in_process_group": roles["trainer"]}}
+    launch = {"nproc_per_node": num_ranks(roles), "in_process_group": roles["trainer"]}
+    return run | {"launch": launch, config.LINES_TO: config.file_of_lines(run["run_dir"])}
 
 
 def checked_join(cfg: DictConfig) -> dict[str, Any]:

@@ -16,13 +16,7 @@ from hydra.utils import instantiate
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.catalog.catalog import Catalog, catalog_at
 from ckpt.cli.config_text import values_of
-from ckpt.errors import (
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    ConfigurationError,
-    CorruptCheckpointError,
-    printable,
-)
+from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.names import step_of
 from ckpt.format.places import place_of
 from ckpt.interop.registry import require_checkpoint
@@ -48,7 +42,7 @@ from recipes.support.config import (
 )
 from recipes.support.keys import shown
 from recipes.support.ranks import is_asked_to_end
-from recipes.support.report import SUMMARY_NAME, Report, Summary, write_summary
+from recipes.support.report import SUMMARY_NAME, Report, Summary, console_of, write_summary
 from recipes.support.run_folder import writing
 from recipes.training.parallel.base import Arranged, Layout
 from recipes.training.restored import settle
@@ -79,9 +73,7 @@ def settle_start(cfg: dict[str, Any]) -> dict[str, Any]:
         with writing("the checkpoint root", place, "checkpoint_root"):
             place.mkdir(parents=True, exist_ok=True)
     if resumed == "latest" and not committed:
-        print(
-            printable(f"resume=latest: there is no checkpoint in {root} yet, so the run begins at step 1"), flush=True
-        )
+        console_of(cfg).print(f"resume=latest: there is no checkpoint in {root} yet, so the run begins at step 1")
         return cfg | {"resume": None}
     return cfg
 

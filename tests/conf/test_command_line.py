@@ -425,6 +425,13 @@ def test_a_sweep_ends_with_one_table_in_which_a_failed_job_is_a_row(command: Com
     assert good[0]["state_digest"] == good[1]["state_digest"]
     assert all(row["save_s"] > 0 and row["load_s"] > 0 and row["blocked_s"] > 0 for row in good)
     assert all(row["bytes_written"] > BYTES and row["bytes_read"] > BYTES for row in good)
+    lines = outcome.out.splitlines()
+    for number, row in enumerate(rows):
+        job = f"job {number} ckpt={('zarr', 'tensorstore')[number // 2]} train.steps={(2, -1)[number % 2]}: "
+        figures = rf"save \d+\.\d{{3}} s, load \d+\.\d{{3}} s, digest {(row.get('state_digest') or '')[:8]}"
+        assert re.fullmatch(job + (f"failed: {row['error']}" if row["error"] else figures), lines[number])
+    assert lines[4].split(":")[0].strip() == "4 jobs", "and nothing that a job says itself"
+    assert "".join(Path("outputs/dev/0/job.log").read_text()).count("saved checkpoint-") == 2
     for text in (outcome.out, Path("outputs/dev/sweep.txt").read_text()):
         assert good[0]["state_digest"][:8] in text and "ckpt=tensorstore" in text
     shown = parsed(Path("outputs/dev/sweep.html").read_text()).texts("jobs")
@@ -433,6 +440,29 @@ def test_a_sweep_ends_with_one_table_in_which_a_failed_job_is_a_row(command: Com
     assert good[0]["save_s_each"][0] > 0 and good[0]["bytes_needed"] > BYTES
     folders = [path.name for path in (tmp_path / "outputs" / "dev").iterdir() if path.is_dir()]
     assert sorted(folders) == ["0", "2"], "a refused job leaves no folder"
+
+
+def test_a_verbose_sweep_shows_what_each_job_says(command: Command) -> None:
+    outcome = command(*SMALL, "-m", "train.seed=0,1", "train.steps=1", "resume=latest", "hydra.verbose=recipes")
+    assert outcome.code == 0, outcome.err
+    lines = outcome.out.splitlines()
+    begins = [lines.index(f"job {number} train.seed={number}") for number in (0, 1)]
+    ends = [next(at for at, line in enumerate(lines) if line.startswith(f"job {n} train.seed={n}: save ")) for n in (0, 1)]
+    assert begins[0] == 0 and begins[1] == ends[0] + 1 and lines[ends[1] + 1].strip().startswith("2 jobs: ")
+    for begin, end in zip(begins, ends, strict=True):
+        said = "\n".join(lines[begin + 1 : end])
+        assert "there is no checkpoint in" in said and "saved checkpoint-00000001" in said and "read back" in said
+    assert not list(Path("outputs").rglob("job.log"))
+
+
+def test_on_a_terminal_a_sweep_shows_the_job_that_is_under_way(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.support.sweep._on_terminal", lambda: True)
+    outcome = command(*SMALL, "-m", "train.steps=1", "train.seed=0,1", "resume=latest")
+    assert outcome.code == 0, outcome.err
+    for number in (0, 1):
+        assert f"job {number} train.seed={number}\r\x1b[Kjob {number} train.seed={number}: save " in outcome.out
+    assert "there is no checkpoint in" not in outcome.out
+    assert Path("outputs/dev/1/job.log").read_text().startswith("resume=latest: there is no checkpoint in ")
 
 
 @pytest.mark.full
