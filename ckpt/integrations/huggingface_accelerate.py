@@ -51,7 +51,8 @@ class CkptAccelerator(Accelerator):
     rank, objects of `register_for_checkpointing`, `step`, and of data loaders the epoch, the seed of a seedable sampler, and the state of a
     stateful one. Of objects that differ between ranks, each rank's state is saved. Nothing is pickled.
 
-    The position within an epoch is the program's, as ever: `skip_first_batches`. Two things make the batches and the numbers drawn after
+    The position within an epoch is the program's, as ever: `skip_first_batches`; or the loader's, with
+    `DataLoaderConfiguration(use_stateful_dataloader=True)`. Two things make the batches and the numbers drawn after
     it those of the run that was killed: `set_epoch` before each epoch, and a `DataLoader(generator=...)` of its own, since a loader draws
     from the default generator whenever it begins. Saves are synchronous; `ckpt.Checkpointer` takes prepared objects, too, and can save
     beside training.
