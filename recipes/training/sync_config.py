@@ -99,7 +99,7 @@ def checked_join(cfg: DictConfig) -> dict[str, Any]:
     config.bind(run["device"], "device", config.AT_RUN_TIME["device"])
     for name, given in (("engine", ENGINE_AT_RUN_TIME), ("model", config.AT_RUN_TIME["model"])):
         if run[name] is not None:
-            config.bind(run[name], name, given)
+            config.bind(run[name], name, given, config.OFFERED.get(name, ()))
     config.require_numbers(run, {"updates": 1, "wait_s": 0, "local_rank": 0})
     config.made(run["device"]).require()
     return run

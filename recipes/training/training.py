@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -40,8 +39,9 @@ from recipes.support.config import (
     OWN_COMPONENTS,
     check_batch,
     config_text,
+    loss_of,
     made,
-    made_as,
+    made_model,
     require_kind,
     values_of,
 )
@@ -49,10 +49,10 @@ from recipes.support.keys import shown
 from recipes.support.ranks import is_asked_to_end
 from recipes.support.report import SUMMARY_NAME, Report, Summary, write_summary
 from recipes.support.run_folder import writing
+from recipes.training.data import Batches, batches_of
+from recipes.training.model import Step, seeded
 from recipes.training.parallel.base import Arranged, Layout
 from recipes.training.restored import settle
-
-WARMUP_STEPS = 20
 
 
 def settle_start(cfg: dict[str, Any]) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class Training:
     """
 
     optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LambdaLR
+    scheduler: torch.optim.lr_scheduler.LRScheduler
     model_state: ModelState
     optimizer_state: OptimizerState
 
@@ -206,26 +206,33 @@ class Training:
         self.layout.check(num_ranks)
         check_batch(cfg, self.layout, num_ranks)
         seed = cfg["train"]["seed"]
-        self.model = made_as(torch.nn.Module, "model", cfg["model"], seed=seed).to(device.torch_device)
+        self._step = Step(made_model(cfg["model"], seed), loss_of(cfg.get("loss"))).to(device.torch_device)
+        self.model = self._step.model
         self.layout.fit(self.model, num_ranks)
-        if not isinstance(getattr(self.model, "context", None), int):
-            raise ConfigurationError(
-                f"model: a {type(self.model).__name__} has no attribute context, the number of tokens of a sample, which the loader needs"
-            )
-        self.loader = made(cfg["data"]).loader(
-            context=self.model.context,
-            batch_size=cfg["train"]["batch_size"],
-            seed=seed,
-            topology=topology,
-            device=device.torch_device,
-            share=self.layout.share(rank, num_ranks),
-        )
+        self.loader = self._batches()
         self.rng = RNGState(device, seed=seed, stream=self.layout.stream(rank, num_ranks), step=lambda: self.steps_done)
+
+    def _batches(self) -> Batches:
+        rank, num_ranks = self.topology.rank, self.topology.world_size
+        seed, batch_size, share = self.cfg["train"]["seed"], self.cfg["train"]["batch_size"], self.layout.share(rank, num_ranks)
+        offered = {
+            "batch_size": batch_size,
+            "rank_batch_size": batch_size // share[1],
+            "share": share,
+            "seed": seed,
+            "model": self.model,
+            "device": self.device.torch_device,
+            "topology": self.topology,
+        }
+        if isinstance(context := getattr(self.model, "context", None), int):
+            offered["context"] = context
+        with seeded(seed):
+            return batches_of(self.cfg["data"], offered, is_kept="dataset" in self.cfg["components"])
 
     def join(self) -> None:
         """Lay the model out over the ranks, and make optimizer, schedule and added components. Collective."""
         topology, device = self.topology, self.device
-        arranged = self.layout.arrange(self.model, topology, device.torch_device)
+        arranged = self.layout.arrange(self._step, topology, device.torch_device)
         self.model, self._backward = arranged.module, arranged.backward
         with topology.operation("the set-up of the run"), topology.phase("complete"), device.telling_of_room():
             self._complete(arranged)
@@ -238,7 +245,8 @@ class Training:
             values = " ".join(f"{key}={shown(value)}" for key, value in node.items() if key != "_target_")
             raise ConfigurationError(f"optimizer: {node['_target_']} refuses {values}: {error}") from None
         self.optimizer = arranged.wrap_optimizer(require_kind(torch.optim.Optimizer, "optimizer", node, optimizer))
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate_factor)
+        schedule = made(self.cfg["schedule"], optimizer=self.optimizer)
+        self.scheduler = require_kind(torch.optim.lr_scheduler.LRScheduler, "schedule", self.cfg["schedule"], schedule)
         self.model_state = ModelState(self.model)
         self.optimizer_state = OptimizerState(self.optimizer, self.model)
         self.added = {
@@ -382,11 +390,6 @@ class Training:
         self.is_told_to_end = any(told)
         known = [value for rank, value in enumerate(losses) if self.layout.knows_loss(rank, num_ranks)]
         return sum(known) / len(known)
-
-
-def learning_rate_factor(step: int) -> float:
-    """Return the factor of the learning rate: linear over the first steps, then an inverse square root. Any run can be prolonged."""
-    return min((step + 1) / WARMUP_STEPS, math.sqrt(WARMUP_STEPS / (step + 1)))
 
 
 def resume(training: Training, coordinator: CheckpointCoordinator, summary: Summary, report: Report) -> None:

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from recipes.benchmark.harness import MEASUREMENTS
 from recipes.support import CONF
-from recipes.support.config import AT_RUN_TIME, RunKeys, bind
+from recipes.support.config import AT_RUN_TIME, OFFERED, RunKeys, bind, leave_out_unset
 from tests.conf.configs import composed
 
 LAYOUTS = {"single", "ddp", "accelerate", "fsdp", "hsdp", "tp_fsdp", "ddp_tp", "pipeline", "ddp_pipeline"}
@@ -23,6 +23,7 @@ GROUPS = {
     "model": {"gpt"},
     "data": {"text"},
     "optimizer": {"adamw"},
+    "schedule": {"warmup"},
     "launch": {"local", "ray", "slurm", "torchrun"},
     "save": {"default"},
     "coordinator": {"default"},
@@ -52,6 +53,7 @@ def plain(run_dir: Path, *overrides: str) -> dict[str, Any]:
     typed = OmegaConf.merge(OmegaConf.structured(RunKeys), composed(run_dir, *overrides))
     run = OmegaConf.to_container(typed, resolve=True)
     assert isinstance(run, dict)
+    leave_out_unset(run)
     return {str(key): value for key, value in run.items()}
 
 
@@ -79,7 +81,8 @@ def test_no_file_leaves_a_key_of_its_target_unsaid(group: str, name: str, tmp_pa
     module, _, attribute = node["_target_"].rpartition(".")
     if not module.startswith("torch"):
         keys = set(inspect.signature(getattr(import_module(module), attribute)).parameters)
-        assert keys - FOR_CODE == {key for key in node if not key.startswith("_")} | set(AT_RUN_TIME[group])
+        at_run_time = {*AT_RUN_TIME[group], *OFFERED.get(group, ())} & keys
+        assert keys - FOR_CODE == {key for key in node if not key.startswith("_")} | at_run_time
 
 
 def test_the_wiring_hands_each_choice_on_exactly_once() -> None:

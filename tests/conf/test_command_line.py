@@ -130,7 +130,7 @@ def python(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complet
         (["train.seed=18446744073709551616"], "train.seed=18446744073709551616: expected less than 2**63"),
         (
             ["data._target_=builtins.dict"],
-            "data: builtins.dict makes an object without a method loader(context, batch_size",
+            "data: builtins.dict makes a dict; expected a dataset with __len__ and __getitem__, a DataLoader, or an iterable",
         ),
         (
             ["parallel._target_=builtins.dict"],

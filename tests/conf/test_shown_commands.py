@@ -18,6 +18,7 @@ PAGES = [CHECKOUT / "README.md", CHECKOUT / "CONTRIBUTING.md", *CHECKOUT.glob("d
 COMMAND = r"\b(?:python|torchrun(?: --\S+)*) -m (recipes[\w.]*)"
 PLACEHOLDERS = {"workload=<name>": "workload=gpt2_fsdp", "<its venv>/bin/python": "python", "<path>": "python"} | {
     "=<one>:": "=cuda",
+    "=examples/own_project/conf": f"={CHECKOUT}/examples/own_project/conf",
     "=...": "=outputs",
     "'hydra.searchpath=[file:///path/to/my/conf]' ckpt=bin": "ckpt=zarr",
 }
@@ -64,7 +65,8 @@ def test_a_shown_command_is_a_module_that_takes_these_keys(
     composed = OmegaConf.create(shown.out)
     for word in words:
         key = word.partition("=")[0]
-        if not (CONF / key).is_dir() and not key.lstrip("+").startswith(("hydra/", "hydra.")):  # a group, or no key of the job
+        is_no_key = key.lstrip("+").startswith(("hydra/", "hydra.", "--"))  # of the job
+        if not (CONF / key).is_dir() and not is_no_key:  # nor a group
             assert OmegaConf.select(composed, key) == OmegaConf.select(OmegaConf.from_dotlist([word]), key)
 
 

@@ -22,7 +22,8 @@ from ckpt.errors import (
 from ckpt.format.digests import digest_of
 from ckpt.ranks.topology import Topology
 from ckpt.storage.stored import read_manifest
-from recipes.training.training import Training, learning_rate_factor
+from recipes.training.schedule import learning_rate_factor
+from recipes.training.training import Training
 from tests.conf.configs import config
 from tests.e2e.conftest import STEPS, Run
 from tests.e2e.runs import BACKENDS, SMALL, checkpoint, committed, root_of, run, summary_of
