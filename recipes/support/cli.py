@@ -28,6 +28,7 @@ from ckpt.errors.imports import private_name
 from recipes.support import CONF
 from recipes.support.completion import script
 from recipes.support.help import help_text
+from recipes.support.keys import as_choices
 from recipes.support.path_values import with_literal_paths
 from recipes.support.sentences import sentence_of, sentence_of_arguments, sentence_of_choices
 
@@ -71,6 +72,7 @@ class _Command:
     def __init__(self, work: Work, config_name: str, writes: bool, trouble: int) -> None:
         self.job = _Job(work, config_name, sys.stderr)
         self.config_name = config_name
+        self.file = CONF / f"{config_name}.yaml"
         self.writes = writes
         self.stderr = sys.stderr
         self.rank = 0
@@ -116,7 +118,7 @@ class _Command:
             with (
                 _environment("PYTHONPATH", paths.strip(os.pathsep)),
                 _environment("HYDRA_FULL_ERROR", "1"),
-                _arguments(overrides),
+                _arguments(self.file, overrides),
                 _own_stderr(self.stderr) as said,
             ):
                 hydra.main(version_base="1.3", config_path=str(CONF), config_name=self.config_name)(self.job)()
@@ -150,7 +152,7 @@ class _Command:
         given, _ = parser.parse_known_args([word for word in words if word not in _HELP])
         folders = [f"hydra.searchpath=[file://{Path(given.config_dir).absolute()}]"] if given.config_dir else []
         name = given.config_name or self.config_name
-        overrides = with_literal_paths(given.overrides, swept=given.multirun)
+        overrides = with_literal_paths(as_choices(given.overrides, self.file), swept=given.multirun)
         return help_text(CONF, name, [*overrides, *folders], everything="--help-all" in words)
 
     def begin(self, folder: Path, hydra_files: Iterable[str]) -> None:
@@ -381,12 +383,12 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _arguments(overrides: tuple[str, ...]) -> Iterator[None]:
+def _arguments(file: Path, overrides: tuple[str, ...]) -> Iterator[None]:
     """Add overrides to the command line, and put all overrides first: argparse refuses `a=1 -m b=2,3`. Paths are quoted for Hydra."""
     before = sys.argv
     given = [word for word in before[1:] if not word.startswith("-") and ("=" in word or word.startswith("~"))]
     others = [word for word in before[1:] if word not in given]
-    literal = with_literal_paths(given, swept=not {"-m", "--multirun"}.isdisjoint(others))
+    literal = with_literal_paths(as_choices(given, file), swept=not {"-m", "--multirun"}.isdisjoint(others))
     sys.argv = [before[0], *literal, *overrides, *others]
     try:
         yield

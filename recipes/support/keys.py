@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 TARGET = "_target_"
 _HYDRAS_OWN = ("_partial_", "_convert_", "_recursive_")
-_NOT_CHOSEN = ("hydra", "experiment")
+_NOT_CHOSEN = ("hydra",)
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _OF_TARGET = "the class or function that is called with the other keys beside it"
 
@@ -149,6 +149,16 @@ def keys_of_command(conf: Path, config_name: str, overrides: Sequence[str] = ())
         ],
         keys=sorted(keys, key=lambda key: key.name.partition(".")[0] in groups),
     )
+
+
+def as_choices(words: Sequence[str], file: Path) -> list[str]:
+    """Return a command line on which `+group=choice` is `group=choice` where the defaults list has the group, as `experiment: null`.
+
+    People type both; Hydra takes the first only for a group that the list has not.
+    """
+    listed = yaml.load(file.read_text(), Loader=_LOADER).get("defaults", []) if file.is_file() else []
+    groups = {str(name) for item in listed if isinstance(item, dict) for name in item}
+    return [word[1:] if word[:1] == "+" and word[1:].partition("=")[0] in groups else word for word in words]
 
 
 def with_choice(conf: Path, config_name: str, chosen: Mapping[str, Any]) -> ConfigFile:

@@ -10,7 +10,9 @@ from omegaconf import OmegaConf
 
 from recipes.benchmark.harness import MEASUREMENTS
 from recipes.support import CONF
-from recipes.support.config import AT_RUN_TIME, OFFERED, RunKeys, bind, leave_out_unset
+from recipes.support.config import AT_RUN_TIME, OFFERED, RunKeys, bind, checked, leave_out_unset
+from recipes.support.keys import as_choices
+from recipes.training.sync_config import checked_sync
 from tests.conf.configs import composed
 
 LAYOUTS = {"single", "ddp", "accelerate", "fsdp", "hsdp", "tp_fsdp", "ddp_tp", "pipeline", "ddp_pipeline"}
@@ -39,6 +41,10 @@ WORKLOADS = {
     "small_tensors",
 }  # tests/conf/test_benchmark_workloads.py
 MEASURED = {"compare", *MEASUREMENTS}
+EXPERIMENTS = {
+    "formats": "train", "layouts": "train", "big_model": "train", "frequent_saves": "train", "rl_weight_sync": "sync_weights",
+}  # fmt: skip
+"""Named runs -> the command that they are of."""
 ENGINES = {"broadcast", "kimi", "naive"}  # tests/conf/test_sync_config.py
 FOR_CODE = {"read_at"}
 """A function that a program passes and no command line can."""
@@ -60,7 +66,7 @@ def plain(run_dir: Path, *overrides: str) -> dict[str, Any]:
 def test_conf_holds_these_files_and_no_others() -> None:
     found = {str(path.relative_to(CONF)) for path in CONF.rglob("*.yaml")}
     choices = [*CHOICES, *(("workload", name) for name in WORKLOADS), *(("engine", name) for name in ENGINES)]
-    choices += [("measure", name) for name in MEASURED]
+    choices += [*(("measure", name) for name in MEASURED), *(("experiment", name) for name in EXPERIMENTS)]
     assert found == {f"{group}/{name}.yaml" for group, name in choices} | {f"{root}.yaml" for root in ROOTS}
 
 
@@ -69,6 +75,23 @@ def test_every_choice_composes_and_binds_to_the_signatures_it_targets(group: str
     run = plain(tmp_path, f"{group}={name}")
     for node, given in AT_RUN_TIME.items():
         bind(run[node], node, given)
+
+
+@pytest.mark.parametrize("word", ["experiment", "+experiment"])
+@pytest.mark.parametrize(("name", "root"), EXPERIMENTS.items())
+def test_a_named_run_is_a_run_of_its_command_however_it_is_typed(word: str, name: str, root: str, tmp_path: Path) -> None:
+    typed = as_choices([f"{word}={name}"], CONF / f"{root}.yaml")
+    run = composed(tmp_path, *typed, root=root)
+    assert run.run_name == name
+    assert (checked if root == "train" else checked_sync)(run)["run_name"] == name
+
+
+@pytest.mark.parametrize("name", ["formats", "layouts"])
+def test_a_named_sweep_has_jobs_that_compose(name: str, tmp_path: Path) -> None:
+    found = OmegaConf.load(CONF / "experiment" / f"{name}.yaml")
+    for key, values in found.hydra.sweeper.params.items():
+        for value in values.split(","):
+            checked(composed(tmp_path, f"experiment={name}", f"{key}={value}"))
 
 
 @pytest.mark.parametrize(("group", "name"), [choice for choice in CHOICES if choice[0] in AT_RUN_TIME])
