@@ -32,10 +32,11 @@ from recipes.support.keys import as_choices
 from recipes.support.path_values import with_literal_paths
 from recipes.support.sentences import sentence_of, sentence_of_arguments, sentence_of_choices
 
-Work = Callable[[DictConfig], int | None]
+Work = Callable[[DictConfig], int | float | None]
 
 _SILENT = ("hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")  # no .hydra/, no log
 _NO_FOLDER = ("hydra.run.dir=.", *_SILENT)
+_SWEEPERS = {"hydra/sweeper/optuna": "hydra-optuna-sweeper"}
 _LAUNCHERS = ("joblib", "submitit")
 _HELP = {"--help", "-h", "--help-all"}
 _COMPLETION = {"--shell-completion", "-sc"}
@@ -43,7 +44,7 @@ _HELP_OR_COMPLETION = _HELP | _COMPLETION
 
 
 def recipe(config_name: str, *, writes: bool = True, trouble: int = 1) -> Callable[[Work], Callable[[], None]]:
-    """Make a command of a function that takes the composed config and returns an exit code or None.
+    """Make a command of a function that takes the composed config and returns an exit code, a figure for a sweeper, or None.
 
     Under torchrun or Slurm every rank calls it. Ranks other than 0 write no Hydra files, and print only errors that
     rank 0 cannot know.
@@ -193,7 +194,7 @@ class _Command:
         if isinstance(cause, BrokenPipeError):  # the reader of stdout has ended, as in `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return
-        text = sentence_of(error, CONF, self.config_name)
+        text = _of_absent_plugin(error) or sentence_of(error, CONF, self.config_name)
         if self.job.calls == 0 and _is_of_system(error):
             text = f"the folder of the run cannot be made: {text}; choose another with output_dir=<folder>"
         # This host lacks a device or a file.
@@ -280,13 +281,13 @@ class _Job:
     def __reduce__(self) -> tuple[Any, ...]:
         return _job_of, (self.home, self.work.__name__, self.config_name)
 
-    def __call__(self, cfg: DictConfig) -> int | None:
+    def __call__(self, cfg: DictConfig) -> int | float | None:
         self.calls += 1
         swept = HydraConfig.get().mode == RunMode.MULTIRUN
         with contextlib.redirect_stderr(self.stderr or sys.stderr):
             return self._work(cfg, swept)
 
-    def _work(self, cfg: DictConfig, swept: bool) -> int | None:
+    def _work(self, cfg: DictConfig, swept: bool) -> int | float | None:
         """Run one job. Hydra catches what it raises, so that a job of a sweep fails and the next one begins."""
         import_torch()
         try:
@@ -298,7 +299,8 @@ class _Job:
                 traceback.print_exc()
                 raise JobFailed(sentence_of(error, CONF, self.config_name), os.getpid()) from error
             raise
-        self.code = max(self.code, code or 0)
+        if not isinstance(code, float):
+            self.code = max(self.code, code or 0)
         return code
 
 
@@ -351,6 +353,15 @@ def _user_errors() -> tuple[type[BaseException], ...]:
     from ckpt.errors import CheckpointError
 
     return HydraException, OmegaConfBaseException, OSError, CheckpointError
+
+
+def _of_absent_plugin(error: BaseException) -> str | None:
+    """The sentence about a choice of `hparams_search=` whose sweeper is not installed."""
+    missing = str(getattr(error, "missing_cfg_file", None))
+    package = _SWEEPERS.get(missing)
+    return package and (
+        f"hparams_search= needs the package {package}, which is not installed: pip install {package}, or leave hparams_search= out"
+    )
 
 
 def _is_of_system(error: BaseException) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from hydra.utils import instantiate
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ckpt.catalog.retention import Retention
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.errors.imports import import_failure
 from ckpt.format.places import as_place, local_path
@@ -35,7 +37,7 @@ from ckpt.state.pattern_check import check_choice
 from ckpt.state.sharing import check_component
 from ckpt.storage.pool import Memories
 from recipes.support.keys import by_dotted_key, shown
-from recipes.support.metrics import check_report
+from recipes.support.metrics import check_loggers
 from recipes.support.sentences import wrong_value
 from recipes.training.model import seeded
 from recipes.training.parallel.base import Layout
@@ -62,8 +64,9 @@ GIVEN = "given_on_the_command_line"
 
 _HYDRAS_OWN = ("_target_", "_partial_", "_convert_", "_recursive_")
 
+_SECONDS = {"s": 1, "min": 60, "h": 3600}
 _MOST_CONFIG_CHARS, _MOST_LEVELS = 1 << 20, 64
-_OWN_SAVE_KEYS = {"every": "int", "keep_last": "int | None", "on_sigterm": "bool"}
+_OWN_SAVE_KEYS: dict[str, Any] = {"every": Any, "keep_last": "int | None", "keep_best": "int | None", "on_sigterm": "bool"}
 
 
 @dataclass
@@ -75,7 +78,7 @@ class TrainKeys:
 
 SaveKeys = make_dataclass(
     "SaveKeys",
-    [(name, kind, field(default=MISSING)) for name, kind in _OWN_SAVE_KEYS.items()]
+    [(name, kind, field(default=None if name == "keep_best" else MISSING)) for name, kind in _OWN_SAVE_KEYS.items()]
     + [(setting.name, setting.type, field(default=MISSING)) for setting in fields(SaveSettings)],
 )
 """The keys of `save`: the recipe's own, and the fields of `SaveSettings`."""
@@ -148,6 +151,10 @@ class RunKeys:
     launch: LaunchKeys = field(default_factory=LaunchKeys)
     pattern_check: str = MISSING
     report: str | None = None
+    logger: dict[str, Any] = field(default_factory=dict)
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    tags: list[str] = field(default_factory=list)
+    profile: bool = False
     ckpt: dict[str, Any] = MISSING
     strategy: dict[str, Any] = MISSING
     device: dict[str, Any] = MISSING
@@ -188,6 +195,12 @@ def command_keys(
     return keys
 
 
+def retention(save: Mapping[str, Any]) -> Retention:
+    """Return the coordinator's argument `keep_last`, from the keys of `save`."""
+    best = save.get("keep_best")
+    return Retention(keep_last=save["keep_last"], keep_best=best, metric=None if best is None else "loss")
+
+
 def save_settings(save: Mapping[str, Any]) -> SaveSettings:
     """Return the coordinator's argument `saves`, from the keys of `save`."""
     if not isinstance(save, Mapping):
@@ -210,11 +223,12 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
         DeviceUnavailableError: this machine does not have the device.
     """
     run = resolved(RunKeys, cfg)
-    counts = ("train.steps", "train.batch_size", "save.every", "save.keep_last", "launch.nproc_per_node")
+    counts = ("train.steps", "train.batch_size", "save.keep_last", "save.keep_best", "launch.nproc_per_node")
     least = dict.fromkeys(counts, 1) | {"train.seed": 0, "save.grace_s": 0, "launch.least_ranks": 1, "launch.max_restarts": 0}
     require_numbers(run, least, seconds=("agree.timeout_s", "ledger.stale_s", "storage.retry_s"))
     check_choice(run["pattern_check"])
-    check_report(run["report"])
+    Every.of(run["save"]["every"])
+    check_logging(run)
     _check_start(run)
     ranks = num_ranks or run["launch"]["nproc_per_node"]
     if (ranks > 1 or run["launch"]["name"] == "ray") and str(run["checkpoint_root"]).startswith("memory:"):
@@ -237,6 +251,43 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
     return run | {GIVEN: given_keys(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []}
 
 
+def check_logging(run: Mapping[str, Any]) -> None:
+    """Check the loggers of a run.
+
+    Raises:
+        ConfigurationError: a key is wrong, or a package is not installed.
+    """
+    for name, node in run["logger"].items():
+        bind(node, f"logger.{name}", ("run", "first_step"))
+    check_loggers(run)
+
+
+@dataclass(frozen=True)
+class Every:
+    """What `save.every` counts: steps, seconds or epochs."""
+
+    number: int
+    unit: str
+
+    @classmethod
+    def of(cls, value: Any) -> Every:
+        """Parse a value.
+
+        Raises:
+            ConfigurationError: it is neither a number of steps, nor a time or epochs.
+        """
+        found = re.fullmatch(r"(-?\d+) ?([a-z]*)", str(value))
+        unit = {"": "steps", "step": "steps", "epoch": "epochs"}.get(found[2], found[2]) if found else ""
+        if found is None or isinstance(value, bool) or unit not in ("steps", "epochs", *_SECONDS):
+            raise ConfigurationError(
+                f"save.every={shown(value)}: expected a whole number of steps, or a time or epochs, such as 30s, 10min, 2h or 1epochs"
+            )
+        number = int(found[1])
+        if number < 1:
+            raise ConfigurationError(f"save.every={value}: expected at least 1")
+        return cls(number * _SECONDS[unit], "seconds") if unit in _SECONDS else cls(number, unit)
+
+
 def check_training(run: Mapping[str, Any], num_ranks: int) -> Layout:
     """Check the parts that train, of which device, data and layout are made once; return the layout.
 
@@ -245,6 +296,8 @@ def check_training(run: Mapping[str, Any], num_ranks: int) -> Layout:
         DeviceUnavailableError: this machine does not have the device.
     """
     leave_out_unset(run)
+    for name, node in run.get("callbacks", {}).items():
+        bind(node, f"callbacks.{name}")
     for name in ("device", "parallel", "model", "data", "optimizer", "schedule"):
         bind(run[name], name, AT_RUN_TIME[name], OFFERED.get(name, ()))
     if run["loss"] is not None:

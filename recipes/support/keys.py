@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 TARGET = "_target_"
 _HYDRAS_OWN = ("_partial_", "_convert_", "_recursive_")
-_NOT_CHOSEN = ("hydra",)
+_NOT_CHOSEN = ("hydra", "local")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _OF_TARGET = "the class or function that is called with the other keys beside it"
 
@@ -157,7 +157,7 @@ def as_choices(words: Sequence[str], file: Path) -> list[str]:
     People type both; Hydra takes the first only for a group that the list has not.
     """
     listed = yaml.load(file.read_text(), Loader=_LOADER).get("defaults", []) if file.is_file() else []
-    groups = {str(name) for item in listed if isinstance(item, dict) for name in item}
+    groups = {str(name).removeprefix("optional ") for item in listed if isinstance(item, dict) for name in item}
     return [word[1:] if word[:1] == "+" and word[1:].partition("=")[0] in groups else word for word in words]
 
 
@@ -233,7 +233,7 @@ class _Reader:
                 for item in value.value:
                     if isinstance(item, yaml.MappingNode):
                         ((key, choice),) = item.value
-                        group = key.value.removeprefix("/")
+                        group = key.value.removeprefix("optional ").removeprefix("/")
                         if not group.startswith("override") and group not in _NOT_CHOSEN:
                             groups[group] = self._comment(key, choice)
                             choices[group] = choice.value

@@ -3,6 +3,7 @@
 model, data     what is asked of a model and of data
 gpt, text       a small GPT, and text
 schedule        its learning rate
+callbacks       what looks at each step
 parallel/       layouts of the model over ranks
 training        the run of `recipes.train`
 restored        which keys of a resumed run come from its checkpoint, which from the command line

@@ -12,7 +12,6 @@ from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import ConfigurationError
 from ckpt.format.places import local_path
 from recipes.support import config
-from recipes.support.metrics import check_report
 from recipes.training.facts import ENGINE_AT_RUN_TIME
 from recipes.training.roles import AgreeWithGraceKeys, RoleKeys, check_roles
 from recipes.training.serving import check_inference
@@ -80,7 +79,7 @@ def checked_sync(cfg: DictConfig) -> dict[str, Any]:
     if run["roles"]["inference"] is not None:
         run["roles"]["rollout"] = 0
     _check_saves(run)
-    check_report(run["report"])
+    config.check_logging(run)
     roles = run["roles"]
     config.check_training(run, roles["trainer"])
     engine: VersionedEngine = config.made(run["engine"], colocated=roles["colocated"])
