@@ -270,7 +270,7 @@ class Training:
         self.optimizer = arranged.wrap_optimizer(require_kind(torch.optim.Optimizer, "optimizer", node, optimizer))
         schedule = made(self.cfg["schedule"], optimizer=self.optimizer)
         self.scheduler = require_kind(torch.optim.lr_scheduler.LRScheduler, "schedule", self.cfg["schedule"], schedule)
-        self.model_state = ModelState(self.model)
+        self.model_state = arranged.state_of(self.model)
         self.optimizer_state = OptimizerState(self.optimizer, self.model)
         self.added = {
             key: made({k: v for k, v in node.items() if k not in COMPONENT_KEYS}, model=self.model)

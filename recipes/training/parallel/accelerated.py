@@ -13,7 +13,7 @@ from ckpt.ranks.topology import Topology
 from recipes.support.ranks import environment_with
 from recipes.training.model import Step
 from recipes.training.parallel.base import Arranged
-from recipes.training.parallel.replicated import DataParallel, WithOneUnused
+from recipes.training.parallel.replicated import DataParallel, ModelInDDP, WithOneUnused
 
 
 class Accelerated(DataParallel):
@@ -38,7 +38,7 @@ class Accelerated(DataParallel):
             accelerator.backward(loss)
             return loss.detach()
 
-        return Arranged(step.model, backward, accelerator.prepare_optimizer)
+        return Arranged(step.model, backward, accelerator.prepare_optimizer, ModelInDDP)
 
     def _accelerator(self, topology: Topology, device: torch.device) -> Accelerator:
         """Make an accelerator on the existing process group. It reads ranks from the environment, which is set for the call."""

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
+from ckpt.state.statefuls import ModelState
 from recipes.training.model import Step, member
 
 if TYPE_CHECKING:
@@ -31,11 +32,13 @@ class Arranged:
         module: this rank's part of the model, with the parameter names of the whole model.
         backward: forward and backward pass over this rank's part of a batch. Collective.
         wrap_optimizer: wraps an optimizer of `module`'s parameters.
+        state_of: makes the component of `module`.
     """
 
     module: nn.Module
     backward: Backward
     wrap_optimizer: Callable[[Optimizer], Optimizer] = field(default=lambda optimizer: optimizer)
+    state_of: Callable[[nn.Module], ModelState] = ModelState
 
 
 class Layout(ABC):

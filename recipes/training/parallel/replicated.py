@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from glob import escape
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
+from ckpt.state.statefuls import ModelState
 from recipes.training.model import Step
 from recipes.training.parallel.base import Arranged, Layout, backward_of
 
@@ -53,10 +55,18 @@ class DataParallel(Layout):
 
     def _arrange(self, step: Step, topology: Topology, device: torch.device) -> Arranged:
         if not self.exact_resume:
-            return Arranged(step.model, backward_of(DistributedDataParallel(step)))
+            return Arranged(step.model, backward_of(DistributedDataParallel(step)), state_of=ModelInDDP)
         # With find_unused_parameters DDP does not rebuild its buckets.
         wrapped = DistributedDataParallel(WithOneUnused(step), find_unused_parameters=True)
-        return Arranged(step.model, backward_of(wrapped))
+        return Arranged(step.model, backward_of(wrapped), state_of=ModelInDDP)
+
+
+class ModelInDDP(ModelState):
+    """A module that DDP wraps: it sends the buffers of rank 0, such as those of batch norm, to all at each forward pass."""
+
+    @property
+    def rank_private(self) -> list[str]:
+        return [escape(name) for name, _ in self.module.named_buffers()]
 
 
 class WithOneUnused(nn.Module):
