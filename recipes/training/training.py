@@ -228,7 +228,7 @@ class Training:
         self.layout.check(num_ranks)
         check_batch(cfg, self.layout, num_ranks)
         seed = cfg["train"]["seed"]
-        self._step = Step(made_model(cfg["model"], seed), loss_of(cfg.get("loss"))).to(device.torch_device)
+        self._step = Step(made_model(cfg["model"], seed), loss_of(cfg.get("loss"))).to(device.torch_device).train()
         self.model = self._step.model
         self.layout.fit(self.model, num_ranks)
         self.loader = self._batches()

@@ -57,7 +57,7 @@ class _Pipelined(Layout):
         if step.loss is None:
             raise ConfigurationError(
                 f"parallel={self.name} passes outputs to the last stage, so {type(model).__name__}.train_step cannot compute the loss "
-                "there: give loss._target_=<function>, or the model a method loss(output, target)"
+                "there: give the model a method loss(output, target)"
             )
         rank, num_ranks = topology.rank, topology.world_size
         # Every rank makes all instances of a group, in the same order, and gets its own.
@@ -141,6 +141,11 @@ def _backward_of_stage(stage: PipelineStage, microbatches: int, loss: Callable[.
 
     def backward(batch: Any) -> torch.Tensor | None:
         inputs, target = pair_of(batch)
+        if not (isinstance(inputs, torch.Tensor) and isinstance(target, torch.Tensor)):
+            raise ConfigurationError(
+                f"data: a batch holds a {type(inputs).__name__} and a {type(target).__name__}; expected two tensors, of which a pipeline "
+                "makes micro-batches"
+            )
         given = (inputs.contiguous(),) if stage.is_first else ()
         if not stage.is_last:
             schedule.step(*given)
