@@ -235,7 +235,7 @@ def test_a_mistake_is_one_sentence_and_makes_nothing(
     places = {"src": tp2, "dst": tmp_path / "new"}
     said = convert.refused(*(override.format(**places) for override in overrides))
     assert said.startswith(sentence.format(**places))
-    assert said.endswith(f"; below it there is src={tp2}/../tp2") == (overrides[0] == "src={src}/..")
+    assert said.endswith(f"; below it there is {tp2}/../tp2") == (overrides[0] == "src={src}/..")
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 
 import pytest
-from recipes.commands.converting import DESTINATIONS
 
+from ckpt.cli.converting import DESTINATIONS
 from ckpt.interop.registry import PROGRAMS, register_programs
 from ckpt.loading import programs
 
