@@ -30,8 +30,9 @@ from ckpt.interop.megatron.zarr import is_megatron_zarr
 from ckpt.interop.new_files import require_free
 from ckpt.interop.opened import Opened
 from ckpt.interop.other_source import OtherSource
+from ckpt.interop.programs import PROGRAMS, format_at
 from ckpt.interop.recognised import recognised
-from ckpt.interop.registry import PROGRAMS, format_at, source_at
+from ckpt.interop.registry import source_at
 from ckpt.interop.rewriting import rewrite
 from ckpt.interop.safetensors.writing import (
     export,

@@ -15,7 +15,7 @@ import ckpt
 from ckpt.cli.reading_others import other_at
 from ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from ckpt.format.places import ObjectPath
-from ckpt.interop.registry import format_at
+from ckpt.interop.programs import format_at
 from ckpt.storage.objects.store import store_of
 from tests.support.object_server import ObjectServer
 from tests.support.values import same_values

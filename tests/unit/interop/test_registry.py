@@ -7,7 +7,8 @@ from importlib import import_module
 import pytest
 
 from ckpt.cli.converting import DESTINATIONS
-from ckpt.interop.registry import PROGRAMS, register_programs
+from ckpt.interop.programs import PROGRAMS
+from ckpt.interop.registry import register_programs
 from ckpt.loading import programs
 
 
