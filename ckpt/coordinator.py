@@ -13,9 +13,10 @@ from typing import Any, Self
 
 from ckpt.backends.base import Backend
 from ckpt.catalog.retention import Retention, as_retention
-from ckpt.errors import ConfigurationError, MissingStateError
+from ckpt.errors import ConfigurationError, MissingStateError, unlike
 from ckpt.format.names import step_of
 from ckpt.format.places import Place
+from ckpt.interop.registry import register_programs
 from ckpt.loading.casting import check_cast
 from ckpt.loading.loader import Loader
 from ckpt.loading.report import LoadReport
@@ -29,10 +30,8 @@ from ckpt.saving.arguments import (
     as_run,
     as_saves,
     as_strategy,
-    check_count,
     check_flags,
-    check_seconds,
-    check_text,
+    check_number,
 )
 from ckpt.saving.background.background import Background
 from ckpt.saving.checkpoint_root import KnownRoots
@@ -41,15 +40,13 @@ from ckpt.saving.prepared_save import SaveReport
 from ckpt.saving.run_history import RunHistory
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.saving.saver import Saver
-from ckpt.saving.weights_to_rollouts import Publisher, WeightSender
+from ckpt.saving.weights_to_rollouts import IN_MEMORY, Publisher, WeightSender
 from ckpt.saving.writing import PACKED_BYTES
 from ckpt.state.doctor import Diagnosis
 from ckpt.state.overlap import Optimizers
 from ckpt.state.provider import Provider, components_of, groups_of
 from ckpt.state.sharing import StateComponent
 from ckpt.storage.objects.store import retry_for
-
-IN_THE_FOREGROUND = SaveSettings()
 
 _log = logging.getLogger("ckpt")
 
@@ -81,13 +78,13 @@ class CheckpointCoordinator:
             one that lives. Otherwise the first save claims the root, until the coordinator is closed or its process ends, and saves of
             other runs are refused.
         allow_pickle: read a checkpoint without a manifest, named by its path, that is pickled in parts: tensors and plain values only
-            (`ckpt.loading.torch_save_folders`, `ckpt.loading.other_formats`).
+            (`ckpt.interop`).
         pattern_check: before the first save of several ranks, compare one hash over all state with the sharing patterns: "warn" refuses
             a pattern that would lose state and warns of a wasteful or suspicious one, "error" refuses both, "off" does not compare.
         packed_mib: the longest array that small tensors are packed in, in MiB: the memory that packing takes.
         stale_s: silence after which another run's unfinished save counts as abandoned, in seconds.
         retry_s: seconds in which this process tries requests to object stores that fail again; None: 60, or what it was told before.
-        saves: whether training waits for saves, and what may go on beside it.
+        saves: whether training waits for saves, and what may go on beside it; "sync" or "async": see `SaveSettings`.
 
     Attributes:
         config_text: as given; a new value goes into the next checkpoint. Equal on all ranks.
@@ -129,19 +126,20 @@ class CheckpointCoordinator:
         allow_pickle: bool = False,
         pattern_check: str = "warn",
         packed_mib: int = PACKED_BYTES >> 20,
-        saves: SaveSettings = IN_THE_FOREGROUND,
+        saves: SaveSettings | str = "sync",
     ) -> None:
         self.output_dir = as_location("output_dir", output_dir)
         strategy, saves = as_strategy(strategy), as_saves(saves)
         retention = as_retention(keep_last)
-        check_count("packed_mib", packed_mib, " MiB")
-        check_seconds("stale_s", stale_s)
-        check_text("config_text", config_text)
+        check_number("packed_mib", packed_mib, 1, "a whole number of at least 1 MiB")
+        check_number("stale_s", stale_s, 0, "a number of seconds from 0 on", int | float)
+        if not isinstance(config_text, str | None):
+            raise unlike("config_text", config_text, "a string, or None")
         check_flags(verify=verify, overwrite=overwrite, shared_root=shared_root, allow_pickle=allow_pickle)
         run = as_run(state_components, process_groups, topology, backend, device)
 
         if retry_s is not None:
-            check_seconds("retry_s", retry_s)
+            check_number("retry_s", retry_s, 0, "a number of seconds from 0 on", int | float)
             retry_for(retry_s)
         self.config_text = config_text
         self.last_save: SaveReport | None = None
@@ -167,6 +165,7 @@ class CheckpointCoordinator:
         self._strategy = strategy
         self._strategy.bind(run.backend)
         files_of = self._host_cache.files_of if self._host_cache is not None else None
+        register_programs()
         self._loader = Loader(
             run.components,
             run.topology,
@@ -284,8 +283,8 @@ class CheckpointCoordinator:
         """
         if self._publisher is None:
             raise MissingStateError(
-                f"{component} of step {step} cannot be published: this coordinator keeps nothing in memory. Give it "
-                "backend=KimiEngineBackend(pool=True)"
+                f"{component} of step {step} cannot be published: this coordinator keeps nothing in memory. ",
+                "Give it ", IN_MEMORY,
             )
         return await self._publisher.publish(engine, step, component)
 

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run by path, from anywhere
 
+from ckpt.cli.converting import DESTINATIONS
+from ckpt.cli.tables import counted
 from recipes.benchmark import background_contenders, contenders, update_contenders, validation_costs
 from recipes.benchmark.tables import rounds_of, rows_of
-from recipes.commands.converting import DESTINATIONS
-from recipes.support.tables import counted
 
 PAGE = Path(__file__).with_name("figures.md")
 RESULTS = Path(__file__).with_name("figures")
@@ -30,7 +30,7 @@ class Kind(NamedTuple):
     """Table of the results of one benchmark.
 
     Attributes:
-        columns: heading -> names of the figures in the column, `<figure>_ratio` of a ratio. A column that no row has is left out.
+        columns: heading -> figure, as of `recipes.benchmark.tables.rows_of`. A column that no row has is left out.
         ours: names of contenders that are ours, each without its part behind a comma.
         digits: of seconds and ratios.
     """
@@ -47,7 +47,7 @@ _SAVES_AND_LOADS = Kind(
         "load s, cold": "load_cold_s",
         "load s, warm": "load_warm_s",
         "save / load peak MiB": "save_peak_mib load_peak_mib",
-        "read / needed": "bytes_read bytes_needed",
+        "read / needed": "bytes_read/bytes_needed",
         "megatron / ours: save, cold, warm": "save_s_ratio load_cold_s_ratio load_warm_s_ratio",
     },
     contenders.OURS,
@@ -114,8 +114,9 @@ def table_of(result: Result) -> str:
     """Return what was measured, and on what, and the medians as a table, with least and most of the seconds."""
     known = {figure for figures in result["medians"].values() for figure in figures}
     kind = next((kind for figure, kind in _OTHERS.items() if figure in known), _SAVES_AND_LOADS)
-    head, rows = rows_of(result, kind.columns, kind.digits)
-    marked = [[f"**{name}**" if name.split(", ")[0] in kind.ours else name, *cells] for name, *cells in rows]
+    rows = rows_of(result, kind.columns, kind.digits)
+    head = ["", *next(iter(rows.values()))]
+    marked = [[f"**{name}**" if name.split(", ")[0] in kind.ours else name, *row.values()] for name, row in rows.items()]
     lines = [head, ["---"] * len(head), *marked]
     return "\n".join([f"{_caption(result)}:", "", *(f"| {' | '.join(line)} |" for line in lines)])
 

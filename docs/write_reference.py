@@ -8,6 +8,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run by path, from anywhere
 
+from click import Context
+
+from ckpt.cli.main import ckpt
 from recipes.support import CONF
 from recipes.support.help import commands, help_text
 from recipes.support.keys import TARGET, ConfigFile, Key, read
@@ -52,6 +55,18 @@ def commands_page(page: str) -> str:
         for choice, option in _with_help(name).items():
             if (text := help_text(CONF, name, [choice])) != help_text(CONF, name):
                 parts += [f"## python -m {module} {choice}", _sentence(option.phrase), f"```text\n{text}\n```"]
+    return _replaced(page, parts)
+
+
+def ckpt_page(page: str) -> str:
+    """Return docs/reference/ckpt.md with the help of today."""
+    parts = []
+    above = Context(ckpt, info_name="ckpt", **ckpt.context_settings)
+    for name in ckpt.list_commands(above):
+        command = ckpt.get_command(above, name)
+        assert command is not None
+        context = Context(command, info_name=name, parent=above, terminal_width=100)
+        parts += [f"## ckpt {name}", f"```text\n{command.get_help(context)}\n```"]
     return _replaced(page, parts)
 
 
@@ -163,6 +178,6 @@ def _sentence(phrase: str) -> str:
 
 
 if __name__ == "__main__":
-    for name, written in (("config.md", config_page), ("commands.md", commands_page)):
+    for name, written in (("config.md", config_page), ("commands.md", commands_page), ("ckpt.md", ckpt_page)):
         place = PAGES / name
         place.write_text(written(place.read_text()))

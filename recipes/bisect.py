@@ -12,9 +12,10 @@ from recipes.support.cli import recipe
 
 @recipe("bisect", writes=False, trouble=2)
 def main(cfg: DictConfig) -> int:
-    from recipes.commands.bisecting import bisect, keys_of
+    from recipes.commands.bisecting import BisectKeys, bisect
+    from recipes.support.config import command_keys
 
-    return bisect(keys_of(cfg))
+    return bisect(command_keys(cfg, BisectKeys))
 
 
 if __name__ == "__main__":

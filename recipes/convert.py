@@ -5,6 +5,8 @@ if not __package__:  # run by path: sys.path[0] is this folder, whose inspect.py
 
     sys.path[0] = __file__.rsplit("/recipes/", 1)[0]
 
+from dataclasses import asdict
+
 from omegaconf import DictConfig
 
 from recipes.support.cli import recipe
@@ -12,12 +14,14 @@ from recipes.support.cli import recipe
 
 @recipe("convert", writes=False)
 def main(cfg: DictConfig) -> None:
-    from recipes.commands.converting import convert_on_ranks, keys_of, run_of, show
-    from recipes.commands.converting_megatron import Converted
-    from recipes.support.launch import launch
+    from ckpt.cli.converting import ConvertKeys, convert_on_ranks, run_of, show
+    from ckpt.cli.converting_megatron import Converted
+    from recipes.support.config import command_keys, popped_keys
+    from recipes.support.launch import CPU_RANKS, RanksKeys, launch
 
-    keys = keys_of(cfg)
-    if (found := launch(convert_on_ranks, run_of(keys))) is not None:
+    ranks = popped_keys(cfg, RanksKeys)
+    keys = command_keys(cfg, ConvertKeys)
+    if (found := launch(convert_on_ranks, run_of(keys) | CPU_RANKS | asdict(ranks))) is not None:
         show(Converted(**found), keys)
 
 

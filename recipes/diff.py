@@ -12,9 +12,10 @@ from recipes.support.cli import recipe
 
 @recipe("diff", writes=False, trouble=2)
 def main(cfg: DictConfig) -> int:
-    from recipes.commands.comparing import diff, keys_of
+    from ckpt.cli.comparing import DiffKeys, diff
+    from recipes.support.config import command_keys
 
-    return diff(keys_of(cfg))
+    return diff(command_keys(cfg, DiffKeys))
 
 
 if __name__ == "__main__":

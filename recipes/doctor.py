@@ -12,12 +12,12 @@ from recipes.support.cli import recipe
 
 @recipe("doctor", writes=False)
 def main(cfg: DictConfig) -> int:
-    from recipes.commands.patterns import examine, keys_of, require_resume, show
-    from recipes.support.config import checked
+    from recipes.commands.patterns import DoctorKeys, examine, require_resume, show
+    from recipes.support.config import checked, popped_keys
     from recipes.support.launch import launch
     from recipes.support.ranks import num_existing
 
-    keys = keys_of(cfg)
+    keys = popped_keys(cfg, DoctorKeys)
     run = require_resume(checked(cfg, num_ranks=num_existing()))
     result = launch(examine, run | {"doctor": {"steps": keys.doctor.steps}})
     return 0 if result is None else show(result, as_json=keys.json)

@@ -12,10 +12,11 @@ from recipes.support.cli import recipe
 
 @recipe("inspect", writes=False)
 def main(cfg: DictConfig) -> None:
-    from recipes.commands.inspect_page import leave_page
-    from recipes.commands.reading import inspect_keys_of, show
+    from ckpt.cli.pages.inspect_page import leave_page
+    from ckpt.cli.reading import InspectKeys, show
+    from recipes.support.config import command_keys
 
-    keys = inspect_keys_of(cfg)
+    keys = command_keys(cfg, InspectKeys)
     if keys.html is not None:
         leave_page(keys)
     if keys.html is None or keys.json:

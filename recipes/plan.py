@@ -12,9 +12,10 @@ from recipes.support.cli import recipe
 
 @recipe("plan", writes=False)
 def main(cfg: DictConfig) -> int:
-    from recipes.commands.planning import keys_of, plan, show
+    from recipes.commands.planning import PlanKeys, plan, show
+    from recipes.support.config import popped_keys
 
-    keys = keys_of(cfg)
+    keys = popped_keys(cfg, PlanKeys)
     found = plan(keys, cfg)
     show(found, keys)
     return 0 if found.forecast.loads else 1

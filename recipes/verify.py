@@ -12,9 +12,10 @@ from recipes.support.cli import recipe
 
 @recipe("verify", writes=False)
 def main(cfg: DictConfig) -> int:
-    from recipes.commands.reading import ReadingKeys, keys_of, verify
+    from ckpt.cli.reading import ReadingKeys, verify
+    from recipes.support.config import command_keys
 
-    return verify(keys_of(cfg, ReadingKeys))
+    return verify(command_keys(cfg, ReadingKeys))
 
 
 if __name__ == "__main__":

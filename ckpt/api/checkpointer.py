@@ -15,7 +15,6 @@ from typing import Any, Self
 
 import torch
 
-from ckpt.backends.registry import BACKENDS
 from ckpt.catalog.catalog import catalog_at
 from ckpt.catalog.retention import Retention
 from ckpt.coordinator import CheckpointCoordinator
@@ -27,17 +26,18 @@ from ckpt.memory.device import Device, device_of
 from ckpt.ranks.merging import most
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.saving.arguments import (
-    STRATEGIES,
+    as_backend,
     as_checkpoint_id,
     as_device,
     as_location,
+    as_saves,
+    as_strategy,
     as_topology,
-    check_choice,
-    check_count,
     check_flags,
+    check_number,
     check_step,
 )
-from ckpt.saving.save_settings import MODES, SaveSettings
+from ckpt.saving.save_settings import SaveSettings
 from ckpt.state.provider import components_of, module_of
 from ckpt.state.sharing import AUTO, StateComponent
 from ckpt.state.statefuls import RNGState
@@ -188,7 +188,7 @@ class Checkpointer:
         on_sigterm: bool = True,
         **objects: Any,
     ) -> None:
-        check_count("every", every, ", the number of steps from one save to the next")
+        check_number("every", every, 1, "a whole number of at least 1, the number of steps from one save to the next")
         check_flags(
             greater_is_better=greater_is_better, save_rng=save_rng, save_at_end=save_at_end, on_sigterm=on_sigterm
         )
@@ -196,8 +196,7 @@ class Checkpointer:
             raise ConfigurationError(f"{name} of CheckpointCoordinator is {_CALLED[name]} of Checkpointer")
         options = {name: objects.pop(name) for name in [*objects] if name in _OPTIONS}
         _require_objects(objects)
-        for name, value, choices in (("format", format, BACKENDS), ("load", load, STRATEGIES), ("mode", mode, MODES)):
-            check_choice(name, value, choices)
+        backend, strategy, saves = as_backend(format, "format"), as_strategy(load, "load"), as_saves(mode, "mode")
         self._folder = as_location("folder", folder)
         self._ledger = catalog_at(self._folder)
         self._retention = Retention(keep_last, keep_every, keep_best, metric, greater_is_better)
@@ -223,11 +222,11 @@ class Checkpointer:
             process_groups,
             self._topology,
             self._folder,
-            backend=format,
-            strategy=load,
+            backend=backend,
+            strategy=strategy,
             device=device,
             keep_last=self._retention,
-            saves=SaveSettings(mode=mode) if isinstance(mode, str) else mode,
+            saves=saves,
             **options,
         )
 

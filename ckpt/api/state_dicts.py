@@ -13,12 +13,13 @@ from ckpt.backends.base import Backend
 from ckpt.errors import ConfigurationError
 from ckpt.format.manifest import STATE
 from ckpt.format.places import Place
+from ckpt.interop.registry import components_of, register_programs
 from ckpt.loading.compatibility import goes_on
-from ckpt.loading.loader import Loader, components_of
+from ckpt.loading.loader import Loader
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.memory.device import device_of
 from ckpt.ranks.topology import Topology
-from ckpt.saving.arguments import as_location, as_run, as_strategy, check_flags
+from ckpt.saving.arguments import as_backend, as_location, as_run, as_strategy, check_flags
 from ckpt.saving.new_folder import save_into_new_folder
 from ckpt.saving.prepared_save import SaveReport
 from ckpt.state.address import local_tensor
@@ -65,7 +66,7 @@ def save(
         checkpoint: ... GB/s
     """
     folder = as_location("path", path)
-    run = as_run((), process_groups, topology, format, device_of(()))
+    run = as_run((), process_groups, topology, as_backend(format, "format"), device_of(()))
 
     def collected() -> RankState:
         with run.topology.phase("state"):
@@ -119,10 +120,11 @@ def load(
         {'weight': tensor([0., 1., 2., 3., 4., 5.]), 'step': 7}
     """
     check_flags(strict=strict, cast=cast, allow_pickle=allow_pickle)
+    register_programs()
     if cast and into is None:
         raise ConfigurationError("cast=True without into: new tensors have the types that were saved; give into, whose types are taken")
     folder = as_location("path", path)
-    strategy = as_strategy(load)
+    strategy = as_strategy(load, "load")
     run = as_run((), process_groups, topology, "zarr", device_of(()))
     with run.topology.operation(f"load of {folder}"):
         with run.topology.phase("list") as phase:

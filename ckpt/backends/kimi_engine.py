@@ -27,7 +27,7 @@ from ckpt.backends.safetensors_format import (
     index_bytes,
     read_shard,
 )
-from ckpt.errors import CorruptCheckpointError, StorageError
+from ckpt.errors import Argument, CorruptCheckpointError, StorageError
 from ckpt.errors.imports import importing
 from ckpt.format.box import Box, chunk_box, overlap
 from ckpt.format.digests import digest_of
@@ -389,7 +389,8 @@ def _filling_headers(expected: _Expected) -> Iterator[tuple[Header, _Expected]]:
     elif header.num_bytes > MOST_HEADER_BYTES:
         raise StorageError(
             f"{len(expected[0][1])} tensors, of which {expected[0][1][0].content.key!r} is one, would lie in one safetensors file "
-            f"whose header takes {header.num_bytes} bytes; readers take {MOST_HEADER_BYTES}. Save with backend=zarr or backend=tensorstore."
+            f"whose header takes {header.num_bytes} bytes; readers take {MOST_HEADER_BYTES}. ",
+            "Save with ", Argument("backend", "zarr"), " or ", Argument("backend", "tensorstore"), ".",
         )
     else:
         yield header, expected

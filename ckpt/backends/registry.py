@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ckpt.backends.base import Backend
-from ckpt.errors import ConfigurationError, CorruptCheckpointError
+from ckpt.errors import CorruptCheckpointError, unlike
 from ckpt.errors.imports import importing
 
 
@@ -64,8 +64,6 @@ def backend_named(name: str) -> Backend:
         ConfigurationError: the name is unknown, or the backend's library cannot be imported.
     """
     if name not in BACKENDS:
-        raise ConfigurationError(
-            f"backend is {name!r}; expected one of {', '.join(BACKENDS)}, or an object such as ZarrBackend()"
-        )
+        raise unlike("backend", name, f"one of {', '.join(BACKENDS)}, or an object such as ZarrBackend()")
     with importing(f"the backend {name}"):
         return BACKENDS[name]()

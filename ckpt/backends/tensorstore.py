@@ -36,7 +36,7 @@ from ckpt.backends.zarr_format import (
     require_spec,
     with_groups_above,
 )
-from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError, free_bytes, needing
+from ckpt.errors import Argument, ConfigurationError, CorruptCheckpointError, StorageError, free_bytes, needing, refused
 from ckpt.format.box import Box, chunk_box
 from ckpt.format.digests import EMPTY_DIGEST, StreamDigest, digest_of
 from ckpt.format.dtypes import bits_of
@@ -76,7 +76,7 @@ class TensorStoreBackend:
 
     def __init__(self, *, kvstore: str = "ocdbt", direct_io: bool = True, buffer_mib: int = 32, segment_mib: int = 64) -> None:
         if kvstore not in ("ocdbt", "file"):
-            raise ConfigurationError(f"kvstore={kvstore!r} is not known; choose ocdbt or file")
+            raise refused("backend.kvstore", kvstore, "ocdbt or file")
         self._in_database = kvstore == "ocdbt"
         self.store = "ocdbt" if self._in_database else "zarr"
         self._buffers = Buffers(buffer_mib=buffer_mib, direct_io=direct_io, segment_mib=segment_mib)
@@ -406,7 +406,8 @@ def _check_joined(database: Path, folders: Sequence[Path]) -> None:
     if found != expected:
         raise StorageError(
             f"{database} holds {len(found)} values where {len(expected)} were joined, {len(found & expected)} of them in their "
-            "places. Save with kvstore=file, and report the version of tensorstore."
+            "places. ",
+            "Save with ", Argument("backend.kvstore", "file"), ", and report the version of tensorstore.",
         )
 
 

@@ -29,7 +29,7 @@ from ckpt.backends.zarr_format import (
     require_spec,
     spec_in,
 )
-from ckpt.errors import ConfigurationError, CorruptCheckpointError, sentence
+from ckpt.errors import Argument, ConfigurationError, CorruptCheckpointError, sentence
 from ckpt.errors.imports import importing
 from ckpt.format.box import Box, chunks_meeting
 from ckpt.format.consistency import MAX_FILE_BYTES
@@ -195,6 +195,7 @@ def _check_compressors(compressors: Sequence[dict[str, Any]]) -> None:
     except (ValueError, TypeError, KeyError) as error:
         reason = str(error).rstrip(".")
         raise ConfigurationError(
-            f"compressors={compressors}: {reason}. Give a list of Zarr v3 codecs that turn bytes into bytes, such as "
+            Argument("backend.compressors", compressors),
+            f": {reason}. Give a list of Zarr v3 codecs that turn bytes into bytes, such as "
             "[{name: zstd, configuration: {level: 3, checksum: false}}], or nothing."
         ) from error

@@ -10,4 +10,5 @@ Files:
     retention               which checkpoints of a run stay after a save
     incremental             files of an earlier checkpoint that a save may link
     verify                  reads every byte of a checkpoint and lists problems
+    copying                 a checkpoint from any storage to any other
 """

@@ -32,7 +32,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckpt.backends.zarr_format import DOCUMENT
 from ckpt.catalog.committed import COMMITTED, Committed, Where, continues, id_in, look, look_for, placed
@@ -48,13 +48,14 @@ from ckpt.catalog.owner import (
 )
 from ckpt.catalog.retention import Retention, as_retention
 from ckpt.errors import (
+    Argument,
     CheckpointError,
     CheckpointExistsError,
     ConfigurationError,
-    StorageError,
-    is_full,
+    FolderInUseError,
     logger_of,
     sentence,
+    telling,
 )
 from ckpt.format.manifest import MANIFEST_NAME, MAX_COMMIT_NUMBER
 from ckpt.format.places import Place
@@ -146,7 +147,7 @@ class Ledger:
 
         A missing root holds none.
         """
-        with told(f"checkpoint root {self._root} cannot be read"):
+        with telling(f"checkpoint root {self._root} cannot be read"):
             names = self._names()
             for _ in range(10):
                 found = self._committed_among(names)
@@ -176,7 +177,7 @@ class Ledger:
 
     def next_commit(self) -> Commit:
         """Return number and time for a checkpoint that will be published. Lead rank only."""
-        with told(f"checkpoint root {self._root} cannot be read"):
+        with telling(f"checkpoint root {self._root} cannot be read"):
             names = [name for name in self._names() if name.startswith((COMMITTED, ".replaced-"))]
             found = [one for name in names if (one := look(self._root / name))]
         return commit_after(found)
@@ -201,7 +202,7 @@ class Ledger:
             lock.acquire(progress)
 
     def _told_of_root(self) -> AbstractContextManager[None]:
-        return told(f"checkpoint root {self._root} cannot be written", "; choose another folder")
+        return telling(f"checkpoint root {self._root} cannot be written", Argument("output_dir", None, "choose another folder"))
 
     def open(self, checkpoint_id: str) -> Path:
         """Clean up after dead saves and return a new, empty, unpublished folder that this process owns.
@@ -230,6 +231,30 @@ class Ledger:
     def open_at(self, target: Path) -> Path:
         """As `open`, for a checkpoint that gets a name of its own: see `publish_at`."""
         return self.open(safe_id(target.name))
+
+    def open_again(self, target: Path, nonce: str) -> Path:
+        """As `open_at`, but the folder is named by the caller: what a dead process has left in it is there.
+
+        Args:
+            nonce: at least 8 hexadecimal digits.
+
+        Raises:
+            FolderInUseError: a process that lives has opened it.
+        """
+        folder = self._root / f".unpublished-{safe_id(target.name)}-{nonce[:8]}"
+        with telling(f"{folder} cannot be written"):
+            _make_folder(self._root)
+            with abandoned(folder, self._run_id, file_system_now(self._root), self._stale_s) as dead:
+                if not dead and owner_file(folder).exists():
+                    raise FolderInUseError(f"{target} is being made by another process; wait until it has ended")
+            self._owners[folder] = Owner(folder, self._run_id)
+            folder.mkdir(exist_ok=True)
+        return folder
+
+    def leave(self, unpublished: Path) -> None:
+        """Give up a folder that `open_again` has opened, without its files: the next one goes on from them."""
+        if (owner := self._owners.pop(unpublished, None)) is not None:
+            owner.let_go()
 
     def is_seen(self, unpublished: Path) -> bool:
         """Whether this rank sees the folder that the lead has opened. Any rank; network file systems show it late."""
@@ -284,10 +309,7 @@ class Ledger:
         """Require that no living run has a checkpoint of this id, which it would lose."""
         one = look_for(checkpoint_id, self._root / f"{COMMITTED}{checkpoint_id}")
         if one is not None and one.run_id in self.living():
-            raise CheckpointExistsError(
-                f"{one.path} is of another run, {one.run_id}, which lives and shares the root: save under ids of each run's own, or into "
-                "another root"
-            )
+            raise of_a_living_run(one)
 
     def living(self) -> Set[str | None]:
         """Return the run ids of the other runs that save in this root, and may be alive."""
@@ -350,7 +372,7 @@ class Ledger:
 
     @contextmanager
     def _publishing(self, unpublished: Path, target: Path) -> Iterator[None]:
-        with told(f"{unpublished.name} cannot be published as {target}"):
+        with telling(f"{unpublished.name} cannot be published as {target}"):
             if not (unpublished / MANIFEST_NAME).is_file():
                 raise FileNotFoundError(errno.ENOENT, "it holds no manifest", str(unpublished / MANIFEST_NAME))
             sync_folder(unpublished)
@@ -417,7 +439,7 @@ class Ledger:
             StorageError: one cannot be renamed.
         """
         moved = []
-        with told(f"newer checkpoints in {self._root} cannot be set aside"):
+        with telling(f"newer checkpoints in {self._root} cannot be set aside"):
             for commit in reversed(newer):
                 moved.append(self._aside("abandoned", commit.id))
                 os.rename(commit.path, moved[-1])
@@ -455,7 +477,7 @@ class Ledger:
         """
         if not self._retention.removes and not remove_others:
             return []
-        with told(f"checkpoint root {self._root} cannot be read"):
+        with telling(f"checkpoint root {self._root} cannot be read"):
             self._settle_replaced(self._names())
             committed, living = self.committed(), self.living()
         newest = next((c for c in committed if self._is(c.path, keep)), None)
@@ -538,11 +560,7 @@ class Ledger:
             self._remove(old, new, delete)
             return
         with warned(f"cannot move {old} into quarantine"):
-            by = f"run {one.run_id}" if one.run_id is not None else "an unknown run"
-            why = (
-                f"it was saved as {new.name} by {by}, and a run that did not go on from it has saved under this id, too"
-            )
-            self._put_in_quarantine(old, id, why)
+            self._put_in_quarantine(old, id, why_of_another_history(one, new.name))
 
     def _make_way(self, target: Path, checkpoint_id: str, refused: Mapping[Path, str]) -> Path | None:
         """Move aside the folder at `target`; return its new path, or None if there is none."""
@@ -666,21 +684,22 @@ def _make_folder(path: Path) -> None:
         sync_folder(folder.parent)
 
 
+def of_a_living_run(one: Committed[Any]) -> CheckpointExistsError:
+    """The error of a save under the id of a checkpoint that another run of the same root needs."""
+    found = f"{one.path} is of another run, {one.run_id}, which lives and shares the root"
+    return CheckpointExistsError(f"{found}: save under ids of each run's own, or into another root")
+
+
+def why_of_another_history(one: Committed[Any], name: str) -> str:
+    """Why a checkpoint that was saved under this name is quarantined."""
+    by = f"run {one.run_id}" if one.run_id is not None else "an unknown run"
+    return f"it was saved as {name} by {by}, and a run that did not go on from it has saved under this id, too"
+
+
 def delete_folder(doomed: Path) -> None:
     """Delete a renamed folder or file. Another process may be deleting it, too. Never raises."""
     with warned(f"cannot delete {doomed}, the next save tries again"):
         remove(doomed, own_name)
-
-
-@contextmanager
-def told(what: str, advice: str = "") -> Iterator[None]:
-    """Turn an `OSError` inside the block into a `StorageError` with this sentence, and this advice if the disk is not just full."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise StorageError(f"{what}{'' if is_full(error) else advice}: {sentence(error)}") from error
 
 
 @contextmanager

@@ -32,10 +32,10 @@ from typing import Any
 
 from ckpt.catalog.committed import COMMITTED, Committed, id_in, look, look_for, placed, said_by
 from ckpt.catalog.lease import Lease, living_runs
-from ckpt.catalog.ledger import Commit, commit_after, require_valid_id, told, warned
+from ckpt.catalog.ledger import Commit, commit_after, of_a_living_run, require_valid_id, warned, why_of_another_history
 from ckpt.catalog.owner import OWNER_SUFFIX, about_process, has_ended
 from ckpt.catalog.retention import Retention, as_retention
-from ckpt.errors import CheckpointError, CheckpointExistsError, StorageError, logger_of, sentence
+from ckpt.errors import CheckpointError, CheckpointExistsError, StorageError, logger_of, sentence, telling
 from ckpt.format.digests import digest_of
 from ckpt.format.manifest import MANIFEST_NAME, closing, fence, is_fence
 from ckpt.format.places import ObjectPath, Place
@@ -137,7 +137,7 @@ class ObjectLedger:
         Raises:
             StorageError: the store does not answer, or has no such bucket. An empty root is none of these.
         """
-        with told(f"checkpoint root {self._root} cannot be read"):
+        with telling(f"checkpoint root {self._root} cannot be read"):
             self._listed = self._list()
             return self._committed_among(self._listed)
 
@@ -153,7 +153,7 @@ class ObjectLedger:
 
     def next_commit(self) -> Commit:
         """Return number and time for a checkpoint that will be published, after those that there were at its `open`. Lead rank only."""
-        with told(f"checkpoint root {self._root} cannot be read"):
+        with telling(f"checkpoint root {self._root} cannot be read"):
             return commit_after(self._committed_among(self._listed))
 
     def renamed(self) -> list[str]:
@@ -169,7 +169,7 @@ class ObjectLedger:
             FolderInUseError: another run saves here.
             StorageError: the store refuses, or does not keep the condition of a put.
         """
-        with told(f"checkpoint root {self._root} cannot be written"):
+        with telling(f"checkpoint root {self._root} cannot be written"):
             if not lock.is_held:
                 self._require_conditions()
             lock.acquire(progress)
@@ -184,7 +184,7 @@ class ObjectLedger:
             StorageError: the store refuses.
         """
         require_valid_id(checkpoint_id)
-        with told(f"checkpoint root {self._root} cannot be written"):
+        with telling(f"checkpoint root {self._root} cannot be written"):
             self._listed = self._list()
             if self._lock is not None:
                 self._sweep()
@@ -217,7 +217,7 @@ class ObjectLedger:
             StorageError: the store refuses.
         """
         target = self._at(checkpoint_id)
-        with told(f"{target.name} cannot be published in {self._root}"):
+        with telling(f"{target.name} cannot be published in {self._root}"):
             attempt = self._attempts[unpublished]
             kept = attempt.replaces and self._keep_old(attempt, checkpoint_id, refused or {}, replace_others)
             self._commit(attempt)
@@ -233,7 +233,7 @@ class ObjectLedger:
         Raises:
             CheckpointExistsError: one is, or other objects are.
         """
-        with told(f"{target} cannot be looked at"):
+        with telling(f"{target} cannot be looked at"):
             folders, objects = self._store.names(target.key)
             if look(target) is not None:
                 raise CheckpointExistsError(f"{target} holds a checkpoint already; save under another address, or remove this one")
@@ -242,9 +242,26 @@ class ObjectLedger:
 
     def open_at(self, target: ObjectPath) -> ObjectPath:
         """As `open`, for a checkpoint whose address is not made of an id."""
-        with told(f"{target} cannot be written"):
+        with telling(f"{target} cannot be written"):
             self._require_conditions()
             return self._begin(target, None)
+
+    def open_again(self, target: ObjectPath, nonce: str) -> ObjectPath:
+        """As `open_at`, but the objects' place is named by the caller: what a dead process has put there is there.
+
+        Two processes that make the same copy put the same objects; the first commit counts.
+
+        Args:
+            nonce: 16 hexadecimal digits.
+        """
+        with telling(f"{target} cannot be written"):
+            self._require_conditions()
+            return self._begin(target, None, nonce)
+
+    def leave(self, unpublished: ObjectPath) -> None:
+        """Give up an attempt, without its objects and its note: the next one goes on from them."""
+        if (attempt := self._attempts.pop(unpublished, None)) is not None:
+            _IN_FLIGHT.discard(attempt.note)
 
     def publish_at(
         self,
@@ -264,7 +281,7 @@ class ObjectLedger:
             StorageError: the store refuses.
         """
         attempt = self._attempts[unpublished]
-        with told(f"{target} cannot be published"):
+        with telling(f"{target} cannot be published"):
             if not replaces:
                 self.require_free(target)
             elif attempt.replaces and attempt.old is None:
@@ -294,7 +311,7 @@ class ObjectLedger:
 
         The newest is set aside first, so that a kill in between leaves a consistent, shorter history. Lead rank only.
         """
-        with told(f"newer checkpoints in {self._root} cannot be set aside"):
+        with telling(f"newer checkpoints in {self._root} cannot be set aside"):
             return [at for commit in reversed(newer) for at in self._set_aside(commit.path, "abandoned", "")]
 
     def discard(self, unpublished: ObjectPath) -> None:
@@ -351,7 +368,7 @@ class ObjectLedger:
         """Remove the checkpoints of a run that its retention does not keep. See `Ledger.retain`."""
         if not self._retention.removes and not remove_others:
             return []
-        with told(f"checkpoint root {self._root} cannot be read"):
+        with telling(f"checkpoint root {self._root} cannot be read"):
             committed, living = self._committed_among(self._listed), self.living()
         newest = next((commit for commit in committed if commit.path == keep), None)
         found = [commit for commit in committed if commit is not newest and commit.says_id and commit.run_id not in living]
@@ -385,7 +402,7 @@ class ObjectLedger:
     def _at(self, checkpoint_id: str) -> ObjectPath:
         return self._root / f"{COMMITTED}{checkpoint_id}"
 
-    def _begin(self, target: ObjectPath, checkpoint_id: str | None) -> ObjectPath:
+    def _begin(self, target: ObjectPath, checkpoint_id: str | None, nonce: str | None = None) -> ObjectPath:
         """Note an attempt.
 
         Args:
@@ -399,7 +416,7 @@ class ObjectLedger:
             old, replaces = said[1].decode() if said else None, not is_fence(bytes(data))
             if checkpoint_id is not None and replaces:
                 self._require_not_of_another(said_by(head, target))
-        nonce = secrets.token_hex(8)
+        nonce = nonce or secrets.token_hex(8)
         note = self._note_of(target, nonce)
         self._store.put(note, self._noted(target, nonce, old))
         _IN_FLIGHT.add(note)
@@ -471,8 +488,7 @@ class ObjectLedger:
         if reason is None and old is not None and not (old.says_id and old.id == checkpoint_id):
             reason = f"its {MANIFEST_NAME} does not say that it was saved as {checkpoint_id}"
         if reason is None and old is not None and not replace_others and not self._goes_on_from(attempt, old):
-            by = f"run {old.run_id}" if old.run_id is not None else "an unknown run"
-            reason = f"it was saved as {target.name} by {by}, and a run that did not go on from it has saved under this id, too"
+            reason = why_of_another_history(old, target.name)
         if reason is None:
             return False
         # The note must not name its objects any more, before the manifest that does is replaced.
@@ -508,10 +524,7 @@ class ObjectLedger:
     def _require_not_of_another(self, one: Committed[ObjectPath]) -> None:
         """Require that a checkpoint which is to be replaced is not of another run that lives, which would lose it."""
         if one.run_id != self._saves_as and one.run_id in self.living():
-            raise CheckpointExistsError(
-                f"{one.path} is of another run, {one.run_id}, which lives and shares the root: save under ids of each run's own, or into "
-                "another root"
-            )
+            raise of_a_living_run(one)
 
     def _require_conditions(self) -> None:
         """Require that the store refuses a put whose condition does not hold. Some stores take it and overwrite: nothing is safe there."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Protocol, TypeVar
 
-from ckpt.errors import CheckpointError, ConfigurationError, logger_of
+from ckpt.errors import CheckpointError, ConfigurationError, logger_of, unlike
 from ckpt.format.names import step_of
 from ckpt.format.places import Place
 from ckpt.storage.stored import read_manifest
@@ -56,15 +56,11 @@ class Retention:
             number = getattr(self, name)
             if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
                 otherwise = "to keep every checkpoint" if name == "keep_last" else "to switch the rule off"
-                raise ConfigurationError(
-                    f"{name} is {number!r}; expected a whole number of at least 1, or None {otherwise}"
-                )
+                raise unlike(name, number, f"a whole number of at least 1, or None {otherwise}", f"saves.{name}")
         if not (self.metric is None or (isinstance(self.metric, str) and self.metric)):
-            raise ConfigurationError(f"metric is {self.metric!r:.60}; expected a name, such as 'loss', or None")
+            raise unlike("metric", self.metric, "a name, such as 'loss', or None")
         if not isinstance(self.greater_is_better, bool):
-            raise ConfigurationError(
-                f"greater_is_better is {self.greater_is_better!r:.60}; expected True, where the greatest value is the best, or False"
-            )
+            raise unlike("greater_is_better", self.greater_is_better, "True, where the greatest value is the best, or False")
         if self.keep_best is not None and self.metric is None:
             raise ConfigurationError(f"keep_best={self.keep_best} needs metric, the name of the metric that it goes by")
 

@@ -14,7 +14,6 @@ Files without a counterpart of that name in Megatron-Core:
     global_metadata, integrity   metadata of all ranks; the check that exactly one rank saves each element
     common_state            differences between the ranks' common states
     folder/                 a save into an existing folder, and a load from it
-    megatron/               checkpoints written by Megatron-Core itself
 """
 
 from ckpt.dist_checkpointing import optimizer as optimizer

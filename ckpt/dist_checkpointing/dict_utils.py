@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,17 +23,7 @@ C = TypeVar("C", dict[Any, Any], list[Any])
 _SHOWN = 30
 
 
-@overload
-def extract_matching_values(
-    x: C, predicate: Callable[[Any], bool], return_lists_as_dicts: Literal[False] = False
-) -> tuple[C, C]: ...
-@overload
-def extract_matching_values(
-    x: Container, predicate: Callable[[Any], bool], return_lists_as_dicts: Literal[True]
-) -> tuple[dict[Any, Any], dict[Any, Any]]: ...
-def extract_matching_values(
-    x: Container, predicate: Callable[[Any], bool], return_lists_as_dicts: bool = False
-) -> tuple[Container, Container]:
+def extract_matching_values(x: C, predicate: Callable[[Any], bool], return_lists_as_dicts: bool = False) -> tuple[C, C]:
     """Split a nested container into (matching leaves, other leaves), both nested as `x`, which is not changed.
 
     Containers that become empty are dropped. A container that was empty before does not match if it is a dictionary's value; in a
@@ -206,7 +196,7 @@ def _leaves(x: Container) -> Iterator[tuple[Container, Any, Any]]:
             yield x, key, value
 
 
-def _split(x: Container, predicate: Callable[[Any], bool], as_dicts: bool) -> tuple[Container, Container]:
+def _split(x: Container, predicate: Callable[[Any], bool], as_dicts: bool) -> tuple[Any, Any]:
     parts: tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]] = ([], [])
     for key, value in _items(x):
         if isinstance(value, dict | list) and (value or isinstance(x, dict)):

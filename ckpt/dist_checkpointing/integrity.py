@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from ckpt.dist_checkpointing.global_metadata import Column, GlobalMetadata, LocalMetadata, ShardLayout
@@ -48,15 +49,10 @@ def named_ranks(ranks: Iterable[int]) -> str:
         >>> named_ranks([3]), named_ranks([5, 0, 1, 2])
         ('rank 3', 'ranks 0-2, 5')
     """
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:_RANKS_NAMED])
-    is_one = len(runs) == 1 and runs[0][0] == runs[0][1]
-    return f"{'rank' if is_one else 'ranks'} {shown}{', ...' if len(runs) > _RANKS_NAMED else ''}"
+    distinct = sorted(set(ranks))
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(distinct), lambda at: at[1] - at[0])]
+    shown = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:_RANKS_NAMED])
+    return f"{'rank' if len(distinct) == 1 else 'ranks'} {shown}{', ...' if len(runs) > _RANKS_NAMED else ''}"
 
 
 def _layouts(all_ranks: GlobalMetadata) -> dict[str, ShardLayout]:

@@ -197,9 +197,10 @@ def load(
     with topology.operation(f"load of {folder}"):
         with topology.phase("common state"):
             handling = parse_strict_flag(strict)
-            if allow_pickle and common_strategy in (None, ("torch", 1)) and _is_pickled(folder):
-                common_strategy = _of_pickles()
-            if allow_pickle and sharded_strategy in (None, (TORCH_DIST, 1)) and _is_torch_dist(folder):
+            if allow_pickle and common_strategy in (None, ("torch", 1)):
+                common_strategy = _of_pickles(folder) or common_strategy
+            config = maybe_load_config(folder) if allow_pickle and sharded_strategy in (None, (TORCH_DIST, 1)) else None
+            if config is not None and config.sharded_backend == TORCH_DIST:
                 sharded_strategy = TorchDistLoadShardedStrategy(allow_pickle=True)
             sharded, common = verify_checkpoint_and_load_strategy(folder, sharded_strategy, common_strategy)
             state = common.load_common(folder)
@@ -230,8 +231,7 @@ def load(
 def load_common_state_dict(checkpoint_dir: str | Place, *, allow_pickle: bool = False) -> StateDict:
     """Load the common state. Any process, alone."""
     place = as_place(checkpoint_dir, "checkpoint_dir")
-    common = _of_pickles() if allow_pickle and _is_pickled(place) else None
-    _, strategy = verify_checkpoint_and_load_strategy(place, None, common)
+    _, strategy = verify_checkpoint_and_load_strategy(place, None, _of_pickles(place) if allow_pickle else None)
     return strategy.load_common(place)
 
 
@@ -292,19 +292,11 @@ def _sharded_metadata(folder: Place, sharded: LoadShardedStrategy, common: LoadC
     return found
 
 
-def _is_pickled(folder: Place) -> bool:
+def _of_pickles(folder: Place) -> LoadCommonStrategy | None:
+    """Make the strategy that reads pickles, after the user allowed it; None: the common state is no pickle."""
     config = maybe_load_config(folder)
-    return config is not None and config.common_backend == "torch"
-
-
-def _is_torch_dist(folder: Place) -> bool:
-    config = maybe_load_config(folder)
-    return config is not None and config.sharded_backend == TORCH_DIST
-
-
-def _of_pickles() -> LoadCommonStrategy:
-    """Make the strategy that reads pickles, after the user allowed it."""
-    return TorchCommonLoadStrategy(allow_pickle=True, unknown="keep")
+    is_pickled = config is not None and config.common_backend == "torch"
+    return TorchCommonLoadStrategy(allow_pickle=True, unknown="keep") if is_pickled else None
 
 
 def get_default_save_sharded_strategy(backend: str = "zarr", version: int = 1) -> SaveShardedStrategy:

@@ -12,7 +12,7 @@ import torch
 
 from ckpt.engine.base import CASTABLE, NamedTensor, WeightVersion
 from ckpt.engine.wire.layout import WeightLayout, first_names
-from ckpt.errors import CheckpointError, MissingStateError, ReplicationError, ShapeMismatchError
+from ckpt.errors import Argument, CheckpointError, MissingStateError, ReplicationError, ShapeMismatchError
 from ckpt.format.dtypes import as_integers, raw_bytes, torch_dtype, zarr_name
 from ckpt.memory.device import wait_for_all
 from ckpt.state.abilities import tied_names
@@ -94,12 +94,14 @@ class LiveModel:
             dtype, shape, _ = place_of(leaves[name], name)
             weight = sent[first]
             if (shape, dtype) != (weight.shape, zarr_name(weight.dtype)):
-                hint = ""
+                hint: tuple[str, ...] = ("",)
                 if shape == weight.shape and weight.dtype in CASTABLE and torch_dtype(dtype) in CASTABLE:
-                    hint = f"; cast what is sent with rollout_dtype={dtype}, or make the rollout's model of that type"
+                    cast = Argument("engine.rollout_dtype", dtype)
+                    hint = "; cast what is sent with ", cast, ", or make the rollout's model of that type"
                 raise ShapeMismatchError(
                     f"{name}: the trainers send {zarr_name(weight.dtype)} {list(weight.shape)}, the rollout's model has "
-                    f"{dtype} {list(shape)}{hint}"
+                    f"{dtype} {list(shape)}",
+                    *hint,
                 )
 
     def load(self, weights: Iterable[NamedTensor], version: WeightVersion) -> None:

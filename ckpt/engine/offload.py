@@ -14,7 +14,7 @@ import torch
 from ckpt.engine.base import CASTABLE, NamedTensor, Weights
 from ckpt.engine.wire.layout import WeightLayout
 from ckpt.engine.wire.pool import HostPool
-from ckpt.errors import ConfigurationError
+from ckpt.errors import refused
 from ckpt.format.dtypes import is_dtensor
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CASTABLE}
@@ -31,7 +31,7 @@ class TravelTypes:
     def __init__(self, rollout_dtype: str | torch.dtype | None, keep_dtype: Sequence[str]) -> None:
         name = None if rollout_dtype is None else str(rollout_dtype).removeprefix("torch.")
         if name is not None and name not in _DTYPES:
-            raise ConfigurationError(f"rollout_dtype={name}: expected one of {', '.join(sorted(_DTYPES))}, or null")
+            raise refused("engine.rollout_dtype", name, f"one of {', '.join(sorted(_DTYPES))}, or null")
         self._dtype = None if name is None else _DTYPES[name]
         self._kept = tuple(keep_dtype)
 

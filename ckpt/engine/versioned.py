@@ -33,7 +33,7 @@ from ckpt.engine.wire.layout import WeightLayout
 from ckpt.engine.wire.pool import HostPool, ReceivedStream, digest_of_bucket
 from ckpt.engine.wire.receivers import Receivers, agreed_sharing
 from ckpt.engine.wire.transfer import PHASE
-from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.errors import CheckpointError, ConfigurationError, refused
 from ckpt.memory.device import Device
 from ckpt.ranks.merging import least, most
 from ckpt.ranks.topology import Topology
@@ -118,7 +118,7 @@ class VersionedEngine(CheckpointEngineWithCache):
         self._rebuild_group = rebuild_group
         self._types = TravelTypes(rollout_dtype, keep_dtype)
         if delta_block_kib < 1:
-            raise ConfigurationError(f"delta_block_kib={delta_block_kib}: expected at least 1")
+            raise refused("engine.delta_block_kib", delta_block_kib, "at least 1")
         self._block_bytes = delta_block_kib << 10 if delta else None
         self.version: WeightVersion | None = None
         self.report: SyncReport | None = None

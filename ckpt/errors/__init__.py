@@ -4,11 +4,14 @@ Every class is a `CheckpointError`, so one `except` catches what a checkpoint ca
 built-in they resemble. `Topology.phase` carries an error from the rank that met it to all others: `describe` turns it into
 plain JSON, `rebuild` makes the same class with the same sentence on every rank.
 
+A message may name arguments of the library as data (`arguments`): `sentence` says them in the words of the face that shows the error.
+
 Names in a checkpoint may hold any character, and reach terminals and logs by messages: every message of an error of this
 family, and every record of the package's loggers, is one line of printable characters (`printable`).
 
 Files:
 
+    arguments               arguments that a message names
     imports                 imports that fail become one of these errors
 """
 
@@ -17,12 +20,17 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import resource
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from ckpt.errors.arguments import Argument as Argument
+from ckpt.errors.arguments import declare as declare
+from ckpt.errors.arguments import leave_out as leave_out
 
 
 def printable(text: str) -> str:
@@ -54,7 +62,12 @@ logger_of("ckpt")
 class CheckpointError(Exception):
     """A save or a load failed, for one reason, on every rank.
 
+    Args:
+        message: the sentence, in parts; those that are an `Argument` are kept.
+        arguments: more of them, that the sentence has from another error, or may have.
+
     Attributes:
+        arguments: those that the sentence names.
         rank: the rank that met the cause; None if all ranks met it alike or nobody can say.
         phase: the step of the save or load, such as "write"; None outside of one.
         component: the component at hand, if one was.
@@ -63,14 +76,15 @@ class CheckpointError(Exception):
 
     def __init__(
         self,
-        message: str,
-        *,
+        *message: str,
+        arguments: Iterable[Argument] = (),
         rank: int | None = None,
         phase: str | None = None,
         component: str | None = None,
         file: str | None = None,
     ) -> None:
-        super().__init__(printable(message))
+        super().__init__(printable("".join(message)))
+        self.arguments = (*(part for part in message if isinstance(part, Argument)), *arguments)
         self.rank = rank
         self.phase = phase
         self.component = component
@@ -153,31 +167,38 @@ class RankLeftError(RankAbsentError):
 
 
 _FAMILY: dict[str, type[CheckpointError]] = {
-    error.__name__: error
-    for error in (
-        CheckpointError,
-        ConfigurationError,
-        DeviceUnavailableError,
-        DeviceMemoryError,
-        ShapeMismatchError,
-        ShardingError,
-        ReplicationError,
-        StateChangedError,
-        SaveAbandonedError,
-        MissingStateError,
-        WorldSizeError,
-        CheckpointNotFoundError,
-        CheckpointGoneError,
-        CheckpointExistsError,
-        FolderInUseError,
-        CorruptCheckpointError,
-        StorageError,
-        RankAbsentError,
-        RankLeftError,
-    )
+    name: kind for name, kind in list(globals().items()) if isinstance(kind, type) and issubclass(kind, CheckpointError)
 }
 
 
+def check_choice(name: str, found: str, choices: Collection[str]) -> str:
+    """Return one of the choices, if it is one."""
+    if found not in choices:
+        raise refused(name, found, f"one of {', '.join(choices)}")
+    return found
+
+
+def refused(name: str, found: Any, expected: str, said: str | None = None) -> ConfigurationError:
+    """The error of an argument that has a wrong value: its name, what was found, and what is expected; see `Argument`."""
+    return ConfigurationError(Argument(name, found, said), f": expected {expected}")
+
+
+def unlike(said: str, found: object, expected: str, name: str | None = None) -> ConfigurationError:
+    """The error of an argument of a wrong type or value, of which not more than a line is shown.
+
+    Args:
+        said: what it is called.
+        name: of the `Argument`; None: as `said`.
+    """
+    shown = f"a {type(found).__name__}"
+    if isinstance(found, type):
+        shown = f"the class {found.__name__}"
+    elif found is None or isinstance(found, str | int | float):
+        shown = repr(found) if len(repr(found)) <= _MOST_SHOWN else f"{found!r:.57}..."
+    return ConfigurationError(Argument(name or said, found, f"{said} is {shown}"), f"; expected {expected}")
+
+
+_MOST_SHOWN = 60
 _STALE_ADDRESSES = (
     "If torchrun has restarted the ranks, start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment: else torch may meet "
     "addresses of the life before"
@@ -186,15 +207,25 @@ _DENIED = errno.EACCES, errno.EPERM
 _FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 
 
-def sentence(error: BaseException) -> str:
+def worded(said: str, arguments: Iterable[Argument], words: Callable[[Argument], str]) -> str:
+    """Return a sentence with the arguments that it names in other words. One may begin as another does: the longer is meant."""
+    named = {printable(argument): argument for argument in arguments}
+    texts = "|".join(map(re.escape, sorted(named, key=len, reverse=True)))
+    return re.sub(texts, lambda found: printable(words(named[found[0]])), said) if named else said
+
+
+def sentence(error: BaseException, words: Callable[[Argument], str] = str) -> str:
     """Return what a person should read of an error, in one line.
 
     Our own errors are sentences already. An `OSError` reads "No space left on device: 'path'", and of a full disk also how many bytes
     were needed (see `needing`) and are free; without permission, whose the file or folder is. Anything else is given with the name of
     its class, because "0" or "'weight'" alone says nothing.
+
+    Args:
+        words: how the reader gives an argument; by default as the library takes it.
     """
     if isinstance(error, CheckpointError):
-        return str(error)
+        return worded(str(error), error.arguments, words)
     if isinstance(error, OSError) and error.strerror:
         where = f": {error.filename!r}" if error.filename else ""
         said = vars(error)
@@ -204,6 +235,18 @@ def sentence(error: BaseException) -> str:
     if "connectFullMesh failed" in text:  # gloo's: the addresses in its store are those of processes that have ended
         text += f". {_STALE_ADDRESSES}"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+@contextmanager
+def telling(what: str, *advice: str) -> Iterator[None]:
+    """Turn an `OSError` inside the block into a `StorageError` with this sentence, and this advice if the disk is not just full."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        more = () if is_full(error) or not advice else ("; ", *advice)
+        raise StorageError(what, *more, f": {sentence(error)}") from error
 
 
 def free_bytes(folder: str | Path) -> int | None:
@@ -271,31 +314,20 @@ def _owner(error: OSError) -> str:
     return ""
 
 
+_CARRIED = ("rank", "phase", "component", "file")
+
+
 def describe(error: BaseException) -> dict[str, Any]:
     """Return the JSON that `rebuild` turns back into this error on another rank."""
-    if isinstance(error, CheckpointError):
-        kind = type(error).__name__
-    elif isinstance(error, OSError):
-        kind = StorageError.__name__
-    else:
-        kind = CheckpointError.__name__
-    return {
-        "kind": kind,
-        "message": sentence(error),
-        "rank": getattr(error, "rank", None),
-        "phase": getattr(error, "phase", None),
-        "component": getattr(error, "component", None),
-        "file": error.file if isinstance(error, CheckpointError) else None,
-    }
+    is_ours = isinstance(error, CheckpointError)
+    kind = type(error) if is_ours else StorageError if isinstance(error, OSError) else CheckpointError
+    arguments = [argument.to_json() for argument in error.arguments] if isinstance(error, CheckpointError) else []
+    said = {"kind": kind.__name__, "message": sentence(error), "arguments": arguments}
+    return said | {name: getattr(error, name, None) if is_ours or name != "file" else None for name in _CARRIED}
 
 
 def rebuild(description: dict[str, Any]) -> CheckpointError:
-    """Return the error that `describe` was given, as the same class of this family with the same sentence."""
+    """Return the error that `describe` was given, as the same class of this family with the same sentence and arguments."""
     kind = _FAMILY.get(description["kind"], CheckpointError)
-    return kind(
-        description["message"],
-        rank=description["rank"],
-        phase=description["phase"],
-        component=description["component"],
-        file=description.get("file"),
-    )
+    arguments = [Argument(*said) for said in description["arguments"]]
+    return kind(description["message"], arguments=arguments, **{name: description[name] for name in _CARRIED})

@@ -12,7 +12,6 @@ Files:
     strict_json, manifest_parsing, consistency   parse and check both; the files are untrusted
     digests                 digests of blocks of bytes
     file_kinds              names a file that is no checkpoint, by its first bytes
-    pickle_cost             bounds what reading a pickle takes
-    unpickling              reads pickled files of other programs without running their code
+    unknown                 stand-ins for objects of classes that are not built
     gc_pause                pauses Python's garbage collector around bursts of small objects
 """

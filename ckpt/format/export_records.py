@@ -1,6 +1,6 @@
 """Records that an export of ours carries: what the format of another program has no place for. Pure.
 
-A checkpoint of ours becomes one of DCP or one file of `torch.save` by `ckpt.convert`. Tensors and plain values go over under natural names;
+A checkpoint of ours becomes one of DCP or one file of `torch.save` by `ckpt.interop`. Tensors and plain values go over under natural names;
 the manifest, the config and the plain values of each copy go along unchanged, in a file or zip member that other programs ignore. With
 them the export is loaded, and converted back, like the checkpoint that it was made of.
 """

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt.errors import ConfigurationError
+from ckpt.errors import ConfigurationError, unlike
 
 _MOST_METADATA = 1 << 20
 
@@ -25,7 +25,7 @@ def storable_metrics(given: Mapping[str, float] | None) -> dict[str, float | Non
                 raise TypeError  # which float would parse
             number = float(value)
         except (TypeError, ValueError, RuntimeError, OverflowError):
-            raise ConfigurationError(f"metrics[{name!r}] is {value!r:.60}; expected a number") from None
+            raise unlike(f"metrics[{name!r}]", value, "a number") from None
         found[name] = number if math.isfinite(number) else None
     return found
 
@@ -56,7 +56,7 @@ def _mapping(name: str, given: Any, expected: str) -> dict[str, Any]:
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise ConfigurationError(f"{name} is a {type(given).__name__}; expected {expected}")
+        raise unlike(name, given, expected)
     if (bad := next((key for key in given if not isinstance(key, str)), None)) is not None:
         raise ConfigurationError(f"{name} has the key {bad!r:.60}; expected {expected}")
     return dict(given)

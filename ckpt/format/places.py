@@ -117,9 +117,7 @@ def as_place(given: str | os.PathLike[str] | ObjectPath, what: str) -> Place:
         return given
     text = os.fspath(given)
     if isinstance(given, str) and (match := _NO_SLASH.match(text)) is not None:
-        raise ConfigurationError(
-            f"{what} is {_shown(text)}: expected {match['scheme'].lower()}://bucket/run; a folder of this name is given as ./{_shown(text)}"
-        )
+        raise _unlike(what, text, f"{match['scheme'].lower()}://bucket/run; a folder of this name is given as ./{_shown(text)}")
     match = _ADDRESS.match(text)
     if match is None:
         return Path(given)
@@ -132,7 +130,7 @@ def as_place(given: str | os.PathLike[str] | ObjectPath, what: str) -> Place:
         )
     if scheme not in SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-        raise ConfigurationError(f"{what} is {_shown(text)}: expected the path of a folder, or an address that begins with {known} or file://")
+        raise _unlike(what, text, f"the path of a folder, or an address that begins with {known} or file://")
     return _address(text, what)
 
 
@@ -144,9 +142,7 @@ def local_path(given: str | os.PathLike[str] | ObjectPath, what: str) -> Path:
     """
     place = as_place(given, what)
     if not isinstance(place, Path):
-        raise ConfigurationError(
-            f"{what} is {place}: expected a folder of a mounted file system here; object stores are not supported for this"
-        )
+        raise _unlike(what, str(place), "a folder of a mounted file system here; object stores are not supported for this")
     return place
 
 
@@ -155,9 +151,7 @@ def _address(text: str, what: str) -> ObjectPath:
     bucket, _, key = rest.partition("/")
     key = key.rstrip("/")
     if not _BUCKET.fullmatch(bucket):
-        raise ConfigurationError(
-            f"{what} is {_shown(text)}: expected {scheme.lower()}://bucket/run, without credentials and port, which the environment has"
-        )
+        raise _unlike(what, text, f"{scheme.lower()}://bucket/run, without credentials and port, which the environment has")
     for part in key.split("/") if key else ():
         if not _KEY_PART.fullmatch(part):
             raise ConfigurationError(
@@ -170,8 +164,12 @@ def _address(text: str, what: str) -> ObjectPath:
 def _file(text: str, what: str) -> Path:
     found = urlsplit(text)
     if found.netloc not in ("", "localhost") or not found.path.startswith("/"):
-        raise ConfigurationError(f"{what} is {_shown(text)}: expected file:// and an absolute path, such as file:///data/run")
+        raise _unlike(what, text, "file:// and an absolute path, such as file:///data/run")
     return Path(unquote(found.path))
+
+
+def _unlike(what: str, text: str, expected: str) -> ConfigurationError:
+    return ConfigurationError(f"{what} is {_shown(text)}: expected {expected}")
 
 
 def _shown(text: str) -> str:

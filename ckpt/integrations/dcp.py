@@ -91,7 +91,7 @@ class CkptWriter(StorageWriter):
         self, path: str | Place | None = None, *, format: Backend | str = "zarr", topology: Topology | None = None
     ) -> None:
         self._folder = as_location("path", path) if path is not None else None
-        self._backend = as_backend(format)
+        self._backend = as_backend(format, "format")
         self._ranks = _Ranks(as_topology(topology))
         self._items: list[WriteItem] | None = []
 
@@ -164,7 +164,7 @@ class CkptReader(StorageReader):
         topology: Topology | None = None,
     ) -> None:
         self._folder = as_location("path", path) if path is not None else None
-        self._strategy = as_strategy(load)
+        self._strategy = as_strategy(load, "load")
         self._ranks = _Ranks(as_topology(topology))
         self._items: list[ReadItem] = []
         self._entries: dict[str, _Entry] = {}

@@ -70,8 +70,8 @@ class CkptAccelerator(Accelerator):
     ) -> None:
         super().__init__(*args, **kwargs)
         require_covered(self)
-        self._ckpt_backend = as_backend(format)
-        self._ckpt_strategy = as_strategy(load)
+        self._ckpt_backend = as_backend(format, "format")
+        self._ckpt_strategy = as_strategy(load, "load")
         self._ckpt_known: _Known | None = None
 
     def save_state(

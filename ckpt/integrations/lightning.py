@@ -54,7 +54,7 @@ from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
 from ckpt.saving.arguments import as_backend, as_location, as_strategy
 from ckpt.saving.folder_saves import FolderSaves, as_folder_settings
-from ckpt.saving.save_settings import SaveSettings
+from ckpt.saving.save_settings import SaveSettings, setting
 from ckpt.state.auto_sharing import AutoSharing
 from ckpt.state.collect import RankState, collect
 from ckpt.state.flatten import flatten
@@ -125,12 +125,13 @@ class CkptCheckpointIO(CheckpointIO):
         load: LoadingStrategy | str = "direct",
         mode: str | SaveSettings = "sync",
     ) -> None:
-        self._backend = as_backend(format)
-        self._strategy = as_strategy(load)
+        self._backend = as_backend(format, "format")
+        self._strategy = as_strategy(load, "load")
         self._settings = as_folder_settings(mode)
         if self._settings.grace_s != SaveSettings().grace_s:
             raise ConfigurationError(
-                f"saves.grace_s={self._settings.grace_s:g} has no effect: Lightning handles SIGTERM, and ends after the batch; leave it out"
+                setting("grace_s", f"{self._settings.grace_s:g}"),
+                " has no effect: Lightning handles SIGTERM, and ends after the batch; leave it out",
             )
         self._saves: _Saves | None = None
         self._ended_at: int | None = -1  # the global step at which a call of the trainer has ended; None: not known yet

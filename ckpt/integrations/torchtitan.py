@@ -83,7 +83,7 @@ class CkptManager(CheckpointManager):
             )
         if config.enable:
             self._root = as_location("checkpoint.folder", filesystem.join(states.get("base_folder", ""), config.folder))
-            self._load_strategy = as_strategy(config.load)
+            self._load_strategy = as_strategy(config.load, "load")
             self._topology = as_topology(None)
             self._writer = CkptWriter(format=config.format, topology=self._topology)
         super().__init__(config, **states)

@@ -3,9 +3,10 @@
 Files, in the order in which data travels:
 
     loader                  the steps, in order
-    sources, torch_save_folders, other_formats/   describe what a checkpoint contains: a committed one; folders and files of other programs
-    parts_of_state          describes the components in a state dict that was saved alone
-    exported                describes an export of a checkpoint of ours in another program's format
+    sources                 describes what a committed checkpoint contains
+    programs                who finds and opens checkpoints of other programs
+    other_checkpoint        what each of their formats is read as: tensors that are raw bytes at known places in files, or are decoded
+    parts_of_state          describes the components in a state dict: one that was saved alone, or of another program
     casting                 tensors that are converted to another data type
     compatibility, state_matching   decide whether a component is loaded; match its tensors with the saved ones
     strategy                interfaces of loading strategies, and a checkpoint that knows where its chunks lie

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ckpt.errors import ConfigurationError
+from ckpt.errors import Argument, refused
 from ckpt.format.box import Box
 from ckpt.loading.strategy import ReadRequest
 from ckpt.memory.device import telling_of_room, wait_for_all
@@ -39,6 +39,10 @@ class Cast(NamedTuple):
         return self.request.out.numel() * self.dtype.itemsize
 
 
+CAST = Argument("load.cast", True)
+"""The advice to convert."""
+
+
 def check_cast(cast: object, components: Collection[str]) -> None:
     """Check the argument `cast` of a load.
 
@@ -48,7 +52,7 @@ def check_cast(cast: object, components: Collection[str]) -> None:
     if isinstance(cast, bool):
         return
     if isinstance(cast, str) or not isinstance(cast, Collection) or not all(key in components for key in cast):
-        raise ConfigurationError(f"cast={cast!r}: expected True, False, or keys of components, which are {', '.join(components)}")
+        raise refused("load.cast", cast, f"True, False, or keys of components, which are {', '.join(components)}")
 
 
 def batches_of(casts: Sequence[Cast]) -> list[list[Cast]]:

@@ -12,12 +12,12 @@ from typing import Any, cast
 
 import torch
 
-from ckpt.errors import MissingStateError, WorldSizeError, describe, rebuild
+from ckpt.errors import Argument, MissingStateError, WorldSizeError, declare, describe, rebuild
 from ckpt.format.box import Box
 from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
 from ckpt.format.gc_pause import gc_paused
 from ckpt.loading.casting import Components
-from ckpt.loading.report import ComponentReport, Status, some_of
+from ckpt.loading.report import ComponentReport, Status, refusal, some_of
 from ckpt.loading.sources import CheckpointSource, Rows
 from ckpt.loading.state_matching import MISMATCHES, Match, SavedCopy, Twins, match
 from ckpt.loading.strategy import ReadRequest
@@ -93,7 +93,8 @@ def passed_over(
     if others and strict:
         raise MissingStateError(
             f"components only in the checkpoint: {some_of(others)}; this run has {some_of(declared)}. Give each its object, "
-            "or leave it out on purpose: None for its object in a Checkpointer, leave_out of load_checkpoint, strict=False for all of them."
+            "or leave it out on purpose with ",
+            Argument("load.strict", False, "None for it in a Checkpointer, leave_out of load_checkpoint, strict=False for all of them"),
         )
     return {key: ComponentReport(key, Status.SKIPPED, "only in the checkpoint") for key in others}
 
@@ -134,7 +135,8 @@ def require_something(reports: Mapping[str, ComponentReport]) -> None:
     """Raise if a load restores no component at all, also where every one is optional."""
     if reports and not any(goes_on(report) for report in reports.values()):
         raise MissingStateError(
-            f"nothing could be restored: {'; '.join(map(str, reports.values()))}. Name a checkpoint that this run can go on from."
+            f"nothing could be restored: {'; '.join(map(str, reports.values()))}. Name a checkpoint that this run can go on from.",
+            arguments=[Argument(*said) for report in reports.values() for said in report.arguments],
         )
 
 
@@ -175,11 +177,8 @@ def _compare_twins(source: CheckpointSource, one: Match, strict: bool) -> None:
         if not all(_are_equal(source, twins, box) for box in _slabs(twins))
     }
     if differ and strict:
-        raise MissingStateError(
-            f"component {one.key}: {'; '.join(f'{key} {what}' for key, what in differ.items())}. Load into a model that does not tie them, "
-            f"correct the checkpoint, or leave component {one.key} out.",
-            component=one.key,
-        )
+        said = "; ".join(f"{key} {what}" for key, what in differ.items())
+        raise refusal(MissingStateError, one.key, f": {said}. Load into a model that does not tie them, correct the checkpoint")
     one.misfits = replace(one.misfits, unfit={**one.misfits.unfit, **differ})
 
 
@@ -217,22 +216,20 @@ def _prefix_of_copy(source: CheckpointSource, component: StateComponent) -> str 
         return prefix
     if component.elastic == "rebuild":
         return None
-    raise WorldSizeError(
-        f"component {component.key} has elastic=refuse: {moved}. Run on the ranks that saved it, "
-        f"declare component {component.key} with elastic=None, or leave component {component.key} out.",
-        component=component.key,
-    )
+    advice = "Run on the ranks that saved it, ", declare(component.key, elastic=None)
+    raise refusal(WorldSizeError, component.key, f" has elastic=refuse: {moved}. ", *advice)
 
 
 def _any_copy(source: CheckpointSource, component: StateComponent, changed: WorldSizeError) -> str:
     """The prefix of the first of several copies that are all equal."""
     differing = _first_difference(source, component)
     if differing is not None:
-        raise WorldSizeError(
-            f"component {component.key} has elastic=replica, which takes any copy where all are equal, but the saved ones differ in "
-            f"{differing}, and it was {source.moved(component)}. Run on the same ones, declare component {component.key} with "
-            f"elastic=repartition, derive or rebuild, or leave component {component.key} out.",
-            component=component.key,
+        raise refusal(
+            WorldSizeError,
+            component.key,
+            f" has elastic=replica, which takes any copy where all are equal, but the saved ones differ in {differing}, and it was "
+            f"{source.moved(component)}. Run on the same ones, ",
+            declare(component.key, elastic="repartition, derive or rebuild"),
         ) from changed
     return source.prefixes(component)[0]
 
@@ -255,8 +252,9 @@ def _require_present(source: CheckpointSource, component: StateComponent, strict
     if not (component.required and strict):
         raise MissingStateError("not in the checkpoint", component=component.key)
     raise MissingStateError(
-        f"component {component.key} is not in the checkpoint, which has: {some_of(list(source.component_keys())) or 'none'}. "
-        f"Leave component {component.key} out, declare component {component.key} with required=False, or load with strict=False.",
+        f"component {component.key} is not in the checkpoint, which has: {some_of(list(source.component_keys())) or 'none'}. ",
+        Argument("leave_out", component.key, f"Leave component {component.key} out"), ", ",
+        declare(component.key, required=False), ", or load with ", Argument("load.strict", False), ".",
         component=component.key,
     )
 

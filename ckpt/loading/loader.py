@@ -45,10 +45,8 @@ from ckpt.loading.compatibility import (
     require_something,
     rows_for_object,
 )
-from ckpt.loading.exported import ExportedSource
-from ckpt.loading.other_formats.other_source import OtherSource, format_at, open_other
-from ckpt.loading.other_formats.recognised import manifest_bytes_at
 from ckpt.loading.parts_of_state import by_component_of
+from ckpt.loading.programs import Opening, programs
 from ckpt.loading.report import ComponentReport, LoadReport, Status
 from ckpt.loading.sources import CheckpointSource, CommittedSource, Rows
 from ckpt.loading.state_matching import (
@@ -59,16 +57,15 @@ from ckpt.loading.state_matching import (
     settle,
 )
 from ckpt.loading.strategy import LoadingStrategy, Reading, ReadStats, StoredCheckpoint
-from ckpt.loading.torch_save_folders import OldSource, old_files
-from ckpt.memory.device import Device, device_of, wait_for_all
+from ckpt.memory.device import Device, wait_for_all
 from ckpt.ranks.merging import first, most, slowest, total
 from ckpt.ranks.topology import Phase, Topology
 from ckpt.state.abilities import RestoredLast, offers
-from ckpt.state.sharing import Sharing, SharingPattern, StateComponent
+from ckpt.state.sharing import StateComponent
 from ckpt.storage.checked_blocks import CheckedBlocks
 from ckpt.storage.held import NOTHING_HELD, HeldFiles, MemoryFile
 from ckpt.storage.objects.store import CountedRequests, Counts, all_of
-from ckpt.storage.stored import gone, identity_of, read_listed_file, read_manifest_bytes
+from ckpt.storage.stored import gone, has_manifest, identity_of, read_listed_file, read_manifest_bytes
 
 __all__ = ["LoadReport", "Loader", "committed_newest_first"]
 
@@ -78,38 +75,16 @@ _MAY_COME_OF_REMOVAL = (CorruptCheckpointError, StorageError, CheckpointNotFound
 _log = logging.getLogger("ckpt")
 
 
-def require_checkpoint(path: Place, *, allow_pickle: bool) -> None:
-    """Raise unless a folder holds a checkpoint, before there are ranks to load it. Any process.
+def manifest_bytes_at(path: Place) -> bytes:
+    """Read the manifest as `read_manifest_bytes` does; the error about a path without one says what is there instead.
 
-    Raises:
-        CheckpointNotFoundError: it holds none, or an old one, and `allow_pickle` is false.
+    Raises: as `read_manifest_bytes`.
     """
-    if not (old_files(path, allow_pickle=allow_pickle) or format_at(path)):
-        manifest_bytes_at(path)
-
-
-def components_of(path: Place) -> dict[str, Sharing]:
-    """Return the components of a checkpoint, and how each was saved; that of another program is one component. Any process.
-
-    Raises:
-        CheckpointNotFoundError: there is none.
-        CorruptCheckpointError: its manifest is damaged.
-    """
-    if format_at(path):
-        return {STATE: Sharing(SharingPattern.SHARDED)}
-    saved = parse_manifest(manifest_bytes_at(path), str(path / MANIFEST_NAME)).components
-    return {key: Sharing(SharingPattern(component.sharing_pattern), component.group_name) for key, component in saved.items()}
-
-
-def source_at(
-    path: Place, topology: Topology, strategy: LoadingStrategy, *, allow_pickle: bool = False
-) -> CheckpointSource:
-    """Open a checkpoint of any format for reading on the host. Any process, alone.
-
-    Raises: as `components_of`, and
-        CheckpointNotFoundError: it holds pickles, and these are not allowed.
-    """
-    return Loader((), topology, strategy, device_of(()), verify=True, allow_pickle=allow_pickle).open(path)
+    try:
+        return read_manifest_bytes(path)
+    except CheckpointNotFoundError as error:
+        said = programs().advice(path)
+        raise (error if said is None else CheckpointNotFoundError(said)) from error
 
 
 def _is_restored_last(one: Match) -> bool:
@@ -241,10 +216,9 @@ class Loader:
         with self.topology.phase("open") as phase:
             phase.payload = checked and checked.place
             if self.topology.is_lead:
-                files = old_files(path, allow_pickle=self.allow_pickle) if may_be_old else []
-                other = format_at(path) if may_be_old else None
-                if files or other:
-                    phase.from_lead = {"other": files or other}
+                found = None if not may_be_old or has_manifest(path) else programs().found_at(path, allow_pickle=self.allow_pickle)
+                if found:
+                    phase.from_lead = {"other": found}
                 else:
                     data = manifest_bytes_at(path) if may_be_old else read_manifest_bytes(path)
                     manifest = parse_manifest(data, where)
@@ -254,21 +228,10 @@ class Loader:
                             config = read_listed_file(path, manifest, CONFIG_NAME, self._held(data))
                             phase.from_lead["config"] = config.decode()
         found = phase.from_lead
-        other = found.get("other")
-        if isinstance(other, list):
-            assert isinstance(path, Path)
-            return OldSource(path, other, self.topology)
-        if isinstance(other, str):
-            with self.topology.phase("open"):
-                checkpoint = open_other(path, other, allow_pickle=self.allow_pickle)
-            source = OtherSource(path, checkpoint, self.topology, self.strategy, self.device)
-            source.leaves_out_unknown = [component.key for component in self.components] == [STATE]
-            if checkpoint.records is not None:
-                with self.topology.phase("open records"):
-                    of_export = ExportedSource(checkpoint, checkpoint.records, self.topology, self.strategy, self.device)
-                if of_export.holds(STATE) or [component.key for component in self.components] != [STATE]:
-                    return of_export
-            return source
+        if (other := found.get("other")) is not None:
+            is_state_alone = [component.key for component in self.components] == [STATE]
+            opening = Opening(self.strategy, self.device, self.allow_pickle, is_state_alone)
+            return programs().opened(path, other, self.topology, opening)
         if checked is None and (place := phase.payloads[ranks_here[0]]) is not None:
             checked = CheckedBlocks.join(MemoryFile(*place))
         data = found["manifest"].encode()

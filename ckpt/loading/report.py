@@ -6,9 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
-from ckpt.errors import printable
+from ckpt.errors import CheckpointError, leave_out, printable
+
+Refusal = TypeVar("Refusal", bound=CheckpointError)
 
 MAX_NAMED = 5
 """Keys that a sentence names; of the others it gives the number."""
@@ -64,6 +66,7 @@ class ComponentReport:
         misfits: the keys that were left out.
         changed: the object made its state for these ranks, from other ranks' copies or anew (`elastic`).
         converted: data types, such as "bfloat16 to float32", of tensors that the load converted.
+        arguments: `Argument.to_json` of those that the reason may name.
     """
 
     key: str
@@ -74,6 +77,7 @@ class ComponentReport:
     misfits: Misfits = field(default_factory=Misfits)
     changed: bool = False
     converted: tuple[str, ...] = ()
+    arguments: tuple[Any, ...] = ()
 
     @property
     def fraction(self) -> float:
@@ -149,6 +153,11 @@ class LoadReport:
             ema: skipped: not in the checkpoint
         """
         return "\n".join(printable(str(component)) for component in self.components)
+
+
+def refusal(kind: type[Refusal], key: str, *said: str) -> Refusal:
+    """The error of a component that a load can leave out, which is its last advice. `said`: its sentence, after the component's key."""
+    return kind(f"component {key}", *said, ", or ", leave_out(key), ".", component=key)
 
 
 def some_of(names: Sequence[str], most: int = MAX_NAMED) -> str:

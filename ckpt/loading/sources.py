@@ -7,18 +7,20 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, Self
 
 import torch
 
 from ckpt.catalog.verify import TensorNames
-from ckpt.errors import CorruptCheckpointError, MissingStateError, WorldSizeError, describe
+from ckpt.errors import Argument, CorruptCheckpointError, MissingStateError, WorldSizeError, declare, describe
 from ckpt.format.box import num_chunks, whole
 from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import raw_bytes, torch_dtype
 from ckpt.format.manifest import ArrayEntry, CheckpointManifest
 from ckpt.format.names import PLAIN_NAME
 from ckpt.loading.direct import DirectLoad
+from ckpt.loading.report import refusal
 from ckpt.loading.strategy import LoadingStrategy, Reading, ReadRequest, StoredCheckpoint
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
@@ -36,11 +38,11 @@ class CheckpointSource(Protocol):
     """A checkpoint of any kind, open for reading by one rank. A *prefix* names one of the copies of a component."""
 
     checkpoint_id: str
-    run_id: str | None
-    history: Mapping[str | None, int]
-    config_text: str
-    metrics: Mapping[str, float | None]
-    metadata: Mapping[str, Any]
+    run_id: str | None = None
+    history: Mapping[str | None, int] = MappingProxyType({})
+    config_text: str = ""
+    metrics: Mapping[str, float | None] = MappingProxyType({})
+    metadata: Mapping[str, Any] = MappingProxyType({})
     topology: Topology
     _strategy: LoadingStrategy = DirectLoad()
     has_order: bool = True
@@ -95,10 +97,18 @@ class CheckpointSource(Protocol):
         return {}
 
     def contents(self, component: StateComponent, prefix: str) -> Mapping[str, Any]:
-        """Key -> a value that is equal for two copies exactly if their bits are, by the digests of tensors."""
+        """Key -> a value that is equal for two copies exactly if their bits are, by the digests of tensors. Reads these one at a time."""
+        start, source = f"{component.key}/{prefix}", self.by_this_rank()
+        found: dict[str, Any] = {key: tuple(row) for key, row in self.rows(component, prefix).items()}
+        for key, entry in self.entries(component, prefix).items():
+            out = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
+            request = ReadRequest(entry.alias_of or start + key, f"{component.key}: {key}", whole(entry.shape), out)
+            source.prepare([request]).run()
+            found[key] = entry.dtype, entry.shape, digest_of(raw_bytes(out).numpy().data)
+        return found
 
     def check(self, optional: Collection[str]) -> dict[str, dict[str, Any]]:
-        """Check this rank's share of the bytes that reading the tensors does not check.
+        """Check this rank's share of the bytes that reading the tensors does not check: none, where there are no digests.
 
         Returns:
             component -> `describe` of the damage, for the optional ones that are damaged.
@@ -106,6 +116,7 @@ class CheckpointSource(Protocol):
         Raises:
             CorruptCheckpointError: anything else is damaged.
         """
+        return {}
 
     def prepare(self, requests: Sequence[ReadRequest]) -> Reading:
         """Plan how every request is filled. All ranks call it, outside of a phase, each with its own requests."""
@@ -158,11 +169,8 @@ class ManifestSource(CheckpointSource):
         require_same_kind(component, was)
         self._require_same_group(component, saved.group)
         if was in OWN_COPIES and (moved := self.moved(component)) is not None:
-            raise WorldSizeError(
-                f"component {component.key} is {was.value} and was {moved}. {_same_ones(was, self.manifest.world_size)}, or leave "
-                f"component {component.key} out.",
-                component=component.key,
-            )
+            advice = _same_ones(was, self.manifest.world_size)
+            raise refusal(WorldSizeError, component.key, f" is {was.value} and was {moved}. ", advice)
         return saved.prefix(self.topology)
 
     def moved(self, component: StateComponent) -> str | None:
@@ -224,11 +232,8 @@ class ManifestSource(CheckpointSource):
         now = component.process_group_name
         here, there = (self.topology.groups.get(name or "") for name in (now, then))
         if here is not None and there is not None and here.instances != there.instances:
-            raise MissingStateError(
-                f"component {component.key} was saved per_group of {then} and is now declared per_group of {now}, whose members are "
-                f"others: declare component {component.key} with process_group_name={then}, or leave component {component.key} out.",
-                component=component.key,
-            )
+            said = f" was saved per_group of {then} and is now declared per_group of {now}, whose members are others: "
+            raise refusal(MissingStateError, component.key, said, declare(component.key, process_group_name=then))
 
 
 class CommittedSource(ManifestSource):
@@ -353,18 +358,14 @@ def require_same_kind(component: StateComponent, was: SharingPattern) -> None:
     """Raise unless the component is declared as it was saved: shared by all ranks, or with copies of the same pattern."""
     now = component.pattern
     if was is not now and (was in OWN_COPIES or now in OWN_COPIES):
-        raise MissingStateError(
-            f"component {component.key} was saved as {was.value} and is now declared {now.value}, so "
-            "it is not clear whose state to load: "
-            f"declare component {component.key} with sharing_pattern={was.value}, or leave component {component.key} out.",
-            component=component.key,
-        )
+        said = f" was saved as {was.value} and is now declared {now.value}, so it is not clear whose state to load: "
+        raise refusal(MissingStateError, component.key, said, declare(component.key, sharing_pattern=was.value))
 
 
 def _same_ones(pattern: SharingPattern, world_size: int) -> str:
     """Advice: the ranks, nodes or groups to run on, so that every copy belongs to the one that saved it."""
     if pattern is SharingPattern.PER_RANK:
-        return f"Run on {world_size} ranks"
+        return Argument("world_size", world_size, f"Run on {world_size} ranks")
     return "Run on the same nodes" if pattern is SharingPattern.PER_NODE else "Run with the same groups"
 
 

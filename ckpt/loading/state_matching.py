@@ -13,11 +13,13 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from ckpt.errors import (
+    Argument,
     CheckpointError,
     MissingStateError,
     ShapeMismatchError,
     WorldSizeError,
     describe,
+    leave_out,
     rebuild,
 )
 from ckpt.format.box import Box, whole
@@ -25,7 +27,7 @@ from ckpt.format.dtypes import are_castable, torch_dtype, zarr_name
 from ckpt.format.gc_pause import gc_paused
 from ckpt.format.manifest import ArrayEntry
 from ckpt.format.names import PLAIN_NAME
-from ckpt.loading.casting import Cast, Components, batches_of
+from ckpt.loading.casting import CAST, Cast, Components, batches_of
 from ckpt.loading.report import ComponentReport, Misfits, Status
 from ckpt.loading.strategy import ReadRequest, bytes_of
 from ckpt.memory.device import empty_beside
@@ -348,19 +350,16 @@ def settle(
     what = f"nothing of it matches: {misfits}" if nothing and not strict else str(misfits)
     if not component.required:
         return ComponentReport(key, Status.SKIPPED, what, 0, wanted, misfits)
-    way_out = (
-        f"leave component {key} out" if nothing else "with strict=False to leave these out, which keep their values"
-    )
-    raise MissingStateError(
-        f"component {key}: {what}. Load into the model it was saved from, or {way_out}.", component=key
-    )
+    way_out = (leave_out(key),) if nothing else ("with ", Argument("load.strict", False), " to leave these out, which keep their values")
+    message = f"component {key}: {what}. Load into the model it was saved from, or "
+    raise MissingStateError(message, *way_out, ".", arguments=[CAST], component=key)
 
 
 def report_of_trouble(key: str, rank: int, error: CheckpointError, world_size: int) -> ComponentReport:
     """The report of a component that cannot be loaded, from the error of one rank."""
     status = Status.SKIPPED if isinstance(error, MISMATCHES) else Status.FAILED
     where = f" (rank {rank})" if world_size > 1 and status is Status.FAILED else ""
-    return ComponentReport(key, status, f"{error}{where}")
+    return ComponentReport(key, status, f"{error}{where}", arguments=tuple(argument.to_json() for argument in error.arguments))
 
 
 @dataclass(slots=True)
@@ -417,7 +416,7 @@ def _match_tensors(
             elif strict:
                 raise _unfit(label, dtype, shape, entry, one.key, castable=castable)
             else:
-                advice = ": give cast=True" if castable else ""
+                advice = f": give {CAST}" if castable else ""
                 found.unfit[at] = f"found {_form(entry.dtype, entry.shape)}, expected {_form(dtype, shape)}{advice}"
         if saved_as[0] in found.unfit:
             found.elements_not_restored += local_tensor(leaf).numel()
@@ -502,15 +501,15 @@ def _unfit(
     label: str, dtype: str, shape: tuple[int, ...], saved: ArrayEntry, component: str, *, castable: bool
 ) -> ShapeMismatchError:
     """The error for a tensor whose shape or data type is not the saved one."""
-    found, wanted, advice = saved.dtype, dtype, "Restore with the data type it was saved in."
+    found, wanted = saved.dtype, dtype
+    advice: tuple[str, ...] = ("the data type it was saved in.",)
     if castable:
-        advice = f"Restore with the data type it was saved in, or with cast=True, which converts it to {dtype}."
+        advice = "the data type it was saved in, or with ", CAST, f", which converts it to {dtype}."
     if saved.shape != shape:
         found, wanted = f"global shape {list(saved.shape)}", f"{list(shape)}"
-        advice = f"Restore with the model it was saved from, or leave component {component} out."
-    return ShapeMismatchError(
-        f"{label}: the checkpoint holds {found}, this run asks for {wanted}. {advice}", component=component
-    )
+        advice = "the model it was saved from, or ", leave_out(component), "."
+    message = f"{label}: the checkpoint holds {found}, this run asks for {wanted}. Restore with "
+    return ShapeMismatchError(message, *advice, component=component)
 
 
 def _form(dtype: str, shape: tuple[int, ...]) -> str:

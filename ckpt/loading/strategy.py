@@ -11,7 +11,7 @@ import torch
 
 from ckpt.backends.base import DATABASE, Backend
 from ckpt.backends.registry import backend_of_store
-from ckpt.errors import ConfigurationError
+from ckpt.errors import refused
 from ckpt.format.box import Box, overlap, whole
 from ckpt.format.consistency import check_whole
 from ckpt.format.dtypes import item_bytes
@@ -264,7 +264,7 @@ def in_flight_bytes(max_in_flight_mib: int) -> int:
         ConfigurationError: it is not positive.
     """
     if isinstance(max_in_flight_mib, bool) or not isinstance(max_in_flight_mib, int) or max_in_flight_mib < 1:
-        raise ConfigurationError(f"max_in_flight_mib={max_in_flight_mib!r}: expected a whole number of at least 1")
+        raise refused("strategy.max_in_flight_mib", max_in_flight_mib, "a whole number of at least 1")
     return max_in_flight_mib << 20
 
 

@@ -20,7 +20,16 @@ import psutil
 import torch
 from packaging.requirements import InvalidRequirement, Requirement
 
-from ckpt.errors import ConfigurationError, DeviceMemoryError, DeviceUnavailableError
+from ckpt.errors import (
+    Argument,
+    ConfigurationError,
+    DeviceMemoryError,
+    DeviceUnavailableError,
+    declare,
+    leave_out,
+    refused,
+    unlike,
+)
 
 _EXTRAS = {"torch_npu": "npu"}
 """Plugins that an extra of this package installs."""
@@ -83,7 +92,7 @@ class Device:
 
     def __init__(self, *, type: str, collectives: str, plugin: str | None = None, pinned_mib: int = 128) -> None:
         if pinned_mib < 1:
-            raise ConfigurationError(f"pinned_mib={pinned_mib} of the device: give 1 or more")
+            raise refused("device.pinned_mib", pinned_mib, "at least 1", f"pinned_mib={pinned_mib} of the device")
         self.type = type
         self.collectives = collectives
         self.plugin = plugin
@@ -98,9 +107,7 @@ class Device:
             ConfigurationError: the type is unknown, or has a device number.
         """
         if type not in _KNOWN:
-            raise ConfigurationError(
-                f"device is {type!r}; expected one of {', '.join(_KNOWN)}, without a number, or Device(type=..., collectives=...)"
-            )
+            raise unlike("device", type, f"one of {', '.join(_KNOWN)}, without a number, or Device(type=..., collectives=...)")
         collectives, plugin = _KNOWN[type]
         return cls(type=type, collectives=collectives, plugin=plugin)
 
@@ -128,12 +135,10 @@ class Device:
             return
         module = self._module()
         if not module.is_available():
-            raise DeviceUnavailableError(f"device={self.type}: {_why_absent(self.type)}; choose device=cpu")
+            raise _absent(self.type, f"{_why_absent(self.type)}; choose device=cpu")
         if not torch.distributed.is_backend_available(self.collectives):
-            raise DeviceUnavailableError(
-                f"device={self.type}: torch {torch.__version__} has no {self.collectives} collectives; install one that has, "
-                "or give the device collectives=gloo"
-            )
+            found = f"torch {torch.__version__} has no {self.collectives} collectives; install one that has, or give "
+            raise _absent(self.type, found, Argument("device.collectives", "gloo", "the device collectives=gloo"))
 
     def use(self, local_rank: int) -> None:
         """Select the device of this local rank, for `torch_device` and as torch's current device; the first one if it sees but its own.
@@ -149,10 +154,8 @@ class Device:
         if os.environ.get(OWN_DEVICE) == "1":
             local_rank = 0
         if local_rank >= num_devices:
-            raise DeviceUnavailableError(
-                f"device={self.type}: local rank {local_rank} has no device of its own, this host shows {num_devices}; "
-                f"start at most {num_devices} ranks here"
-            )
+            found = f"local rank {local_rank} has no device of its own, this host shows {num_devices}; "
+            raise _absent(self.type, found, Argument("world_size", num_devices, f"start at most {num_devices} ranks here"))
         self._own = torch.device(self.type, local_rank)
         module.set_device(self._own)
 
@@ -193,8 +196,9 @@ class Device:
         if set(states) != {"cpu", *generators}:
             raise ConfigurationError(
                 f"the checkpoint holds the states of the generators {_listed(states)}, this rank has "
-                f"{_listed(('cpu', *generators))}: declare component rng with elastic=derive to go on from others that follow from the "
-                "run's seed, resume on as many devices of the same type, or leave component rng out"
+                f"{_listed(('cpu', *generators))}: ",
+                declare("rng", elastic="derive"), " to go on from others that follow from the run's seed, resume on as many ",
+                "devices of the same type, or ", leave_out("rng"),
             )
         torch.set_rng_state(states["cpu"].cpu())
         for name, at in generators.items():
@@ -211,10 +215,8 @@ class Device:
         try:
             return torch.get_device_module(self.type)
         except RuntimeError as error:
-            raise DeviceUnavailableError(
-                f"device={self.type}: torch {torch.__version__} knows no such device; choose device=cpu, or give the device the "
-                "package that registers it as plugin"
-            ) from error
+            found = f"torch {torch.__version__} knows no such device"
+            raise _absent(self.type, f"{found}; choose device=cpu, or give the device the package that registers it as plugin") from error
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> Device:
@@ -406,13 +408,15 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
 
 
+def _absent(type: str, *found: str) -> DeviceUnavailableError:
+    return DeviceUnavailableError(f"device={type}: ", *found)
+
+
 def _import_plugin(type: str, plugin: str) -> ModuleType:
     """Import the package that registers a device type. Errors tell a missing package from a missing runtime."""
     if find_spec(plugin) is None:
         extra = f"'{_distribution()}[{_EXTRAS[plugin]}]'" if plugin in _EXTRAS else plugin
-        raise DeviceUnavailableError(
-            f"device={type}: {plugin} is not installed: pip install {extra}, or choose device=cpu"
-        )
+        raise _absent(type, f"{plugin} is not installed: pip install {extra}, or choose device=cpu")
     _require_fitting(type, plugin)
     try:
         return import_module(plugin)
@@ -420,13 +424,10 @@ def _import_plugin(type: str, plugin: str) -> ModuleType:
         library = re.search(r"lib[\w.+-]*\.so[\w.]*", str(error))
         if library is None:
             reason = " ".join(str(error).split())
-            raise DeviceUnavailableError(
-                f"device={type}: {plugin} cannot be imported ({reason}); choose device=cpu"
-            ) from error
+            raise _absent(type, f"{plugin} cannot be imported ({reason}); choose device=cpu") from error
         runtime, remedy = _RUNTIMES.get(plugin, ("its runtime", "install what it loads"))
-        raise DeviceUnavailableError(
-            f"device={type}: {plugin} is installed without {runtime} ({library[0]} cannot be loaded): {remedy}, or choose device=cpu"
-        ) from error
+        found = f"{plugin} is installed without {runtime} ({library[0]} cannot be loaded)"
+        raise _absent(type, f"{found}: {remedy}, or choose device=cpu") from error
 
 
 def _require_fitting(type: str, plugin: str) -> None:
@@ -442,10 +443,8 @@ def _require_fitting(type: str, plugin: str) -> None:
             continue
         applies = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
         if wanted.name == "torch" and applies and not wanted.specifier.contains(torch.__version__, prereleases=True):
-            raise DeviceUnavailableError(
-                f"device={type}: {plugin} {distribution.version} is for torch {wanted.specifier}, and this is torch "
-                f"{torch.__version__}: install the two together (pip install torch {plugin}), or choose device=cpu"
-            )
+            found = f"{plugin} {distribution.version} is for torch {wanted.specifier}, and this is torch {torch.__version__}"
+            raise _absent(type, f"{found}: install the two together (pip install torch {plugin}), or choose device=cpu")
 
 
 def _why_absent(type: str) -> str:

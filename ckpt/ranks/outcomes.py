@@ -16,6 +16,9 @@ from typing import Any
 from ckpt.errors import CheckpointError, RankAbsentError, RankLeftError, describe
 from ckpt.ranks.absence import Absence, place
 
+_MOST_NAMED = 4
+"""Failures of a phase that its error tells."""
+
 
 @dataclass(slots=True)
 class PhaseOutcome:
@@ -190,15 +193,16 @@ def _raised(
             return verdict.error  # agreed on once already, by ranks that were doing something in the background
         message = f"{verdict.what}: {cause}" if verdict.what else cause
         return {**verdict.error, "message": message, "rank": None, "phase": phase}
+    named = [said for ranks in [*by_message.values()][:_MOST_NAMED] for said in (raised[ranks[0]].error or {})["arguments"]]
     parts = [f"{_failed(verdict, before)} on {_ranks(by_message.pop(cause))}: {cause}"]
     parts += [f"on {_ranks(ranks)}: {message}" for message, ranks in by_message.items()]
     parts += [absence.cause for absence in gone.values() if not absence.elsewhere]
-    return {**verdict.error, "message": _shortened(parts, "failures"), "rank": first, "phase": phase}
+    return {**verdict.error, "message": _shortened(parts, "failures"), "arguments": named, "rank": first, "phase": phase}
 
 
 def _shortened(parts: list[str], things: str) -> str:
-    more = [f"and {len(parts) - 4} more {things}"] if len(parts) > 4 else []
-    return "; ".join(parts[:4] + more)
+    more = [f"and {len(parts) - _MOST_NAMED} more {things}"] if len(parts) > _MOST_NAMED else []
+    return "; ".join(parts[:_MOST_NAMED] + more)
 
 
 def _failed(verdict: PhaseOutcome, before: str | None = None) -> str:

@@ -7,13 +7,14 @@ import operator
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from ckpt.backends.base import Backend
 from ckpt.backends.registry import BACKENDS, backend_named
-from ckpt.errors import ConfigurationError
+from ckpt.errors import ConfigurationError, unlike
 from ckpt.format.places import ObjectPath, Place, as_place
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.strategy import LoadingStrategy
@@ -21,7 +22,7 @@ from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.memory.device import Device
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
-from ckpt.saving.save_settings import SaveSettings
+from ckpt.saving.save_settings import MODES, SaveSettings
 from ckpt.saving.saver import SavedRun
 from ckpt.state.sharing import SharingPattern, StateComponent
 from ckpt.state.statefuls import as_stateful
@@ -35,24 +36,21 @@ _STRATEGY = ("prepare", "bind", "close")
 _ID_DIGITS = 8
 
 
-def as_backend(given: Backend | str) -> Backend:
-    """Return a backend: the object given, or one of `BACKENDS` with its defaults."""
-    if isinstance(given, str):
+def as_backend(given: Backend | str, called: str = "backend") -> Backend:
+    """Return a backend: the object given, or one of `BACKENDS` with its defaults. `called`: the argument in the caller's interface."""
+    if isinstance(given, str) and given in BACKENDS:
         return backend_named(given)
-    _require_methods(given, "backend", _BACKEND, f"one of {', '.join(BACKENDS)}, or an object such as ZarrBackend()")
-    return given
+    expected = f"one of {', '.join(BACKENDS)}, or an object such as ZarrBackend()"
+    backend: Backend = _with_methods(given, _BACKEND, "backend", called, expected)
+    return backend
 
 
-def as_strategy(given: LoadingStrategy | str) -> LoadingStrategy:
-    """Return a loading strategy: the object given, or "direct" or "two-stage" with its defaults."""
+def as_strategy(given: LoadingStrategy | str, called: str = "strategy") -> LoadingStrategy:
+    """Return a loading strategy: the object given, or "direct" or "two-stage" with its defaults. `called`: see `as_backend`."""
+    made = STRATEGIES[given]() if isinstance(given, str) and given in STRATEGIES else given
     expected = f"one of {', '.join(STRATEGIES)}, or an object such as DirectLoad()"
-    if not isinstance(given, str):
-        _require_methods(given, "strategy", _STRATEGY, expected)
-        return given
-    if given not in STRATEGIES:
-        raise _refused("strategy", given, expected)
-    made: LoadingStrategy = STRATEGIES[given]()
-    return made
+    strategy: LoadingStrategy = _with_methods(made, _STRATEGY, "strategy", called, expected)
+    return strategy
 
 
 def as_device(given: Device | str) -> Device:
@@ -85,13 +83,13 @@ def as_components(given: Iterable[StateComponent]) -> list[StateComponent]:
     """Return the components as a list."""
     expected = "a list of StateComponent"
     if isinstance(given, StateComponent):
-        raise _refused("state_components", given, f"{expected}: put it in a list")
+        raise unlike("state_components", given, f"{expected}: put it in a list")
     if isinstance(given, Mapping | str) or not isinstance(given, Iterable):
-        raise _refused("state_components", given, f"{expected}, each with its key, its object and its sharing pattern")
+        raise unlike("state_components", given, f"{expected}, each with its key, its object and its sharing pattern")
     components = list(given)
     for number, component in enumerate(components):
         if not isinstance(component, StateComponent):
-            raise _refused(f"state_components[{number}]", component, "a StateComponent(key, object, sharing_pattern)")
+            raise unlike(f"state_components[{number}]", component, "a StateComponent(key, object, sharing_pattern)")
     return components
 
 
@@ -124,17 +122,21 @@ def as_groups(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise _refused("process_groups", given, expected)
+        raise unlike("process_groups", given, expected)
     for name, group in given.items():
         are_ranks = isinstance(group, Collection) and all(isinstance(rank, int) for rank in group)
         if not isinstance(name, str) or not (are_ranks or isinstance(group, dist.ProcessGroup)):
-            raise _refused(f"process_groups[{name!r}]", group, expected)
+            raise unlike(f"process_groups[{name!r}]", group, expected)
     return given
 
 
-def as_saves(given: SaveSettings) -> SaveSettings:
-    """Return the settings of saves."""
-    return _object(given, SaveSettings, "saves", "a SaveSettings, such as SaveSettings(mode='async')")
+def as_saves(given: SaveSettings | str, called: str = "saves") -> SaveSettings:
+    """Return the settings of saves: those given, or the defaults of a mode, "sync" or "async". `called`: see `as_backend`."""
+    if isinstance(given, str) and given in MODES:
+        return SaveSettings(mode=given)
+    if not isinstance(given, SaveSettings):
+        raise unlike(called, given, f"one of {', '.join(MODES)}, or a SaveSettings, such as SaveSettings(mode='async')", "saves")
+    return given
 
 
 def as_location(name: str, given: str | os.PathLike[str] | ObjectPath) -> Place:
@@ -142,65 +144,38 @@ def as_location(name: str, given: str | os.PathLike[str] | ObjectPath) -> Place:
     if isinstance(given, ObjectPath):
         return given
     if not isinstance(given, str | os.PathLike) or not isinstance(os.fspath(given), str) or not os.fspath(given):
-        raise _refused(name, given, "the path of a folder, as a string or a Path, or an address such as s3://bucket/run")
+        raise unlike(name, given, "the path of a folder, as a string or a Path, or an address such as s3://bucket/run")
     return as_place(given, name)
 
 
 def as_checkpoint_id(given: str | int) -> str:
     """Return the name of a checkpoint. A number, such as a step, gets leading zeros, so that names sort as numbers do."""
-    expected = "a name, or a number from 0 on, such as the step"
-    if isinstance(given, bool):
-        raise _refused("checkpoint_id", given, expected)
     if isinstance(given, str) and given:
         return given
-    try:
-        number = operator.index(given)  # type: ignore[arg-type]
-    except TypeError:
-        raise _refused("checkpoint_id", given, expected) from None
-    if number < 0:
-        raise _refused("checkpoint_id", given, expected)
-    return f"{number:0{_ID_DIGITS}d}"
+    with suppress(TypeError):
+        if not isinstance(given, bool) and (number := operator.index(given)) >= 0:  # type: ignore[arg-type]
+            return f"{number:0{_ID_DIGITS}d}"
+    raise unlike("checkpoint_id", given, "a name, or a number from 0 on, such as the step")
 
 
 def check_flags(**given: object) -> None:
     """Require True or False for each argument."""
     for name, value in given.items():
-        if not isinstance(value, bool):
-            raise _refused(name, value, "True or False")
+        _object(value, bool, name, "True or False")
 
 
-def check_count(name: str, given: object, more: str) -> None:
-    """Require a whole number of at least 1. `more` is the rest of the error's sentence."""
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise _refused(name, given, f"a whole number of at least 1{more}")
+def check_number(name: str, given: object, least: int, expected: str, kinds: Any = int) -> None:
+    """Require a number of at least `least`. `expected`: the rest of the error's sentence."""
+    if isinstance(given, bool) or not isinstance(given, kinds) or not given >= least:
+        raise unlike(name, given, expected)
 
 
 def check_step(given: object) -> None:
     """Require the number of a training step."""
-    try:
-        is_step = not isinstance(given, bool) and operator.index(given) >= 0  # type: ignore[arg-type]
-    except TypeError:
-        is_step = False
-    if not is_step:
-        raise _refused("step", given, "a whole number from 0 on")
-
-
-def check_choice(name: str, given: object, choices: Iterable[str]) -> None:
-    """Require one of the names, if a name is given, and not an object."""
-    if isinstance(given, str) and given not in choices:
-        raise _refused(name, given, f"one of {', '.join(choices)}")
-
-
-def check_seconds(name: str, given: object) -> None:
-    """Require a time to wait, in seconds."""
-    if isinstance(given, bool) or not isinstance(given, int | float) or not given >= 0:
-        raise _refused(name, given, "a number of seconds from 0 on")
-
-
-def check_text(name: str, given: object) -> None:
-    """Require a string, or None."""
-    if given is not None and not isinstance(given, str):
-        raise _refused(name, given, "a string, or None")
+    with suppress(TypeError):
+        if not isinstance(given, bool) and operator.index(given) >= 0:  # type: ignore[arg-type]
+            return
+    raise unlike("step", given, "a whole number from 0 on")
 
 
 def _require_distinct(components: Sequence[StateComponent]) -> None:
@@ -219,22 +194,13 @@ def _require_groups(components: Sequence[StateComponent], topology: Topology) ->
             )
 
 
-def _object(given: Kind, kind: type[Any], name: str, expected: str) -> Kind:
+def _object(given: Kind, kind: Any, name: str, expected: str) -> Kind:
     if not isinstance(given, kind):
-        raise _refused(name, given, expected)
+        raise unlike(name, given, expected)
     return given
 
 
-def _require_methods(given: object, name: str, methods: Iterable[str], expected: str) -> None:
+def _with_methods(given: Any, methods: Iterable[str], name: str, called: str, expected: str) -> Any:
     if isinstance(given, type) or not all(callable(getattr(given, method, None)) for method in methods):
-        raise _refused(name, given, expected)
-
-
-def _refused(name: str, given: object, expected: str) -> ConfigurationError:
-    if isinstance(given, type):
-        shown = f"the class {given.__name__}"
-    elif given is None or isinstance(given, str | int | float):
-        shown = repr(given) if len(repr(given)) <= 60 else f"{given!r:.57}..."
-    else:
-        shown = f"a {type(given).__name__}"
-    return ConfigurationError(f"{name} is {shown}; expected {expected}")
+        raise unlike(called, given, expected, name)
+    return given

@@ -15,7 +15,7 @@ from ckpt.ranks.topology import Topology
 from ckpt.saving.arguments import as_saves
 from ckpt.saving.background.background import Background
 from ckpt.saving.new_folder import NewFolder, prepare
-from ckpt.saving.save_settings import SaveSettings
+from ckpt.saving.save_settings import SaveSettings, setting
 from ckpt.saving.saver import SavedRun
 from ckpt.saving.writing import RankWritePlan
 from ckpt.state.collect import RankState
@@ -29,13 +29,14 @@ def as_folder_settings(mode: str | SaveSettings) -> SaveSettings:
     Raises:
         ConfigurationError: a setting has no effect there, or could cost checkpoints.
     """
-    settings = SaveSettings(mode=mode) if isinstance(mode, str) else as_saves(mode)
+    settings = as_saves(mode, "mode")
     for name in ("overlap", "incremental"):
         if getattr(settings, name):
-            raise ConfigurationError(f"saves.{name}=True has no effect where a framework gives the state: leave it out")
+            raise ConfigurationError(setting(name, True), " has no effect where a framework gives the state: leave it out")
     if settings.when_busy == "skip":
         raise ConfigurationError(
-            "saves.when_busy=skip: the framework would count a skipped checkpoint as saved, and remove older ones; give wait or queue"
+            setting("when_busy", "skip"),
+            ": the framework would count a skipped checkpoint as saved, and remove older ones; give wait or queue",
         )
     return settings
 

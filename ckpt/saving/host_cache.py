@@ -16,12 +16,12 @@ import psutil
 import torch
 
 from ckpt.backends.base import Backend
-from ckpt.errors import ConfigurationError
+from ckpt.errors import Argument, ConfigurationError
 from ckpt.format.digests import digest_of
 from ckpt.format.manifest import CheckpointManifest
 from ckpt.format.records import Expected
 from ckpt.ranks.topology import Topology
-from ckpt.saving.save_settings import SaveSettings
+from ckpt.saving.save_settings import SaveSettings, setting
 from ckpt.saving.writing import Pack, RankWritePlan
 from ckpt.storage.held import NOTHING_HELD, HeldFiles, MemoryFile
 from ckpt.storage.pool import Memories, Pool, PooledSave
@@ -102,16 +102,16 @@ class HostCache:
         """
         neighbours = len(topology.nodes[topology.node_rank])
         if self._budget_mib is not None:
-            room, what = self._budget_mib << 20, f"saves.staging_budget_mib={self._budget_mib}"
+            what: str = setting("staging_budget_mib", self._budget_mib)
+            room = self._budget_mib << 20
         else:
             room = self.pool.num_bytes + psutil.virtual_memory().available // neighbours
             what = f"the {room >> 20} MiB that this host has free for each of its ranks"
         wanted = self._num_copies * num_bytes
         if wanted > room:
-            raise ConfigurationError(
-                f"KimiEngineBackend(pool=True) keeps what rank {topology.rank} writes in host memory, {wanted / 2**20:.0f} MiB, which is "
-                f"more than {what}: give it more, shard over more ranks, or take KimiEngineBackend(pool=False)"
-            )
+            pool, none = (Argument("backend.pool", value, f"KimiEngineBackend(pool={value})") for value in (True, False))
+            held = f" keeps what rank {topology.rank} writes in host memory, {wanted / 2**20:.0f} MiB, which is more than "
+            raise ConfigurationError(pool, held, what, ": give it more, shard over more ranks, or take ", none)
 
     def rooms(self, save: PooledSave, share: RankWritePlan, backend: Backend) -> Mapping[int, torch.Tensor]:
         """Item of a share -> its place in the memory of a save that links nothing; only items without partial chunks of other ranks."""

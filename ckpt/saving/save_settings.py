@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ckpt.errors import ConfigurationError
+from ckpt.errors import Argument, ConfigurationError, refused, unlike
 
 MODES = ("sync", "async")
 _CHOICES = {
@@ -57,34 +57,26 @@ class SaveSettings:
     incremental_min_live: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in _FLAGS:
-            self._require_type(name, bool, "True or False")
-        for name in _NUMBERS:
-            if getattr(self, name) is not None:
-                self._require_type(name, (int, float), "a number")
+        for name in (*_FLAGS, *_NUMBERS):
+            value, is_flag = getattr(self, name), name in _FLAGS
+            if isinstance(value, bool) != is_flag or not isinstance(value, int | float | None):
+                raise unlike(f"saves.{name}", value, "True or False" if is_flag else "a number")
         for name, choices in _CHOICES.items():
-            value: Any = getattr(self, name)
-            if value not in choices:
-                raise ConfigurationError(f"saves.{name}={value}: expected one of {', '.join(choices)}")
+            self._require(getattr(self, name) in choices, name, f"one of {', '.join(choices)}")
         for name in _AT_LEAST_ONE:
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigurationError(f"saves.{name}={value}: expected at least 1, or nothing for no limit")
+            self._require(value is None or value >= 1, name, "at least 1, or nothing for no limit")
         if self.mode == "sync":
-            for setting in fields(self):
-                if setting.name in _OF_THE_BACKGROUND and getattr(self, setting.name) != setting.default:
-                    raise self.without_effect(setting.name)
-        if not self.grace_s >= 0:
-            raise ConfigurationError(f"saves.grace_s={self.grace_s}: expected at least 0 seconds")
-        if not 0 < self.incremental_min_live <= 1:
-            raise ConfigurationError(
-                f"saves.incremental_min_live={self.incremental_min_live}: expected a fraction above 0, at most 1"
-            )
+            for field in fields(self):
+                if field.name in _OF_THE_BACKGROUND and getattr(self, field.name) != field.default:
+                    raise self.without_effect(field.name)
+        self._require(self.grace_s >= 0, "grace_s", "at least 0 seconds")
+        self._require(0 < self.incremental_min_live <= 1, "incremental_min_live", "a fraction above 0, at most 1")
 
-    def _require_type(self, name: str, kinds: type | tuple[type, ...], expected: str) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
-            raise ConfigurationError(f"saves.{name} is {value!r}; expected {expected}")
+    def _require(self, is_right: bool, name: str, expected: str) -> None:
+        if not is_right:
+            found = setting(name, getattr(self, name))
+            raise refused(found.name, found.value, expected, found)
 
     @property
     def is_async(self) -> bool:
@@ -92,8 +84,11 @@ class SaveSettings:
 
     def without_effect(self, name: str) -> ConfigurationError:
         """The error of a setting of background saves with `mode="sync"`."""
-        value = getattr(self, name)
-        return ConfigurationError(
-            f"saves.{name}={value} has no effect with saves.mode=sync, for training waits until the checkpoint is committed: give "
-            f"saves.mode=async, or leave saves.{name} out"
-        )
+        found, sync, background = setting(name, getattr(self, name)), setting("mode", "sync"), setting("mode", "async")
+        because = ", for training waits until the checkpoint is committed: leave it out, or give "
+        return ConfigurationError(found, " has no effect with ", sync, because, background)
+
+
+def setting(name: str, value: Any) -> Argument:
+    """A setting of saves, as a message names it."""
+    return Argument(f"saves.{name}", value, f"saves.{name}={value}")

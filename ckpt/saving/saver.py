@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ckpt.backends.base import Backend
+from ckpt.errors import check_choice
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.saving.checkpoint_root import CheckpointRoot, KnownRoots, SaveTarget
@@ -22,7 +23,7 @@ from ckpt.saving.writing import PACKED_BYTES, RankWritePlan
 from ckpt.state.auto_sharing import AutoSharing
 from ckpt.state.collect import Compared, RankState, collect
 from ckpt.state.doctor import Diagnosis
-from ckpt.state.pattern_check import act_on, check_choice, examine
+from ckpt.state.pattern_check import PATTERN_CHECKS, act_on, examine
 from ckpt.state.sharing import SharingPattern, StateComponent
 
 _log = logging.getLogger("ckpt")
@@ -51,7 +52,7 @@ class Saver:
         self._run = run
         self._topology = run.topology
         self._roots = roots
-        self._pattern_check = check_choice(pattern_check)
+        self._pattern_check = check_choice("pattern_check", pattern_check, PATTERN_CHECKS)
         self._was_examined = False
         self._planner = Planner.for_place(
             roots.home, run.topology, run.backend, run.device, packed_bytes=packed_bytes

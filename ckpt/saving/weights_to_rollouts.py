@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ckpt.errors import CorruptCheckpointError, MissingStateError
+from ckpt.errors import Argument, CorruptCheckpointError, MissingStateError
 from ckpt.format.box import whole
 from ckpt.format.digests import BlockDigests
 from ckpt.format.dtypes import torch_dtype
@@ -28,6 +28,9 @@ from ckpt.ranks.topology import Topology
 from ckpt.saving.host_cache import HeldStep, HostCache
 from ckpt.state.sharing import OWN_COPIES, SharingPattern
 from ckpt.storage.held import HeldFiles
+
+IN_MEMORY = Argument("in_memory", None, "backend=KimiEngineBackend(pool=True)")
+"""The advice to keep saves in memory."""
 
 
 class WeightSender(Protocol):
@@ -129,20 +132,19 @@ class HeldWeights:
     def _bytes_of(self, chunk: ChunkExtent) -> torch.Tensor:
         file = self._memory.of(chunk.file, self._files)
         if file is None:
-            raise MissingStateError(
-                f"{self._checkpoint.root.name} cannot be published: {chunk.file} is not in the memory of this host, but on another one, or "
-                "was linked by an incremental save and not written; give engine.send_weights the model's own weights"
-            )
+            why = "is not in the memory of this host, but on another one, or was linked by an incremental save and not written"
+            raise self._out_of_reach(f"{chunk.file} {why}")
         return file[chunk.offset : chunk.offset + chunk.length]
 
     def _require_indexes(self) -> None:
         """Require the indexes in memory too: they list the places of the tensors, and the disk is not read."""
         for rank in self._checkpoint.manifest.index_ranks():
             if index_name(rank) not in self._files:
-                raise MissingStateError(
-                    f"{self._checkpoint.root.name} cannot be published: rank {rank} wrote a part of it on another host, whose memory is "
-                    "out of reach; give engine.send_weights the model's own weights"
-                )
+                raise self._out_of_reach(f"rank {rank} wrote a part of it on another host, whose memory is out of reach")
+
+    def _out_of_reach(self, why: str) -> MissingStateError:
+        found = f"{self._checkpoint.root.name} cannot be published: {why}"
+        return MissingStateError(f"{found}; give engine.send_weights the model's own weights")
 
     def _verify(self, rank: int) -> None:
         """Compare the digests of the bytes that this rank wrote. As all ranks do so, everything is checked once."""
@@ -233,6 +235,6 @@ def _require_held(said: Sequence[tuple[str, str] | None], step: int, component: 
         found = "nothing" if offer is None else f"checkpoint-{offer[0]}"
         if offer is None or step_of(offer[0]) != step or offer != said[0]:
             raise MissingStateError(
-                f"{component} of step {step} cannot be published: rank {rank} holds {found} in memory. A step is there from the commit of "
-                "its save until the next save begins, with backend=KimiEngineBackend(pool=True)"
+                f"{component} of step {step} cannot be published: rank {rank} holds {found} in memory. A step is there from the commit of ",
+                "its save until the next save begins, with ", IN_MEMORY,
             )

@@ -7,7 +7,7 @@ Files:
     abilities               optional methods and attributes of a component's object
     flatten, plain          flattens nested state dicts and rebuilds them; plain values as JSON
     tensor_classes          tensors of other classes than torch's own, kept or refused
-    sharded_base, sharded_tensor   tensors with their position in a global tensor
+    sharded_base, sharded_tensor, sharded_object   tensors with their position in a global tensor, and objects
     address                 position of a leaf in its global array
     collect                 the state of one rank for a save; exchange of plain values and address tables
     replication, state_digest   comparison of equal copies; one digest for a whole state

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from ckpt.errors import Argument
 from ckpt.format.gc_pause import gc_paused
 from ckpt.state.replication import Difference, Fingerprint, differences
 from ckpt.state.sharing import Ranks, Sets, Sharing, SharingPattern
@@ -60,6 +61,11 @@ class Diagnosis:
     sentence: str = ""
     leaf: str | None = None
     ranks: tuple[int, ...] = ()
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        """Those that the sentence may name."""
+        return tuple(pattern.declaration(self.component) for pattern in self.found[:1])
 
     def to_json(self) -> dict[str, Any]:
         found = [str(pattern) for pattern in self.found]

@@ -26,17 +26,6 @@ PATTERN_CHECKS = ("warn", "error", "off")
 ones "warn" logs a warning and "error" refuses."""
 
 
-def check_choice(pattern_check: str) -> str:
-    """Check that a value of `pattern_check` exists; return it.
-
-    Raises:
-        ConfigurationError: unknown value.
-    """
-    if pattern_check not in PATTERN_CHECKS:
-        raise ConfigurationError(f"pattern_check {pattern_check!r} is none of {', '.join(PATTERN_CHECKS)}")
-    return pattern_check
-
-
 def examine(
     components: Mapping[str, StateComponent], seen: Mapping[str, Mapping[str, Fingerprint]], topology: Topology
 ) -> list[Diagnosis]:
@@ -95,10 +84,12 @@ def act_on(
             continue
         excused = components[diagnosis.component].validation_level == "none"
         if diagnosis.verdict is PatternVerdict.LOSES_STATE and not excused:
-            raise ReplicationError(f"{diagnosis.sentence}. To save in spite of it, set pattern_check=off.")
+            message = f"{diagnosis.sentence}. To save in spite of it, set pattern_check=off."
+            raise ReplicationError(message, arguments=diagnosis.arguments)
         remarks.append(diagnosis)
     if remarks and pattern_check == "error":
-        raise ConfigurationError(f"{remarks[0].sentence}. To save in spite of it, set pattern_check=warn.")
+        message = f"{remarks[0].sentence}. To save in spite of it, set pattern_check=warn."
+        raise ConfigurationError(message, arguments=remarks[0].arguments)
     for remark in remarks if tell else ():
         _log.warning("%s (%s)", remark.sentence, remark.verdict.value)
 

@@ -25,7 +25,7 @@ from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -33,9 +33,7 @@ import torch
 
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, sentence
 from ckpt.format.strict_json import Refused, Shape, fraction
-
-if TYPE_CHECKING:
-    from ckpt.format.unpickling import UnknownObject
+from ckpt.format.unknown import UnknownObject
 
 _log = logging.getLogger("ckpt")
 
@@ -457,8 +455,6 @@ def _unknown_member(module: str, qualname: str, given: str | int) -> UnknownObje
 @functools.cache
 def _unknown_enum(module: str, qualname: str) -> type[UnknownObject]:
     """Make the substitute for an enum class, and log a warning."""
-    from ckpt.format.unpickling import UnknownObject
-
     _log.warning(
         "the checkpoint holds members of the enum %s of %s, which this process does not have; an inert UnknownObject stands in for "
         "each. Import %s before the load, in a version that has it, to get the members.",

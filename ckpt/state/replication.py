@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from ckpt.errors import ConfigurationError, ReplicationError
+from ckpt.errors import ConfigurationError, ReplicationError, declare
 from ckpt.format.digests import StreamDigest, digest_of
 from ckpt.format.dtypes import as_integers, is_dtensor, raw_bytes, real_numbers
 from ckpt.state.abilities import RankPrivate, offers
@@ -131,19 +131,6 @@ class Distance:
 def is_piece(leaf: TensorLeaf) -> bool:
     """Whether a leaf has its own position in a larger tensor."""
     return isinstance(leaf, ShardedTensor) or is_dtensor(leaf)
-
-
-def check_level(component: str, validation_level: str | None) -> None:
-    """Check that a level exists.
-
-    Raises:
-        ConfigurationError: unknown level.
-    """
-    known = [level.value for level in ValidationLevel]
-    if validation_level is not None and validation_level not in known:
-        raise ConfigurationError(
-            f"component {component}: validation_level {validation_level!r} is none of {', '.join(known)}"
-        )
 
 
 def private_keys(stateful: object, keys: Collection[str]) -> set[str]:
@@ -256,8 +243,8 @@ def replication_error(
     return ReplicationError(
         f"component {component} should be the same on ranks {_ranks(ranks)}, but differs from rank {reference} in "
         f"{'; '.join(named)}{more}. Choose another sharing_pattern, or list the "
-        "entries that are each rank's own in the object's attribute rank_private, or compare nothing: "
-        f"declare component {component} with validation_level=none."
+        "entries that are each rank's own in the object's attribute rank_private, or compare nothing: ",
+        declare(component, validation_level="none"), ".",
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from ckpt.errors import ConfigurationError, ShardingError
+from ckpt.errors import Argument, ConfigurationError, ShardingError, declare
 from ckpt.format.dtypes import is_dtensor
 from ckpt.format.names import COMPONENT_KEY
 from ckpt.planning.tables import Address
@@ -17,7 +17,7 @@ from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import Elastic, offers
 from ckpt.state.address import address_of, local_tensor
 from ckpt.state.flatten import Leaves, TensorLeaf
-from ckpt.state.replication import ValidationLevel, check_level
+from ckpt.state.replication import ValidationLevel
 from ckpt.state.sharded_tensor import ShardedTensor
 
 
@@ -90,10 +90,10 @@ class Sharing:
     def __str__(self) -> str:
         return self.pattern.name + (f" {self.group}" if self.group else "")
 
-    def declaration(self, component: str) -> str:
+    def declaration(self, component: str) -> Argument:
         """Return the instruction for declaring this pattern."""
-        group = f" and process_group_name={self.group}" if self.group else ""
-        return f"declare component {component} with sharing_pattern={self.pattern.value}{group}"
+        group = {"process_group_name": self.group} if self.group else {}
+        return declare(component, sharing_pattern=self.pattern.value, **group)
 
     def sets(self, ranks: Ranks) -> Sets:
         """Return the sets of ranks that each hold one state."""
@@ -191,8 +191,8 @@ class StateComponent:
         if self.elastic in DECIDED_BY_OBJECT and not offers(self.stateful, Elastic):
             raise ConfigurationError(
                 f"component {self.key}: elastic={self.elastic} needs an object with the methods fits and load_changed, of which "
-                f"{type(self.stateful).__name__} lacks at least one; add it (see ckpt.state.abilities.Elastic), or declare component "
-                f"{self.key} with elastic=None"
+                f"{type(self.stateful).__name__} lacks at least one; add it (see ckpt.state.abilities.Elastic), or ",
+                declare(self.key, elastic=None),
             )
 
     @property
@@ -232,35 +232,27 @@ def check_component(
     """
     if not isinstance(key, str) or not COMPONENT_KEY.fullmatch(key):
         raise ConfigurationError(f"component key {key!r} may hold letters, digits, '_' and '-' only: it names a folder")
-    try:
-        pattern = None if sharing_pattern == AUTO else SharingPattern(sharing_pattern)
-    except ValueError:
-        known = ", ".join([*(p.value for p in SharingPattern), AUTO])
-        raise ConfigurationError(f"component {key}: sharing_pattern {sharing_pattern!r} is none of {known}") from None
-    named = AUTO if pattern is None else pattern.value
-    if pattern is SharingPattern.PER_GROUP and not process_group_name:
-        raise ConfigurationError(
-            f"component {key}: sharing_pattern=per_group needs process_group_name, the group whose members hold equal "
-            "state; give it, or choose another pattern"
-        )
-    if process_group_name and pattern is not SharingPattern.PER_GROUP:
-        raise ConfigurationError(
-            f"component {key}: process_group_name={process_group_name} goes with sharing_pattern=per_group, not with "
-            f"{named}; drop one of the two"
-        )
-    if validate_replication and pattern not in EQUAL_COPIES:
-        allowed = ", ".join(p.value for p in EQUAL_COPIES)
-        raise ConfigurationError(
-            f"component {key}: validate_replication compares copies that should be equal, which {named} does not "
-            f"have; it goes with {allowed}"
-        )
-    check_level(key, validation_level)
+    named = sharing_pattern.value if isinstance(sharing_pattern, SharingPattern) else sharing_pattern
+    levels, equal = [level.value for level in ValidationLevel], [pattern.value for pattern in EQUAL_COPIES]
+
+    def require(is_right: bool, name: str, found: object, otherwise: str) -> None:
+        if not is_right:
+            raise ConfigurationError(Argument("components", {key: {name: found}}, f"component {key}: {name}={found}"), otherwise)
+
+    known = [*(pattern.value for pattern in SharingPattern), AUTO]
+    require(named in known, "sharing_pattern", named, f": expected one of {', '.join(known)}")
+    pattern = None if named == AUTO else SharingPattern(named)
+    is_per_group, group = pattern is SharingPattern.PER_GROUP, process_group_name
+    needs = " needs process_group_name, the group whose members hold equal state; give it, or choose another pattern"
+    require(bool(group) or not is_per_group, "sharing_pattern", named, needs)
+    goes_with = f" goes with sharing_pattern=per_group, not with {named}; drop one of the two"
+    require(is_per_group or not group, "process_group_name", group, goes_with)
+    compares = f" compares copies that should be equal, which {named} does not have; it goes with {', '.join(equal)}"
+    require(named in equal or not validate_replication, "validate_replication", validate_replication, compares)
+    require(validation_level in (None, *levels), "validation_level", validation_level, f": expected one of {', '.join(levels)}")
     choices = ANY_ELASTIC if pattern is None else elastic_choices(pattern)
-    if elastic is not None and elastic not in choices:
-        raise ConfigurationError(
-            f"component {key}: elastic={elastic} does not apply to {named} components; leave it "
-            f"null or set it to {' or '.join(choices)}"
-        )
+    otherwise = f" does not apply to {named} components; leave it null or set it to {' or '.join(choices)}"
+    require(elastic in (None, *choices), "elastic", elastic, otherwise)
     return AUTO if pattern is None else pattern
 
 
@@ -386,5 +378,6 @@ def _require_inside(
     if not inside:
         raise ShardingError(
             f"component {component.key} is {component.pattern.value}, but {key} {across}, beyond {list(mine)} which should "
-            f"have a state of their own; declare component {component.key} with sharing_pattern=sharded"
+            "have a state of their own; ",
+            declare(component.key, sharing_pattern="sharded"),
         )

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.errors import CheckpointError, refused
 from ckpt.ranks.waiting import start
 from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.files import naming, reserve, start_writeback, write_all
@@ -66,7 +66,7 @@ class Buffers:
     def __init__(self, *, buffer_mib: int, direct_io: bool, segment_mib: int = 64) -> None:
         for name, mib in (("buffer_mib", buffer_mib), ("segment_mib", segment_mib)):
             if mib < 1:
-                raise ConfigurationError(f"{name}={mib}: give 1 or more")
+                raise refused(f"backend.{name}", mib, "at least 1")
         self.segment_bytes = segment_mib << 20
         self._idle_segments: list[memoryview] = []
         self._num_bytes = (buffer_mib << 20) // NUM_BUFFERS

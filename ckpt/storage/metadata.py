@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, sentence
+from ckpt.errors import Argument, CheckpointError, CorruptCheckpointError, StorageError, sentence, telling
 from ckpt.format.digests import digest_of
 from ckpt.format.manifest import COMMON, OBJECTS, SHARDED
 from ckpt.format.places import ObjectPath, Place, as_place
@@ -107,16 +107,16 @@ def other_format(checkpoint_dir: Given) -> str | None:
     except CheckpointError:  # somebody else's file of that name
         config = None
     if config is not None and config.sharded_backend == TORCH_DIST:
-        return (
-            f"{folder} is a {TORCH_DIST} checkpoint of Megatron-Core, whose metadata is a pickle. Load it by ckpt.load(path, "
-            "allow_pickle=True), or by ckpt.dist_checkpointing.load with allow_pickle=True and no sharded_strategy; no code in it is run"
-        )
+        found = f"{folder} is a {TORCH_DIST} checkpoint of Megatron-Core"
+        return _pickled(found, "by ckpt.dist_checkpointing.load with allow_pickle=True and no sharded_strategy")
     if config is None and isinstance(folder, Path) and (folder / _DCP_METADATA).is_file():
-        return (
-            f"{folder} is a checkpoint of torch.distributed.checkpoint, whose metadata is a pickle. Load it by "
-            "ckpt.load(path, allow_pickle=True), or into a run by its path; no code in it is run"
-        )
+        return _pickled(f"{folder} is a checkpoint of torch.distributed.checkpoint", "into a run by its path")
     return None
+
+
+def _pickled(found: str, other_way: str) -> Argument:
+    said = f"{found}, whose metadata is a pickle. Load it by ckpt.load(path, allow_pickle=True), or {other_way}; no code in it is run"
+    return Argument("pickled_metadata", found, said)
 
 
 def save_config(config: CheckpointingConfig, checkpoint_dir: Given, parts: Mapping[str, str] | None = None) -> None:
@@ -130,13 +130,11 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: Given, parts: Mappi
     """
     place = as_place(checkpoint_dir, "checkpoint_dir")
     path = place / CONFIG_FNAME
-    try:
+    with telling(f"{path} cannot be written"):
         if isinstance(path, Path):
             replace_durably(path, config_bytes(config, parts))
         else:
             files_below(place).write(CONFIG_FNAME, config_bytes(config, parts))
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {sentence(error)}") from error
 
 
 def config_bytes(config: CheckpointingConfig, parts: Mapping[str, str] | None = None) -> bytes:

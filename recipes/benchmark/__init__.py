@@ -12,7 +12,7 @@
     ranks        agreements of 4 to 16,384 ranks              agreements            reckoned_agreements
     compare      nothing: ratios of two results               comparison
 
-`harness` runs them all: it checks keys, lets contenders take turns, and writes the result. `measuring` takes time and memory;
-`tables` makes medians, ratios, tables and the plot. States: `workloads` (a training state, with the `places` of its bytes),
+`harness` runs them all: it checks keys, lets contenders take turns, and writes and shows the result. `measuring` takes time and
+memory; `tables` makes medians, ratios, tables and the plot. States: `workloads` (a training state, with the `places` of its bytes),
 `weights`, `megatron_state`. `training_step` trains, and `slow_store` plays a network file system.
 """

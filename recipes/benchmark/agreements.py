@@ -12,9 +12,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed import PrefixStore
@@ -34,18 +33,11 @@ from recipes.benchmark.reckoned_agreements import (
     reckon_saves,
     request_costs,
 )
-from recipes.benchmark.tables import print_table, rounds_of
+from recipes.benchmark.tables import Rows, rows_of
 from recipes.support.local_ranks import start_forkserver
 
-
-@dataclass
-class RanksKeys:
-    ranks: list[int]
-    reckoned: list[int]
-    processes: int
-    phases: int
-    repeats: int
-    payload_bytes: int
+COLUMNS = {"a phase, s": "phase_s", "requests a rank": "requests", "bytes": "bytes", "bytes / (ranks x payload)": "bytes/least_bytes"}
+DIGITS = 5
 
 
 def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
@@ -67,23 +59,13 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
     return {"payload_bytes": num_bytes, "rounds": rounds, "reckoned": reckoned, "costs": costs}
 
 
-def show(result: Mapping[str, Any]) -> None:
-    """Print a table of the measured ranks, and one of the reckoned."""
-    columns = {
-        "phase, ms": lambda row: f"{1e3 * row['phase_s']:.2f}",
-        "requests a rank": lambda row: f"{row['requests']:.1f}",
-        "MB": lambda row: f"{row['bytes'] / 1e6:.3f}",
-        "MB / (ranks x payload)": lambda row: f"{row['bytes'] / row['least_bytes']:.2f}",
-    }
-    saves = {"a later save, s": lambda row: f"{row['steady_save_s']:.2f}", "a first save, s": lambda row: f"{row['first_save_s']:.2f}"}
-    for title, rows, cells_of in (
-        (f"measured, {rounds_of(result)}", result["medians"], columns),
-        ("reckoned; agreements of a save", result["reckoned"], columns | saves),
-    ):
-        if rows:
-            cells = [(heading, *map(cell, rows.values())) for heading, cell in cells_of.items()]
-            what = f"a phase with {result['payload_bytes']:,} bytes of each rank for the lead"
-            print_table(f"{what}, {title}", ["", *(f"{name} ranks" for name in rows)], cells)
+def _tables(result: Mapping[str, Any]) -> dict[str, Rows]:
+    columns = COLUMNS | {"a later save, s": "steady_save_s", "a first save, s": "first_save_s"}
+    return {f"{_title(result)}, reckoned; agreements of a save": rows_of({"medians": result["reckoned"]}, columns, DIGITS)}
+
+
+def _title(result: Mapping[str, Any]) -> str:
+    return f"a phase with {result['payload_bytes']:,} bytes of each rank for the lead"
 
 
 # Measured
@@ -112,11 +94,9 @@ def _phases(port: int, ranks: Sequence[int], num_ranks: int, num_phases: int, nu
     count, lock = Counter[str](), threading.Lock()
     store = reach(LOOPBACK, port, timeout_s=TIMEOUT_S)
     ready = threading.Barrier(len(ranks), timeout=TIMEOUT_S)
-    seconds: dict[int, float] = {}
 
-    def run(rank: int) -> None:
-        topology = Topology.join(PrefixStore("job", store), rank, num_ranks, timeout_s=TIMEOUT_S, host=f"host-{rank // PER_HOST}")
-        with topology:
+    def run(rank: int) -> tuple[float, Counter[str]]:
+        with Topology.join(PrefixStore("job", store), rank, num_ranks, timeout_s=TIMEOUT_S, host=f"host-{rank // PER_HOST}") as topology:
             with topology.phase("begin"):
                 ready.wait()
             if rank == ranks[0]:
@@ -126,20 +106,13 @@ def _phases(port: int, ranks: Sequence[int], num_ranks: int, num_phases: int, nu
             for _ in range(num_phases):
                 with topology.operation("benchmark"), topology.phase("measured") as phase:
                     phase.to_lead = "x" * num_bytes
-            seconds[rank] = time.perf_counter() - began
-            counted = Counter(count)
+            ended, counted = time.perf_counter(), Counter(count)
             ready.wait()
-            if rank == ranks[0]:
-                count.clear()
-                count.update(counted)
+        return ended - began, counted
 
-    with counting(count, lock):
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    return max(seconds.values()), count
+    with counting(count, lock), ThreadPoolExecutor(len(ranks)) as threads:
+        found = list(threads.map(run, ranks))
+    return max(seconds for seconds, _ in found), found[0][1]
 
 
 @contextmanager
@@ -167,4 +140,12 @@ def _size(value: Any) -> int:
     return len(value) if isinstance(value, str | bytes) else 0
 
 
-MEASUREMENT = harness.Measurement(RanksKeys, benchmark, show, check_run=harness.checked_folder)
+MEASUREMENT = harness.Measurement(
+    {**dict.fromkeys(("ranks", "reckoned"), list[int]), **dict.fromkeys(("processes", "phases", "repeats", "payload_bytes"), int)},
+    benchmark,
+    _title,
+    COLUMNS,
+    tables=_tables,
+    check_run=harness.checked_folder,
+    digits=DIGITS,
+)

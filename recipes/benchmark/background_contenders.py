@@ -6,7 +6,6 @@ Each is made anew for its turn, and leaves no memory and no process behind: toge
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import sys
 import threading
@@ -28,43 +27,14 @@ from recipes.benchmark.contenders import coordinator_of
 from recipes.benchmark.peers import Dcp
 from recipes.benchmark.workloads import Workload
 
-
-@dataclasses.dataclass(frozen=True)
-class SaveMode:
-    """How a contender saves.
-
-    Attributes:
-        writer: "thread", or "process" of DCP's; None: training waits for the whole save.
-        overlap: whether the copy, too, runs beside training, whose next optimizer step waits for it.
-        is_capped: of ours: whether the writer keeps to `benchmark.writer_cores` and `benchmark.writer_mib_s`.
-        is_tuned: of DCP's: whether it keeps memory and plans from save to save, which its defaults do not. To overlap it has to.
-    """
-
-    writer: str | None
-    overlap: bool = False
-    is_capped: bool = False
-    is_tuned: bool = False
-
-
 NOTHING = "none"
-_BACKGROUND = {
-    "thread": SaveMode("thread"),
-    "thread-overlap": SaveMode("thread", overlap=True),
-}
-OURS: dict[str, SaveMode] = {
-    "sync": SaveMode(None),
-    **_BACKGROUND,
-    **{f"{name}/capped": dataclasses.replace(mode, is_capped=True) for name, mode in _BACKGROUND.items()},
-}
-DCP: dict[str, SaveMode] = {
-    "dcp-thread": SaveMode("thread"),
-    "dcp-process": SaveMode("process"),
-    "dcp-thread/tuned": SaveMode("thread", is_tuned=True),
-    "dcp-process/tuned": SaveMode("process", is_tuned=True),
-    "dcp-thread-overlap": SaveMode("thread", overlap=True, is_tuned=True),
-    "dcp-process-overlap": SaveMode("process", overlap=True, is_tuned=True),
-}
-"""torch.distributed.checkpoint.async_save, in the same modes."""
+OURS = ("sync", "thread", "thread-overlap", "thread/capped", "thread-overlap/capped")
+"""Training waits for the whole save; for the copy alone; or its next optimizer step does. "capped": the writer keeps to
+`benchmark.writer_cores` and `benchmark.writer_mib_s`."""
+
+DCP = ("dcp-thread", "dcp-process", "dcp-thread/tuned", "dcp-process/tuned", "dcp-thread-overlap", "dcp-process-overlap")
+"""torch.distributed.checkpoint.async_save, whose writer is a thread or a process. "tuned": it keeps memory and plans from save to
+save, which its defaults do not. To overlap it has to."""
 
 
 class Saving:
@@ -77,8 +47,8 @@ class Saving:
     def __init__(self, steps: int) -> None:
         self._steps = self._steps_left = steps
 
-    def save(self, folder: Path) -> None:
-        """Begin to save to a folder that does not exist yet; training continues when it returns."""
+    def save(self, path: Path) -> None:
+        """Begin to save to a path that does not exist yet; training continues when it returns."""
         self._steps_left = self._steps
 
     def is_done(self) -> bool:
@@ -97,7 +67,7 @@ class Saving:
         """
         return None
 
-    def load(self, folder: Path) -> None:
+    def load(self, path: Path) -> None:
         """Load a save into the state that was saved."""
 
     def close(self) -> None:
@@ -108,19 +78,20 @@ class Ours(Saving):
     """The coordinator of the recipe, with the backend that `ckpt=` chooses: all components, digests, a commit.
 
     Args:
+        folder: that it will save below.
         settings: how it saves.
     """
 
     def __init__(self, cfg: Mapping[str, Any], workload: Workload, folder: Path, settings: SaveSettings) -> None:
         self._coordinator = coordinator_of(cfg, workload.saved, output_dir=folder, keep_last=None, saves=settings)
-        self._committed = folder
+        self._path = folder
 
-    def save(self, folder: Path) -> None:
-        self._committed = folder.with_name(f"checkpoint-{folder.name}")
-        self._coordinator.save_checkpoint(self._committed)
+    def save(self, path: Path) -> None:
+        self._path = path
+        self._coordinator.save_checkpoint(path)
 
     def is_done(self) -> bool:
-        return self._committed.is_dir()
+        return self._path.is_dir()
 
     def finish(self) -> None:
         self._coordinator.wait()
@@ -130,8 +101,8 @@ class Ours(Saving):
         assert report is not None
         return report.save_s
 
-    def load(self, folder: Path) -> None:
-        self._coordinator.load_checkpoint(folder.with_name(f"checkpoint-{folder.name}"))
+    def load(self, path: Path) -> None:
+        self._coordinator.load_checkpoint(path)
 
     def close(self) -> None:
         self._coordinator.close()
@@ -146,43 +117,41 @@ class DcpSaving(Saving):
     overlap the stager copies in a thread, and the optimizer's next step waits for it.
     """
 
-    def __init__(self, workload: Workload, mode: SaveMode) -> None:
+    def __init__(self, name: str, workload: Workload) -> None:
         state = workload.saved
         self._topology = state.topology
         self._tree = state.tree
-        self._mode = mode
+        self._by_process = "process" in name
+        self._is_tuned = name not in ("dcp-thread", "dcp-process")
         self._loader = Dcp(workload)
         self._group = dist.new_group(backend="gloo")
-        self._stager = _stager(mode) if mode.is_tuned else None
+        self._stager = self._made_stager(overlap=name.endswith("overlap")) if self._is_tuned else None
         self._staged: Future[None] | None = None
         self._durable: Future[Any] | None = None
         self._settled = threading.Event()
         self._called = self._durable_at = 0.0
         self._talk = contextlib.ExitStack()
-        if mode.writer == "process":
+        if self._by_process:
             # Until the first save is done: the process that it starts inherits stderr, and would write a line for each of its steps.
             self._talk.enter_context(_without_stderr())
         optimizer = state.statefuls["optimizer"].optimizer  # type: ignore[attr-defined]
         self._hook = optimizer.register_step_pre_hook(self._wait_for_copy)
 
-    def save(self, folder: Path) -> None:
+    def save(self, path: Path) -> None:
         self._settled.clear()
         self._called = time.perf_counter()
-        by_process = self._mode.writer == "process"
         with importing("DCP's save beside training"):
             from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
         response = async_save(
             dict(self._tree),
-            storage_writer=FileSystemWriter(folder, sync_files=True),
-            planner=DefaultSavePlanner(enable_plan_caching=self._mode.is_tuned),
+            storage_writer=FileSystemWriter(path, sync_files=True),
+            planner=DefaultSavePlanner(enable_plan_caching=self._is_tuned),
             process_group=self._group,
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS if by_process else AsyncCheckpointerType.THREAD,
+            async_checkpointer_type=AsyncCheckpointerType("process" if self._by_process else "thread"),
             async_stager=self._stager,
         )
-        if isinstance(response, AsyncSaveResponse):
-            self._staged, self._durable = response.staging_completion, response.upload_completion
-        else:
-            self._staged, self._durable = None, response
+        self._staged = getattr(response, "staging_completion", None)
+        self._durable = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
         self._durable.add_done_callback(self._note_end)
 
     def is_done(self) -> bool:
@@ -197,9 +166,8 @@ class DcpSaving(Saving):
             self._durable.result()
         return self._durable_at - self._called
 
-    def load(self, folder: Path) -> None:
-        assert folder.name == "dcp", "the name that its loader knows"
-        self._loader.load(folder.parent)
+    def load(self, path: Path) -> None:
+        self._loader.load_from(path)
 
     def close(self) -> None:
         self._talk.close()
@@ -211,6 +179,16 @@ class DcpSaving(Saving):
         executor._CHECKPOINT_PROCESS = None
         dist.destroy_process_group(self._group)
 
+    def _made_stager(self, *, overlap: bool) -> Any:
+        with importing("DCP's stager with options"):
+            from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+        pinned = torch.accelerator.is_available()
+        return DefaultStager(
+            StagingOptions(
+                use_pinned_memory=pinned, use_shared_memory=self._by_process, use_async_staging=overlap, use_non_blocking_copy=pinned
+            )
+        )
+
     def _note_end(self, future: Future[Any]) -> None:
         self._durable_at = time.perf_counter()
         self._settled.set()
@@ -219,19 +197,6 @@ class DcpSaving(Saving):
         if self._staged is not None:
             self._staged.result()
             self._staged = None
-
-
-def _stager(mode: SaveMode) -> Any:
-    with importing("DCP's stager with options"):
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=torch.accelerator.is_available(),
-            use_shared_memory=mode.writer == "process",
-            use_async_staging=mode.overlap,
-            use_non_blocking_copy=torch.accelerator.is_available(),
-        )
-    )
 
 
 @contextlib.contextmanager
@@ -254,15 +219,14 @@ def saving_of(name: str, cfg: Mapping[str, Any], workload: Workload, folder: Pat
     Args:
         folder: that it will save below.
     """
-    keys = cfg["benchmark"]
     if name in OURS:
-        return Ours(cfg, workload, folder, settings_of(OURS[name], keys))
-    return DcpSaving(workload, DCP[name]) if name in DCP else Saving(keys["steps"])
+        return Ours(cfg, workload, folder, settings_of(name, cfg["benchmark"]))
+    return DcpSaving(name, workload) if name in DCP else Saving(cfg["benchmark"]["steps"])
 
 
-def settings_of(mode: SaveMode, keys: Mapping[str, Any]) -> SaveSettings:
-    """Return the settings of our coordinator for a mode."""
-    if mode.writer is None:
+def settings_of(name: str, keys: Mapping[str, Any]) -> SaveSettings:
+    """Return the settings of our coordinator, by the contender's name."""
+    if name == "sync":
         return SaveSettings()
-    caps = {name: keys[name] for name in ("writer_cores", "writer_mib_s") if mode.is_capped}
-    return SaveSettings(mode="async", overlap=mode.overlap, **caps)
+    caps = {key: keys[key] for key in ("writer_cores", "writer_mib_s") if name.endswith("/capped")}
+    return SaveSettings(mode="async", overlap="overlap" in name, **caps)

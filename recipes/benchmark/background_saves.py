@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,21 @@ from ckpt.ranks.topology import Topology
 from recipes.benchmark import harness
 from recipes.benchmark.background_contenders import DCP, NOTHING, OURS, Saving, saving_of
 from recipes.benchmark.harness import Figures
-from recipes.benchmark.measuring import PeakMemory, gathered, wait_for_ranks
-from recipes.benchmark.tables import cores_and_rounds, draw, print_table, quotients, rows_of, summarized
+from recipes.benchmark.measuring import PeakMemory, gathered, largest, wait_for_ranks
+from recipes.benchmark.tables import Rows, quotients
 from recipes.benchmark.training_step import TrainingStep
 from recipes.benchmark.workloads import Workload, described, facts_of, prepared
 
 WORKLOADS = ("gpt2_fsdp", "gpt2_ddp", "gpt2_tp_fsdp")
 
 COLUMNS = {
-    "first_stall_s": "first stall s",
-    "stall_s": "stall s",
-    "slow_down": "steps, times",
-    "durable_s": "durable s",
-    "lost_s": "lost s",
+    "first stall s": "first_stall_s",
+    "stall s": "stall_s",
+    "steps, times": "slow_down",
+    "durable s": "durable_s",
+    "lost s": "lost_s",
 }
-"""Figures that are compared, and their headings."""
+"""Figures that are compared, by their headings."""
 
 PATIENCE_S = 300.0
 """A save that is not durable by then is waited for without steps; if it has failed, it raises then."""
@@ -40,7 +39,7 @@ PATIENCE_S = 300.0
 BEFORE_FIRST = 5
 """A run trains for a while before it saves; ours, meanwhile, allocate and touch the memory for copies, at a low priority."""
 
-WARM, COUNTED = "warm", "dcp"
+WARM, COUNTED = "checkpoint-1", "checkpoint-2"
 """Folders of the two saves of a turn."""
 
 RankTimes = dict[str, Any]
@@ -48,24 +47,11 @@ RankTimes = dict[str, Any]
 each step beside it, its begin and end in seconds after the call, and its `wait_s`. With `first_stall_s` of the first save."""
 
 
-@dataclass
-class BackgroundKeys:
-    workload: str
-    repeats: int
-    contenders: list[str]
-    step_s: float
-    steps: int
-    stepped_mib: int
-    writer_cores: int | None
-    writer_mib_s: int | None
-    plot: bool | None
-
-
 def _check(keys: dict[str, Any]) -> None:
     harness.require_choice("workload", keys["workload"], WORKLOADS)
     if not keys["step_s"] > 0:
         raise ConfigurationError(f"benchmark.step_s={keys['step_s']}: expected more than 0 seconds")
-    capped = [name for name in keys["contenders"] if name in OURS and OURS[name].is_capped]
+    capped = [name for name in keys["contenders"] if name.endswith("/capped")]
     if capped and keys["writer_cores"] is None and keys["writer_mib_s"] is None:
         raise ConfigurationError(
             f"benchmark.contenders: {capped[0]} has no cap: give benchmark.writer_cores=<cores> or benchmark.writer_mib_s=<MiB/s>"
@@ -74,17 +60,12 @@ def _check(keys: dict[str, Any]) -> None:
 
 def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
     if topology.world_size == 1:
-        raise ConfigurationError(
-            "background saves are measured on ranks that train together: launch.nproc_per_node=2 or more"
-        )
+        raise ConfigurationError("background saves are measured on ranks that train together: launch.nproc_per_node=2 or more")
     keys = cfg["benchmark"]
     with prepared(cfg, topology) as workload, harness.scratch_folder(cfg, topology) as folders:
         step = TrainingStep(workload.saved, keys["stepped_mib"] << 20)
-        facts = facts_of(cfg, workload) | {
-            "writer_cores": keys["writer_cores"],
-            "writer_mib_s": keys["writer_mib_s"],
-            "compute_s": step.calibrate(keys["step_s"]),
-        }
+        facts = facts_of(cfg, workload) | {cap: keys[cap] for cap in ("writer_cores", "writer_mib_s")}
+        facts["compute_s"] = step.calibrate(keys["step_s"])
         what = f"{described(facts)}; a step computes for {facts['compute_s']:.3f} s"
         harness.announce(what, keys["contenders"], keys, topology)
 
@@ -93,11 +74,11 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
                 harness.turn_folder(folders, name, number, topology) as folder,
                 closing(saving_of(name, cfg, workload, folder)) as saving,
             ):
-                told = _measured(name, saving, keys["steps"], workload, step, folder, compares=number == 0)
+                told = _measured(name, saving, keys["steps"], workload, step, folder, compares=number == 1)
                 return figures_of(gathered(told, topology)) | {"written_bytes": _bytes_in(folder, topology)}
 
         rounds = harness.interleaved(keys["contenders"], keys["repeats"], take_turn, topology, _line)
-    return facts | {"rounds": rounds} | compared(rounds)
+    return facts | {"rounds": rounds}
 
 
 def _measured(
@@ -128,9 +109,7 @@ def _measured(
         with topology.phase("compare"):
             assert changed, "every step changes what every rank holds"
             if state.fingerprint() != saved:
-                raise CorruptCheckpointError(
-                    f"{name}: what was loaded is not what the state was when the save was called"
-                )
+                raise CorruptCheckpointError(f"{name}: what was loaded is not what the state was when the save was called")
     return told
 
 
@@ -150,13 +129,8 @@ def _save_beside_steps(saving: Saving, folder: Path, step: TrainingStep, topolog
     dist.barrier()
     stopped = time.perf_counter()
     saving.finish()
-    finished = time.perf_counter()
-    return {
-        "call_s": called - began,
-        "finish_s": finished - stopped,
-        "durable_s": saving.durable_s(),
-        "beside": beside,
-    }
+    finish_s = time.perf_counter() - stopped
+    return {"call_s": called - began, "finish_s": finish_s, "durable_s": saving.durable_s(), "beside": beside}
 
 
 def _mib_of_children() -> float:
@@ -171,8 +145,8 @@ def _mib_of_children() -> float:
 
 def _bytes_in(folder: Path, topology: Topology) -> int:
     """The bytes of the save that counts, as the lead sees them. Collective."""
-    files = [file for folder_name in (COUNTED, f"checkpoint-{COUNTED}") for file in (folder / folder_name).rglob("*") if file.is_file()]
-    return gathered(sum(file.stat().st_size for file in files) if topology.is_lead else 0, topology)[0]
+    sizes = [file.stat().st_size for file in (folder / COUNTED).rglob("*") if file.is_file()]
+    return gathered(sum(sizes), topology)[0]
 
 
 def figures_of(ranks: Sequence[RankTimes]) -> Figures:
@@ -185,37 +159,34 @@ def figures_of(ranks: Sequence[RankTimes]) -> Figures:
     - `lost_s`: the delay of training by the whole save.
     """
     step_s = statistics.mean(seconds for told in ranks for seconds in told["before_s"])
-    calls = [told["call_s"] for told in ranks]
-    waits = [sum(wait_s for *_, wait_s in told["beside"]) for told in ranks]
-    finishes = [told["finish_s"] for told in ranks]
-    num_steps = len(ranks[0]["beside"])
-    figures: Figures = {
-        "stall_s": max(map(_stall_of, ranks)),
-        "first_stall_s": max(told["first_stall_s"] for told in ranks),
-        "call_s": max(calls),
-        "wait_s": max(waits),
-        "finish_s": max(finishes),
-        "lost_s": max(told["beside"][-1][1] for told in ranks) - num_steps * step_s + max(finishes),
+    names, num_steps = ("first_stall_s", "call_s", "finish_s", "durable_s", "peak_mib"), len(ranks[0]["beside"])
+    figures: Figures = largest(
+        [
+            {"stall_s": _stall_of(told), "wait_s": _wait_of(told)} | {name: told[name] for name in names if told[name] is not None}
+            for told in ranks
+        ]
+    )
+    figures |= {
+        "lost_s": max(told["beside"][-1][1] for told in ranks) - num_steps * step_s + figures["finish_s"],
         "step_s": step_s,
         "steps": num_steps,
-        "peak_mib": max(told["peak_mib"] for told in ranks),
         "peak_mib_of_ranks": [told["peak_mib"] for told in ranks],
     }
-    durables = [told["durable_s"] for told in ranks if told["durable_s"] is not None]
-    if durables:
-        figures["durable_s"] = max(durables)
     counted = _num_counted(ranks, figures.get("durable_s"))
     if counted:
         end = max(told["beside"][counted - 1][1] for told in ranks)
-        stall = max(map(sum, zip(calls, waits, strict=True)))
+        stall = max(told["call_s"] + _wait_of(told) for told in ranks)
         figures["slow_down"] = (end - stall) / (counted * step_s)
     return figures
 
 
+def _wait_of(told: RankTimes) -> float:
+    return float(sum(wait_s for *_, wait_s in told["beside"]))
+
+
 def _stall_of(told: RankTimes) -> float:
     """Seconds that a rank stood still for one save."""
-    waits = sum(wait_s for *_, wait_s in told["beside"])
-    return float(told["call_s"] + waits + told["finish_s"])
+    return float(told["call_s"] + _wait_of(told) + told["finish_s"])
 
 
 def _num_counted(ranks: Sequence[RankTimes], durable_s: float | None) -> int:
@@ -230,47 +201,33 @@ def _num_counted(ranks: Sequence[RankTimes], durable_s: float | None) -> int:
     return whole or min(1, len(steps))
 
 
-def compared(rounds: Mapping[str, Sequence[Figures]]) -> dict[str, Any]:
-    """Return `medians` and `ranges` by contender and figure, and `ratios` of each of ours to each of DCP's."""
-    summary = summarized(rounds)
-    medians = summary["medians"]
+def compared(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `ratios` of medians, of each of ours to each of DCP's."""
+    medians, columns = result["medians"], COLUMNS.values()
     peers = {name: row for name, row in medians.items() if name in DCP}
-    ratios = {
-        name: {peer: quotients(own, row, COLUMNS) for peer, row in peers.items()}
-        for name, own in medians.items()
-        if name in OURS
+    return {
+        "ratios": {
+            name: {peer: quotients(own, row, columns) for peer, row in peers.items()}
+            for name, own in medians.items()
+            if name in OURS
+        }
     }
-    return {**summary, "ratios": ratios}
 
 
-def show(result: Mapping[str, Any]) -> None:
-    """Print the figures and the ratios as tables."""
-    columns = {heading: figure for figure, heading in COLUMNS.items()}
-    columns |= {"call / wait": "call_s wait_s", "peak MiB": "peak_mib"}
-    print_table(f"{_title(result)} (least .. most)", *rows_of(result, columns))
-    ratios = result["ratios"]
-    if any(ratios.values()):
-        seconds = [column for column in COLUMNS if column.endswith("_s")]
-        print_table(
-            f"ours / theirs, of medians: {', '.join(COLUMNS[column] for column in seconds)}",
-            ["ours", *next(iter(ratios.values()))],
-            [
-                (name, *("  ".join(f"{of[c]:.2f}" if c in of else "-" for c in seconds) for of in of_peers.values()))
-                for name, of_peers in ratios.items()
-            ],
-        )
+def _tables(result: Mapping[str, Any]) -> dict[str, Rows]:
+    seconds = {heading: column for heading, column in COLUMNS.items() if column.endswith("_s")}
+    rows: dict[str, dict[str, str]] = {}
+    for name, of_peers in result["ratios"].items():
+        for peer, of in of_peers.items():
+            rows.setdefault(peer, {})[name] = "  ".join(f"{of[c]:.2f}" if c in of else "-" for c in seconds.values())
+    return {f"ours / theirs, of medians: {', '.join(seconds)}": rows}
 
 
 def _title(result: Mapping[str, Any]) -> str:
     caps = {"cores": result["writer_cores"], "MiB/s": result["writer_mib_s"]}
     cap = " and ".join(f"{value} {unit}" for unit, value in caps.items() if value is not None)
     capped = f"; capped: {cap} for each rank" if cap else ""
-    return f"{described(result)}, {cores_and_rounds(result)}{capped}"
-
-
-def _draw(result: Figures, path: Path) -> None:
-    kinds = {"ours": OURS, "torch.distributed.checkpoint": DCP, "no save": [NOTHING]}
-    draw(result, path, _title(result), COLUMNS, kinds)
+    return f"{described(result)}{capped}"
 
 
 def _line(figures: Figures) -> str:
@@ -281,5 +238,16 @@ def _line(figures: Figures) -> str:
 
 
 MEASUREMENT = harness.Measurement(
-    BackgroundKeys, benchmark, show, contenders=(NOTHING, *DCP, *OURS), check=_check, draw=_draw, scratch=True
+    {
+        "workload": str, "repeats": int, "contenders": list[str], "step_s": float, "steps": int, "stepped_mib": int,
+        "writer_cores": int | None, "writer_mib_s": int | None, "plot": bool | None,
+    },
+    benchmark,
+    _title,
+    COLUMNS | {"call / wait": "call_s wait_s", "peak MiB": "peak_mib"},
+    compare=compared,
+    tables=_tables,
+    contenders={"no save": [NOTHING], "torch.distributed.checkpoint": DCP, "ours": OURS},
+    check=_check,
+    scratch=True,
 )

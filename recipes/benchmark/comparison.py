@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import MISSING, DictConfig
 
+from ckpt.cli.arguments import argued
 from ckpt.errors import ConfigurationError
+from ckpt.format.places import local_path
 from recipes.benchmark.tables import numbers, print_table
-from recipes.support.config import command_keys
 
 DRAWS = 10_000
 SEED = 0
@@ -32,11 +32,18 @@ Rounds = Mapping[str, Sequence[Mapping[str, Any]]]
 class CompareKeys:
     """The keys of the command."""
 
-    a: str = MISSING
-    b: str = MISSING
+    a: str = argued("a benchmark's JSON file")
+    b: str = argued("a benchmark's JSON file")
     relative_to: str | None = None
     tolerance: float = 0.05
     json: bool = False
+
+    def check(self) -> None:
+        """Raise ConfigurationError where a or b is an address, or the tolerance is negative."""
+        for name in ("a", "b"):
+            local_path(getattr(self, name), name)
+        if not self.tolerance >= 0:
+            raise ConfigurationError(f"tolerance={self.tolerance}: expected a fraction of at least 0, such as 0.05")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +64,6 @@ class Ratio:
     most: float
 
 
-def keys_of(cfg: DictConfig) -> CompareKeys:
-    """Return the config of the command, its types checked.
-
-    Raises:
-        ConfigurationError: a or b is missing, or the tolerance is negative.
-    """
-    keys = command_keys(cfg, CompareKeys, {"a": "a benchmark's JSON file", "b": "a benchmark's JSON file"})
-    if not keys.tolerance >= 0:
-        raise ConfigurationError(f"tolerance={keys.tolerance}: expected a fraction of at least 0, such as 0.05")
-    return keys
-
-
 def compare(keys: CompareKeys) -> int:
     """Print the ratios; return 1 if a figure is larger in b by more than the tolerance, all of its interval, else 0."""
     a, b = rounds_at("a", keys.a), rounds_at("b", keys.b)
@@ -79,15 +74,17 @@ def compare(keys: CompareKeys) -> int:
     if keys.json:
         print(json.dumps({"ratios": [asdict(ratio) for ratio in found], "larger": [asdict(ratio) for ratio in worse]}, indent=2))
     else:
-        rows = [
-            (f"{'* ' if ratio in worse else ''}{ratio.contender}", ratio.figure, f"{ratio.a:.3f}", f"{ratio.b:.3f}", f"{ratio.ratio:.3f}",
-             f"{ratio.least:.3f}..{ratio.most:.3f}")
+        rows = {
+            f"{'* ' if ratio in worse else ''}{ratio.contender}, {ratio.figure}": {
+                "a": f"{ratio.a:.3f}", "b": f"{ratio.b:.3f}", "b / a": f"{ratio.ratio:.3f}",
+                "95 % of draws": f"{ratio.least:.3f}..{ratio.most:.3f}",
+            }
             for ratio in found
-        ]  # fmt: skip
+        }  # fmt: skip
         over = f", over those of {keys.relative_to} in the same round" if keys.relative_to else ""
         counts = " and ".join(str(max(map(len, side.values()))) for side in (a, b))
         print(f"* larger by more than {keys.tolerance:.0%}, all of the interval: {len(worse)} of {len(found)} figures")
-        print_table(f"medians of {counts} rounds{over}", ["", "figure", "a", "b", "b / a", "95 % of draws"], rows)
+        print_table(f"medians of {counts} rounds{over}", rows)
     return 1 if worse else 0
 
 

@@ -35,9 +35,7 @@ STRATEGIES = {
     "two-stage": {"_target_": "ckpt.loading.two_stage.two_stage.TwoStageLoad"},
 }
 OURS = {
-    f"{backend}{suffix}": (backend, strategy)
-    for backend in BACKENDS
-    for suffix, strategy in {"": "direct", **{f"/{strategy}": strategy for strategy in STRATEGIES}}.items()
+    f"{backend}{suffix}": (backend, suffix[1:] or "direct") for backend in BACKENDS for suffix in ("", *(f"/{name}" for name in STRATEGIES))
 }
 """Backend and strategy, by the contender's name."""
 
@@ -47,12 +45,7 @@ PEERS: dict[str, Callable[[Workload], Contender]] = {
     "safetensors": partial(Safetensors, choose=least_loaded),
     "safetensors-one-file": partial(Safetensors, choose=first),
 }
-LIMITS: dict[str, Callable[[Workload], Contender]] = {
-    "raw": Raw,
-    "raw-direct": RawDirect,
-    "memcpy": Memcpy,
-    "broadcast": Broadcast,
-}
+LIMITS: dict[str, Callable[[Workload], Contender]] = {"raw": Raw, "raw-direct": RawDirect, "memcpy": Memcpy, "broadcast": Broadcast}
 RAW = ("raw", "raw-direct")
 
 _ON_HOST = (*RAW, "memcpy")
@@ -63,11 +56,10 @@ class Ours(Contender):
     """The coordinator with one of our backends and strategies: all components, digests computed and checked.
 
     Args:
-        loading: None on a rank that does not load.
         is_slow: bytes are read through a store of a given speed; only that speed counts, so one load tells.
     """
 
-    def __init__(self, saving: CheckpointCoordinator, loading: CheckpointCoordinator | None, *, is_slow: bool) -> None:
+    def __init__(self, saving: CheckpointCoordinator, loading: CheckpointCoordinator, *, is_slow: bool) -> None:
         self._saving = saving
         self._loading = loading
         if is_slow:
@@ -77,7 +69,6 @@ class Ours(Contender):
         self._saving.save_checkpoint(folder / "checkpoint-1")
 
     def load(self, folder: Path) -> dict[str, int]:
-        assert self._loading is not None
         self._loading.load_checkpoint(folder / "checkpoint-1")
         report = self._loading.last_load
         assert report is not None
@@ -109,13 +100,9 @@ def contenders_of(
 
 def coordinator_of(cfg: Mapping[str, Any], state: State, **given: Any) -> CheckpointCoordinator:
     """Make the coordinator of the recipe for a state, some of its arguments given. Collective over the state's ranks."""
+    held = {"state_components": state.components, "process_groups": state.process_groups, "topology": state.topology}
     coordinator: CheckpointCoordinator = instantiate(cfg["coordinator"])(
-        state_components=state.components,
-        process_groups=state.process_groups,
-        topology=state.topology,
-        overwrite=False,
-        config_text=config_text(cfg),
-        **given,
+        **held, overwrite=False, config_text=config_text(cfg), **given
     )
     return coordinator
 
@@ -139,10 +126,8 @@ def _made(name: str, cfg: Mapping[str, Any], workload: Workload, scratch: Path) 
         return (PEERS | LIMITS)[name](workload)
     rate = cfg["benchmark"]["store_mib_s"]
     reads = {} if rate is None else {"read_at": slow_reads(TokenBucket(scratch / "bucket", rate * 2**20))}
-    saving = _coordinator(name, cfg, workload.saved, reads)
-    loading: CheckpointCoordinator | None = saving
-    if workload.loaded is not workload.saved:
-        loading = None if workload.loaded is None else _coordinator(name, cfg, workload.loaded, reads)
+    saving, loaded = _coordinator(name, cfg, workload.saved, reads), workload.loaded
+    loading = saving if loaded is workload.saved or loaded is None else _coordinator(name, cfg, loaded, reads)
     return Ours(saving, loading, is_slow=rate is not None)
 
 

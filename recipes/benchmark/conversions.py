@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,23 +12,16 @@ import torch
 from hydra.utils import instantiate
 
 import ckpt
+from ckpt.cli.converting import DESTINATIONS, ConvertKeys, convert_on_ranks, run_of
+from ckpt.cli.tables import counted
 from ckpt.ranks.topology import Topology
 from recipes.benchmark import harness
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import PeakMemory, forget_cache, gathered, make_durable, timed
-from recipes.benchmark.tables import cores_and_rounds, print_table, quotients, rows_of, summarized
-from recipes.commands.converting import DESTINATIONS, ConvertKeys, convert_on_ranks, run_of
+from recipes.benchmark.tables import quotients
 
 COPY = "cp -r"
 MIB = 1 << 20
-
-
-@dataclass
-class ConversionKeys:
-    repeats: int
-    mib: int
-    tensor_mib: int
-    to: list[str]
 
 
 def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
@@ -41,8 +33,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         work: dict[str, Callable[[Path], object]] = {COPY: partial(_copy, source, topology)}
         for to in keys["to"]:
             for ranks in dict.fromkeys((1, topology.world_size)):
-                name = f"{to}, {ranks} rank{'s' if ranks > 1 else ''}"
-                work[name] = partial(_convert, source, to, topology, ranks)
+                work[f"{to}, {counted(ranks, 'rank')}"] = partial(_convert, source, to, topology, ranks)
 
         def take_turn(name: str, number: int) -> Figures:
             forget_cache(source, topology)
@@ -52,24 +43,21 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
                 return {"convert_s": seconds, "peak_mib": max(gathered(memory.mib(), topology))}
 
         rounds = harness.interleaved(work, keys["repeats"], take_turn, topology)
-    medians, format_name = summarized(rounds)["medians"], str(backend.store)
     return {
-        "from": format_name,
-        "layout": f"saved as {format_name}",
+        "from": str(backend.store),
+        "layout": f"saved as {backend.store}",
         "tensors": _num_tensors(keys, topology),
         "bytes": report.bytes,
         "ranks": topology.world_size,
         "repeats": keys["repeats"],
         "rounds": rounds,
-        "ratios": {name: quotients(medians[COPY], row, ["convert_s"]) for name, row in medians.items()},
     }
 
 
-def show(result: Mapping[str, Any]) -> None:
-    """Print seconds, shares of the copy's speed, and memory, as a table."""
-    title = f"{result['bytes'] / 1e9:.2f} GB of {result['from']}, saved by {result['ranks']} ranks, {cores_and_rounds(result)}"
-    columns = {"s": "convert_s", "of cp's speed": "convert_s_ratio", "MiB of a rank": "peak_mib"}
-    print_table(title, *rows_of(result, columns))
+def compared(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `ratios`: the speed of each, over that of a copy."""
+    medians = result["medians"]
+    return {"ratios": {name: quotients(medians[COPY], row, ["convert_s"]) for name, row in medians.items()}}
 
 
 def _tensors(keys: Mapping[str, Any], topology: Topology) -> dict[str, torch.Tensor]:
@@ -97,5 +85,11 @@ def _convert(source: Path, to: str, topology: Topology, ranks: int, folder: Path
 
 
 MEASUREMENT = harness.Measurement(
-    ConversionKeys, benchmark, show, check=lambda keys: harness.require_some("benchmark.to", keys["to"], DESTINATIONS), scratch=True
+    {"repeats": int, "mib": int, "tensor_mib": int, "to": list[str]},
+    benchmark,
+    lambda result: f"{result['bytes'] / 1e9:.2f} GB of {result['from']}, saved by {counted(result['ranks'], 'rank')}",
+    {"s": "convert_s", "of cp's speed": "convert_s_ratio", "MiB of a rank": "peak_mib"},
+    compare=compared,
+    check=lambda keys: harness.require_some("benchmark.to", keys["to"], DESTINATIONS),
+    scratch=True,
 )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from hydra.utils import instantiate
 
+from ckpt.cli.tables import counted
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import whole
 from ckpt.format.dtypes import raw_bytes
@@ -24,16 +24,9 @@ from ckpt.storage.wanted_bytes import WantedBytes
 from recipes.benchmark import harness
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import timed
-from recipes.benchmark.tables import print_table, rounds_of, summarized
-from recipes.support.tables import counted
+from recipes.benchmark.tables import Rows, rounds_of
 
 MIB = 1 << 20
-
-
-@dataclass
-class DeviceKeys:
-    repeats: int
-    mib: int
 
 
 def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
@@ -51,43 +44,34 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
     def take_turn(name: str, number: int) -> Figures:
         return {way: timed(work, topology) for way, work in states[name].ways().items()}
 
-    rounds = harness.interleaved(states, keys["repeats"], take_turn, topology)
-    medians = summarized(rounds)["medians"]
     return {
         "device": str(device.torch_device),
         "ranks": topology.world_size,
         "repeats": keys["repeats"],
-        "rounds": rounds,
-        "states": {
-            name: {
-                "bytes": state.num_bytes,
-                "tensors": len(state.tensors),
-                "medians": medians[name],
-                "gb_s": {way: state.num_bytes / seconds / 1e9 for way, seconds in medians[name].items()},
-                "ratios": {way: medians[name][f"plain {way}"] / medians[name][way] for way in ("save", "load")},
-            }
-            for name, state in states.items()
-        },
+        "rounds": harness.interleaved(states, keys["repeats"], take_turn, topology),
+        "states": {name: {"bytes": state.num_bytes, "tensors": len(state.tensors)} for name, state in states.items()},
     }
 
 
-def show(result: Mapping[str, Any]) -> None:
-    """Print speeds and ratios as a table."""
-    rows = []
-    for name, row in result["states"].items():
-        speeds, ratios = row["gb_s"], row["ratios"]
-        cells = [
-            text
-            for way in ("save", "load")
-            for text in (f"{speeds[way]:.1f} of {speeds[f'plain {way}']:.1f}", f"{ratios[way]:.2f}")
-        ]
-        rows.append((name, f"{row['tensors']:,}", f"{row['bytes'] / MIB:.0f}", *cells))
-    print_table(
-        f"{result['machine']['accelerator']}, {counted(result['ranks'], 'rank')}, {rounds_of(result)}; GB/s of a rank, "
-        "and the share of a plain copy",
-        ["", "tensors", "MiB", "to the host", "", "to the device", ""],
-        rows,
-    )
+def compared(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the medians of each state to it, as GB/s, and the share of a plain copy's speed."""
+
+    def with_speeds(state: Mapping[str, Any], medians: Mapping[str, float]) -> dict[str, Any]:
+        speeds = {way: state["bytes"] / seconds / 1e9 for way, seconds in medians.items()}
+        ratios = {way: medians[f"plain {way}"] / medians[way] for way in ("save", "load")}
+        return {**state, "medians": medians, "gb_s": speeds, "ratios": ratios}
+
+    return {"states": {name: with_speeds(state, result["medians"][name]) for name, state in result["states"].items()}}
+
+
+def _tables(result: Mapping[str, Any]) -> dict[str, Rows]:
+    rows = {}
+    for name, state in result["states"].items():
+        rows[name] = {"tensors": f"{state['tensors']:,}", "MiB": f"{state['bytes'] / MIB:.0f}"}
+        for way, heading in (("save", "to the host"), ("load", "to the device")):
+            rows[name][f"{heading}, GB/s of a rank"] = f"{state['gb_s'][way]:.1f} of {state['gb_s'][f'plain {way}']:.1f}"
+            rows[name][f"{heading}, share of a plain copy"] = f"{state['ratios'][way]:.2f}"
+    return {f"{result['machine']['accelerator']}, {counted(result['ranks'], 'rank')}, {rounds_of(result)}": rows}
 
 
 class DeviceTensors:
@@ -112,8 +96,11 @@ class DeviceTensors:
 
     def stage(self) -> None:
         """Copy to the host as a save does."""
-        for _ in Staging(Halves(self._device.pinned_bytes)).ahead(enumerate(self._groups)):
+        for _ in self._staged():
             pass
+
+    def _staged(self) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:
+        return Staging(Halves(self._device.pinned_bytes)).ahead(enumerate(self._groups))
 
     def fill(self, source: torch.Tensor | None = None) -> None:
         """Copy to the tensors as a load does.
@@ -145,11 +132,7 @@ class DeviceTensors:
         Raises:
             CorruptCheckpointError: bytes changed on the way.
         """
-        staged = [
-            host.reshape(-1).view(torch.uint8).clone()
-            for _, hosts in Staging(Halves(self._device.pinned_bytes)).ahead(enumerate(self._groups))
-            for host in hosts
-        ]
+        staged = [host.reshape(-1).view(torch.uint8).clone() for _, hosts in self._staged() for host in hosts]
         expected = torch.cat([raw_bytes(tensor.cpu().contiguous()) for tensor in self.tensors])
         for tensor in self.tensors:
             tensor.zero_()
@@ -202,4 +185,6 @@ STATES: dict[str, Callable[[int, torch.device], list[torch.Tensor]]] = {
 }
 
 
-MEASUREMENT = harness.Measurement(DeviceKeys, benchmark, show)
+MEASUREMENT = harness.Measurement(
+    {"repeats": int, "mib": int}, benchmark, lambda result: result["device"], {}, compare=compared, tables=_tables
+)

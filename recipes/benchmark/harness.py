@@ -14,9 +14,10 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, make_dataclass
 from datetime import UTC, datetime
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,14 @@ import torch
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from ckpt.cli.config_text import by_dotted_key
+from ckpt.cli.tables import show
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
 from ckpt.version import __version__
 from recipes.benchmark.measuring import make_durable
-from recipes.benchmark.tables import summarized
-from recipes.support.config import by_dotted_key, checked, make_absolute, resolved
+from recipes.benchmark.tables import Rows, draw, print_table, rounds_of, rows_of, summarized
+from recipes.support.config import checked, command_keys, make_absolute, resolved
 from recipes.support.launch import launch
 from recipes.support.run_folder import RunFolder
 from recipes.support.sentences import wrong_value
@@ -47,15 +50,8 @@ Figures = dict[str, Any]
 CheckRun = Callable[[DictConfig], dict[str, Any]]
 
 MEASUREMENTS = {
-    "saves": "saves_and_loads",
-    "background": "background_saves",
-    "sync": "weight_updates",
-    "megatron": "megatron_strategies",
-    "convert": "conversions",
-    "device": "device_copies",
-    "validation": "validation_costs",
-    "plan": "plan_costs",
-    "ranks": "agreements",
+    "saves": "saves_and_loads", "background": "background_saves", "sync": "weight_updates", "megatron": "megatron_strategies",
+    "convert": "conversions", "device": "device_copies", "validation": "validation_costs", "plan": "plan_costs", "ranks": "agreements",
 }
 """Choice of `measure=` -> the module that measures it."""
 
@@ -65,24 +61,32 @@ class Measurement:
     """What a module of this package measures.
 
     Attributes:
-        keys: dataclass of the keys under `benchmark`.
+        keys: the keys under `benchmark`, and their types; one that is called `plot` asks for benchmark.png.
         benchmark: called on all ranks with the checked config; returns the figures, `rounds` by contender among them.
-        show: prints the figures as tables.
-        contenders: that `benchmark.contenders` may name.
+        title: of the table of the figures; the cores and rounds are added.
+        columns: of that table, as of `rows_of`.
+        compare: returns further figures, made of the medians and ranges: ratios.
+        tables: returns further tables by title; an empty one is not printed.
+        contenders: that `benchmark.contenders` may name, by the label of their kind in the plot.
         check: of the keys, beyond their types; raises ConfigurationError.
         check_run: returns the keys other than `benchmark` as a plain dictionary, checked.
-        draw: writes the figures as a PNG where `benchmark.plot` asks for it.
         scratch: contenders save in `scratch_folder`, which the launcher also removes at the end, as killed ranks leave it.
+        digits: of seconds in the table.
+        turned: the table has a column for each contender.
     """
 
-    keys: type
+    keys: Mapping[str, Any]
     benchmark: Callable[[dict[str, Any], Topology], Figures]
-    show: Callable[[Figures], None]
-    contenders: Collection[str] = ()
+    title: Callable[[Figures], str]
+    columns: Mapping[str, str]
+    compare: Callable[[Figures], Figures] = lambda result: {}
+    tables: Callable[[Figures], Mapping[str, Rows]] = lambda result: {}
+    contenders: Mapping[str, Collection[str]] = field(default_factory=dict)
     check: Callable[[dict[str, Any]], None] = lambda keys: None
     check_run: CheckRun = checked
-    draw: Callable[[Figures, Path], None] | None = None
     scratch: bool = False
+    digits: int = 2
+    turned: bool = False
 
     def checked(self, cfg: DictConfig) -> dict[str, Any]:
         """Return the config as a plain dictionary with right types, the measurement's own keys under `benchmark`.
@@ -95,24 +99,23 @@ class Measurement:
         return self.check_run(cfg) | {"benchmark": self.checked_keys(wanted)}
 
     def checked_keys(self, wanted: Any) -> dict[str, Any]:
-        """Return the keys under `benchmark` with the types that a dataclass gives them.
+        """Return the keys under `benchmark` with their types.
 
         Raises:
             ConfigurationError: there is no such key, it has another type, or is missing; a whole number, always a count, is less than 1; a
                 contender is unknown, or named twice, or there is none; a plot is asked for and matplotlib is missing; or as `check` says.
         """
         try:
-            typed = OmegaConf.merge(OmegaConf.structured(self.keys), wanted)
+            typed = OmegaConf.merge(OmegaConf.structured(make_dataclass("Keys", self.keys.items())), wanted)
             keys: dict[str, Any] = OmegaConf.to_container(typed, throw_on_missing=True)  # type: ignore[assignment]
         except OmegaConfBaseException as error:
-            known = ", ".join(f"benchmark.{field.name}" for field in fields(self.keys))
+            known = ", ".join(f"benchmark.{key}" for key in self.keys)
             raise ConfigurationError(f"{wrong_value(error, f'benchmark.{error.full_key}')}; the benchmark has {known}") from error
         for key, value in by_dotted_key({"benchmark": keys}).items():
             if any(type(number) is int and number < 1 for number in (value if isinstance(value, list) else [value])):
                 raise ConfigurationError(f"{key}={value}: expected at least 1")
-        names = keys.get("contenders")
-        if names is not None and (not names or len(set(names)) < len(names) or not set(names) <= set(self.contenders)):
-            raise ConfigurationError(f"benchmark.contenders={names}: expected some of {', '.join(self.contenders)}, each once")
+        if self.contenders:
+            require_some("benchmark.contenders", keys["contenders"], [*chain(*self.contenders.values())], each_once=True)
         if keys.get("plot") and not has_matplotlib():
             raise ConfigurationError(
                 f"benchmark.plot=true needs the package matplotlib, which is not installed: {EXTRA}; or give benchmark.plot=false"
@@ -128,11 +131,25 @@ class Measurement:
         result = self.benchmark(cfg, topology)
         folder = Path(cfg["run_dir"])
         result |= summarized(result["rounds"]) | {"machine": machine_facts(folder)}
+        result |= self.compare(result)
         if topology.is_lead:
             (folder / "benchmark.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-            if self.draw is not None and (has_matplotlib() if cfg["benchmark"]["plot"] is None else cfg["benchmark"]["plot"]):
-                self.draw(result, folder / "benchmark.png")
+            plot = cfg["benchmark"].get("plot", False)
+            if has_matplotlib() if plot is None else plot:
+                panels = {heading: c for heading, c in self.columns.items() if c.isidentifier() and not c.endswith("_mib")}
+                draw(result, folder / "benchmark.png", self._title(result), panels, self.contenders)
         return result
+
+    def show(self, result: Figures) -> None:
+        """Print the figures as tables."""
+        rows = rows_of(result, self.columns, self.digits)
+        for title, table in ({self._title(result): rows} | self.tables(result)).items():
+            if any(table.values()):
+                print_table(title, table, turned=self.turned)
+        show(*left_out_lines(result.get("left_out", {})))
+
+    def _title(self, result: Figures) -> str:
+        return f"{self.title(result)}, {result['machine']['cores']} cores, {rounds_of(result)}"
 
 
 def measurement_of(name: str) -> Measurement:
@@ -144,9 +161,9 @@ def measurement_of(name: str) -> Measurement:
 def measure(cfg: DictConfig, name: str) -> int:
     """Run what `measure=` names on the ranks that the config asks for, and print its tables on rank 0; return the exit code."""
     if name == "compare":
-        from recipes.benchmark.comparison import compare, keys_of
+        from recipes.benchmark.comparison import CompareKeys, compare
 
-        return compare(keys_of(cfg))
+        return compare(command_keys(cfg, CompareKeys))
     one = measurement_of(name)
     folder = RunFolder(cfg, temporary=SCRATCH if one.scratch else None)
     result = launch(run, one.checked(cfg) | {"measure": name}, folder)
@@ -176,10 +193,10 @@ def checked_folder(cfg: DictConfig) -> dict[str, Any]:
     return run | {"launch": {"nproc_per_node": 1}, "agree": {"timeout_s": 120.0}}
 
 
-def require_some(key: str, values: Sequence[str], choices: Collection[str]) -> None:
-    """Raise ConfigurationError if there is no value, or one that is none of the choices."""
-    if not values or not set(values) <= set(choices):
-        raise ConfigurationError(f"{key}={values}: expected some of {', '.join(choices)}")
+def require_some(key: str, values: Sequence[str], choices: Collection[str], *, each_once: bool = False) -> None:
+    """Raise ConfigurationError if there is no value, or one that is none of the choices, or is given twice."""
+    if not values or not set(values) <= set(choices) or (each_once and len(set(values)) < len(values)):
+        raise ConfigurationError(f"{key}={values}: expected some of {', '.join(choices)}{', each once' if each_once else ''}")
 
 
 def require_choice(key: str, value: str, choices: Iterable[str]) -> None:
@@ -198,42 +215,39 @@ def interleaved(
     take_turn: Callable[[str, int], Figures],
     topology: Topology,
     line: Callable[[Figures], str] | None = None,
-    warm_up: bool = False,
 ) -> dict[str, list[Figures]]:
     """Run all rounds: in each, every contender takes its turn once. Return its figures of each round. Collective.
 
     Args:
-        take_turn: given a contender's name and the number of the round, from 0; collective, with equal figures on all ranks.
+        take_turn: given a contender's name and the number of the round, from 1; collective, with equal figures on all ranks.
         line: describes the figures of one turn, for the lead to print; None prints nothing.
-        warm_up: these rounds are not counted, and printed as "first".
     """
     rounds: dict[str, list[Figures]] = {name: [] for name in names}
-    for number in range(repeats):
+    for number in range(1, repeats + 1):
         for name, of_name in rounds.items():
             of_name.append(take_turn(name, number))
             if line is not None:
-                heading = "first" if warm_up else f"round {number + 1}/{repeats}"
-                print_on_lead(f"{heading} {name}: {line(of_name[-1])}", topology)
+                print_on_lead(f"round {number}/{repeats} {name}: {line(of_name[-1])}", topology)
     return rounds
 
 
 def announce(
-    what: str,
-    names: Iterable[str],
-    keys: Mapping[str, Any],
-    topology: Topology,
-    left_out: Mapping[str, str] | None = None,
+    what: str, names: Iterable[str], keys: Mapping[str, Any], topology: Topology, left_out: Mapping[str, str] | None = None
 ) -> None:
     """Print the state and the contenders, on the lead, before the rounds.
 
     Args:
         left_out: contender -> why it cannot take part.
     """
-    lines = [f"{what}; {keys['repeats']} rounds of {', '.join(names)}"]
-    lines += [f"left out: {name}: {reason}" for name, reason in (left_out or {}).items()]
+    lines = [f"{what}; {keys['repeats']} rounds of {', '.join(names)}", *left_out_lines(left_out or {})]
     if keys.get("plot", False) is None and not has_matplotlib():
         lines.append(f"there will be no plot: matplotlib is not installed: {EXTRA}")
     print_on_lead("\n".join(lines), topology)
+
+
+def left_out_lines(left_out: Mapping[str, str]) -> list[str]:
+    """Return a line for each contender that cannot take part, with the reason."""
+    return [f"left out: {name}: {reason}" for name, reason in left_out.items()]
 
 
 def print_on_lead(text: str, topology: Topology) -> None:

@@ -81,11 +81,10 @@ class RawDirect(Raw):
         """Copy all bytes through the buffer; yield the number of bytes in it whenever it is full, and at the end."""
         filled = 0
         for _, view in self.writes:
-            at = 0
-            while at < view.nbytes:
-                count = min(view.nbytes - at, CALL_BYTES - filled)
-                self._buffer[filled : filled + count] = view[at : at + count]
-                at, filled = at + count, filled + count
+            while view.nbytes:
+                part = view[: CALL_BYTES - filled]
+                self._buffer[filled : filled + part.nbytes] = part
+                view, filled = view[part.nbytes :], filled + part.nbytes
                 if filled == CALL_BYTES:
                     yield filled
                     filled = 0
@@ -106,8 +105,7 @@ class Memcpy(Contender):
     def load(self, folder: Path) -> None:
         filled = 0
         for view in self._views:
-            for at in range(0, view.nbytes, CALL_BYTES):
-                part = view[at : at + CALL_BYTES]
+            for part in _parts(view):
                 filled = 0 if filled + part.nbytes > PART_BYTES else filled
                 self._buffer[filled : filled + part.nbytes] = part
                 filled += part.nbytes
@@ -163,16 +161,15 @@ def _calls(pieces: Iterable[tuple[int, np.ndarray]]) -> Iterator[tuple[int, list
     views: list[np.ndarray] = []
     start = end = 0
     for offset, piece in pieces:
-        for at in range(0, piece.nbytes, CALL_BYTES):
-            view = piece[at : at + CALL_BYTES]
+        for view in _parts(piece):
             is_full = end - start + view.nbytes > CALL_BYTES or len(views) == CALL_BUFFERS
-            if views and (offset + at != end or is_full):
+            if views and (offset != end or is_full):
                 yield start, views
                 views = []
             if not views:
-                start = end = offset + at
+                start = offset
             views.append(view)
-            end += view.nbytes
+            end = offset = offset + view.nbytes
     if views:
         yield start, views
 
@@ -191,6 +188,10 @@ def _move_all(
             count -= len(left.pop(0))
         if count:
             left[0] = left[0][count:]
+
+
+def _parts(view: np.ndarray) -> Iterator[np.ndarray]:
+    return (view[at : at + CALL_BYTES] for at in range(0, view.nbytes, CALL_BYTES))
 
 
 def _whole_blocks(num_bytes: int) -> int:

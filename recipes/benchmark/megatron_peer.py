@@ -46,31 +46,28 @@ class Peer:
         torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
         os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
-        from megatron.core.dist_checkpointing import ShardedTensor  # seconds, which no round shall pay
+        from megatron.core.dist_checkpointing import ShardedTensor, load, save  # seconds, which no round shall pay
 
         self._in_place = in_place
         mine = RankHoldings(**held)
         self._data_parallel = dist.new_subgroups_by_enumeration(data_parallel_ranks(mine))[0]
-        self._side = Side(shards_of(mine), ShardedTensor, _measured, is_lead=rank == 0)
+        self._side = Side(shards_of(mine), ShardedTensor, save, load, _measured, is_lead=rank == 0)
 
     def save(self, folder: Path) -> dict[str, Any]:
-        from megatron.core.dist_checkpointing import save
         from megatron.core.dist_checkpointing.strategies.zarr import ZarrSaveShardedStrategy
 
-        return self._side.save(folder, lambda state, to: save(state, str(to), ZarrSaveShardedStrategy("zarr", 1)))
+        return self._side.save(folder, ZarrSaveShardedStrategy("zarr", 1))
 
     def load(self, folder: Path, *, two_stage: bool) -> dict[str, Any]:
         """Load, and name the tensors that are wrong. Two-stage loading always fills the tensors that exist."""
-        from megatron.core.dist_checkpointing import load
         from megatron.core.dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
         from megatron.core.dist_checkpointing.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 
         if two_stage:
-            strategy = TwoStageDataParallelLoadShardedStrategy(self._data_parallel, cpu_transfer=True)
-        else:
-            strategy = TensorStoreLoadShardedStrategy(load_directly_on_device=self._in_place)
-        fills = two_stage or self._in_place
-        return self._side.load(folder, lambda state, at: load(state, str(at), strategy), fills=fills)
+            staged = TwoStageDataParallelLoadShardedStrategy(self._data_parallel, cpu_transfer=True)
+            return self._side.load(folder, staged, fills=True)
+        direct = TensorStoreLoadShardedStrategy(load_directly_on_device=self._in_place)
+        return self._side.load(folder, direct, fills=self._in_place)
 
 
 def _measured(work: Callable[[], None]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from recipes.benchmark.measuring import make_durable
 
 OPTIMIZERS = ("tensors", "ranges")
 MOMENTS = ("exp_avg", "exp_avg_sq")
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 VOCABULARY_MULTIPLE = 128  # Megatron pads the embedding to a multiple of this on every tensor-parallel rank
 
 
@@ -76,15 +77,22 @@ class ShardArguments:
         return same_kind and torch.equal(tensor.contiguous().view(torch.int32), wanted.view(torch.int32))
 
 
-@dataclass(frozen=True)
-class _Parameter:
-    """`axis` is the one that tensor-parallel ranks cut; None: each holds all of it. Layers are stacked in front."""
-
-    name: str
-    shape: tuple[int, ...]
-    axis: int | None
-    in_layers: bool = False
-    may_differ: bool = False
+def layer_of(width: int) -> dict[str, tuple[tuple[int, ...], int | None]]:
+    """Return the parameters of one layer of a GPT by name: shape, and the axis that tensor-parallel ranks cut (None: each holds all)."""
+    return {
+        "self_attention.linear_proj.weight": ((width, width), 1),
+        "self_attention.linear_proj.bias": ((width,), None),
+        "self_attention.linear_qkv.layer_norm_weight": ((width,), None),
+        "self_attention.linear_qkv.layer_norm_bias": ((width,), None),
+        "self_attention.linear_qkv.weight": ((3 * width, width), 0),
+        "self_attention.linear_qkv.bias": ((3 * width,), 0),
+        "mlp.linear_fc1.layer_norm_weight": ((width,), None),
+        "mlp.linear_fc1.layer_norm_bias": ((width,), None),
+        "mlp.linear_fc1.weight": ((4 * width, width), 0),
+        "mlp.linear_fc1.bias": ((4 * width,), 0),
+        "mlp.linear_fc2.weight": ((width, 4 * width), 1),
+        "mlp.linear_fc2.bias": ((width,), None),
+    }
 
 
 def shards_of(held: RankHoldings) -> dict[str, ShardArguments]:
@@ -109,7 +117,7 @@ class Side:
 
     Attributes:
         shards: names and arguments of the tensors.
-        make: the ShardedTensor of this side.
+        make, save_state, load_state: `ShardedTensor`, `save` and `load` of this side.
         measured: does a piece of work together with the other ranks, and returns `seconds` and `peak_mib` of this rank.
         is_lead: whether this rank makes the whole save durable.
         data: tensors with the values of `shards`.
@@ -117,26 +125,26 @@ class Side:
 
     shards: Mapping[str, ShardArguments]
     make: Callable[..., Any]
+    save_state: Callable[..., object]
+    load_state: Callable[..., Any]
     measured: Callable[[Callable[[], None]], dict[str, Any]]
     is_lead: bool
 
     def __post_init__(self) -> None:
         self.data = {name: shard.values() for name, shard in self.shards.items()}
 
-    def save(self, folder: Path, save: Callable[[dict[str, Any], Path], object]) -> dict[str, Any]:
-        """Save to a folder that exists, by `save(sharded_state_dict, folder)`. Both sides sync the file system, as one of them has to."""
+    def save(self, folder: Path, strategy: Any) -> dict[str, Any]:
+        """Save to a folder that exists. Both sides sync the file system, as one of them has to."""
 
         def work() -> None:
-            save(self._state(), folder)
+            self.save_state(self._state(), str(folder), strategy)
             if self.is_lead:
                 make_durable(folder)
 
         return self.measured(work)
 
-    def load(
-        self, folder: Path, load: Callable[[dict[str, Any], Path], Mapping[str, Any]], *, fills: bool
-    ) -> dict[str, Any]:
-        """Load by `load(sharded_state_dict, folder)`; the names of tensors that came back wrong are added, as `wrong`.
+    def load(self, folder: Path, strategy: Any, *, fills: bool) -> dict[str, Any]:
+        """Load; the names of tensors that came back wrong are added, as `wrong`.
 
         Args:
             fills: the tensors that exist are filled. They are zeroed before, and those that came back wrong are mended.
@@ -144,7 +152,7 @@ class Side:
         loaded: dict[str, Any] = {}
         for tensor in self.data.values() if fills else []:
             tensor.zero_()
-        cost = self.measured(lambda: loaded.update(load(self._state(), folder)))
+        cost = self.measured(lambda: loaded.update(self.load_state(self._state(), str(folder), strategy)))
         wrong = [name for name, shard in self.shards.items() if not shard.is_equal(loaded[name])]
         for name in wrong if fills else []:
             self.data[name].copy_(self.shards[name].values())
@@ -154,46 +162,48 @@ class Side:
         """A sharded state dict, with some common state."""
         state: dict[str, Any] = {"iteration": 7, "checkpoint_version": 3.0, "lr": 3e-4}
         for name, shard in self.shards.items():
+            place = shard.local_shape, shard.global_shape, shard.global_offset, shard.fragmentations, shard.replica_id
+            flattened = None if shard.stop is None else slice(shard.start, shard.stop)
             state[name] = self.make(
-                shard.key,
-                self.data[name],
-                torch.float32,
-                shard.local_shape,
-                shard.global_shape,
-                shard.global_offset,
-                shard.fragmentations,
-                shard.replica_id,
-                shard.prepended,
-                shard.may_differ,
-                None if shard.stop is None else slice(shard.start, shard.stop),
+                shard.key, self.data[name], torch.float32, *place, shard.prepended, shard.may_differ, flattened
             )
         return state
 
 
 def _model(held: RankHoldings) -> Iterator[tuple[str, ShardArguments]]:
-    for parameter in _parameters(held):
-        for layer in range(held.layers) if parameter.in_layers else [None]:
-            yield f"{parameter.name} {layer}", _shard(parameter, layer, held)
+    """The parameters of one rank; those of the layers are stacked."""
+    width, multiple = held.width, VOCABULARY_MULTIPLE * held.tp
+    vocabulary = -(-held.vocabulary // multiple) * multiple
+    layers = {f"decoder.layers.{name}": parameter for name, parameter in layer_of(width).items()}
+    parameters = {
+        WORD_EMBEDDINGS: ((vocabulary, width), 0),
+        "embedding.position_embeddings.weight": ((held.context, width), None),
+        **layers,
+        "decoder.final_layernorm.weight": ((width,), None),
+        "decoder.final_layernorm.bias": ((width,), None),
+    }
+    for name, (shape, axis) in parameters.items():
+        for layer in range(held.layers) if name in layers else [None]:
+            yield f"{name} {layer}", _shard(name, shape, axis, layer, held)
 
 
-def _shard(parameter: _Parameter, layer: int | None, held: RankHoldings) -> ShardArguments:
-    local, offset, cuts = list(parameter.shape), [0] * len(parameter.shape), [1] * len(parameter.shape)
-    if parameter.axis is not None:
-        local[parameter.axis] //= held.tp
-        offset[parameter.axis] = held.tp_rank * local[parameter.axis]
-        cuts[parameter.axis] = held.tp
-    whole = list(parameter.shape)
+def _shard(name: str, shape: tuple[int, ...], axis: int | None, layer: int | None, held: RankHoldings) -> ShardArguments:
+    local, whole, offset, cuts = list(shape), list(shape), [0] * len(shape), [1] * len(shape)
+    if axis is not None:
+        local[axis] //= held.tp
+        offset[axis] = held.tp_rank * local[axis]
+        cuts[axis] = held.tp
     if layer is not None:
         whole, offset, cuts = [held.layers, *whole], [layer, *offset], [held.layers, *cuts]
     return ShardArguments(
-        key=parameter.name,
+        key=name,
         local_shape=tuple(local),
         global_shape=tuple(whole),
         global_offset=tuple(offset),
         fragmentations=tuple(cuts),
-        replica_id=(0, held.tp_rank if parameter.axis is None else 0, held.dp_rank),
+        replica_id=(0, held.tp_rank if axis is None else 0, held.dp_rank),
         prepended=0 if layer is None else 1,
-        may_differ=parameter.may_differ,
+        may_differ=name == WORD_EMBEDDINGS,
     )
 
 
@@ -206,27 +216,3 @@ def _ranges(held: RankHoldings, model: Mapping[str, ShardArguments]) -> Iterator
         if start < stop:
             yield name, replace(shard, replica_id=(*shard.replica_id[:2], 0), start=start, stop=stop)
         at += shard.num_elements
-
-
-def _parameters(held: RankHoldings) -> Iterator[_Parameter]:
-    width, multiple = held.width, VOCABULARY_MULTIPLE * held.tp
-    vocabulary = -(-held.vocabulary // multiple) * multiple
-    yield _Parameter("embedding.word_embeddings.weight", (vocabulary, width), 0, may_differ=True)
-    yield _Parameter("embedding.position_embeddings.weight", (held.context, width), None)
-    for name, shape, axis in (
-        ("self_attention.linear_proj.weight", (width, width), 1),
-        ("self_attention.linear_proj.bias", (width,), None),
-        ("self_attention.linear_qkv.layer_norm_weight", (width,), None),
-        ("self_attention.linear_qkv.layer_norm_bias", (width,), None),
-        ("self_attention.linear_qkv.weight", (3 * width, width), 0),
-        ("self_attention.linear_qkv.bias", (3 * width,), 0),
-        ("mlp.linear_fc1.layer_norm_weight", (width,), None),
-        ("mlp.linear_fc1.layer_norm_bias", (width,), None),
-        ("mlp.linear_fc1.weight", (4 * width, width), 0),
-        ("mlp.linear_fc1.bias", (4 * width,), 0),
-        ("mlp.linear_fc2.weight", (width, 4 * width), 1),
-        ("mlp.linear_fc2.bias", (width,), None),
-    ):
-        yield _Parameter(f"decoder.layers.{name}", shape, axis, in_layers=True)
-    yield _Parameter("decoder.final_layernorm.weight", (width,), None)
-    yield _Parameter("decoder.final_layernorm.bias", (width,), None)

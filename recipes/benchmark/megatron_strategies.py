@@ -7,8 +7,9 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,8 @@ from recipes.benchmark import harness
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import PeakMemory, forget_cache, gathered, largest, timed, wait_for_ranks
 from recipes.benchmark.megatron_state import OPTIMIZERS, RankHoldings, Side, data_parallel_ranks, shards_of
-from recipes.benchmark.tables import cores_and_rounds, print_table, rows_of, summarized
+from recipes.benchmark.tables import Rows
 from recipes.support.config import made
-from recipes.support.tables import console, full_line
 from recipes.training.gpt import SIZES
 
 PEER = "megatron"
@@ -44,7 +44,8 @@ OURS: dict[str, Callable[[], SaveShardedStrategy]] = {
     "zarr": ZarrSaveShardedStrategy,
     "tensorstore": TensorStoreSaveShardedStrategy,
 }
-COLUMNS = ("save_s", "load_cold_s", "load_warm_s", "save_peak_mib", "load_peak_mib")
+SECONDS = {"save s": "save_s", "cold s": "load_cold_s", "warm s": "load_warm_s"}
+COLUMNS = (*SECONDS.values(), "save_peak_mib", "load_peak_mib")
 LEAST_MIB = 1.0
 """No ratio is made of less memory: an allocator may keep it or not."""
 
@@ -55,20 +56,11 @@ Do = Callable[[str, Path], Cost]
 """A contender: does "save" or "load" with a folder that exists. Collective; returns when all ranks are done."""
 
 
-@dataclasses.dataclass
-class MegatronKeys:
-    repeats: int
-    contenders: list[str]
-    optimizer: str
-    in_place: bool
-    megatron_python: str | None
-
-
 class Peer:
     """The process of megatron-core beside this rank (recipes/benchmark/megatron_peer.py)."""
 
     def __init__(self, python: str, topology: Topology) -> None:
-        self._topology = topology
+        self._python, self._topology = python, topology
         # Neither the variables nor the folder by which our interpreter finds its packages: it has others of the same names.
         arguments = [python, "-E", "-P", str(Path(__file__).with_name("megatron_peer.py"))]
         with topology.phase("start megatron-core"):
@@ -80,21 +72,12 @@ class Peer:
         Args:
             store: a file that does not exist yet.
         """
-        start = {
-            "rank": self._topology.rank,
-            "num_ranks": self._topology.world_size,
-            "store": str(store),
-            "threads": torch.get_num_threads(),
-            "in_place": in_place,
-            "held": dataclasses.asdict(held),
-        }
-        return self._ask(start)[0]
+        place = {"rank": self._topology.rank, "num_ranks": self._topology.world_size, "store": str(store)}
+        return self._ask(place | {"threads": torch.get_num_threads(), "in_place": in_place, "held": dataclasses.asdict(held)})
 
     def cost(self, what: str, folder: Path, *, two_stage: bool) -> Cost:
         """Save or load on all ranks together."""
-        answers = self._ask({"do": what, "folder": str(folder), "two_stage": two_stage})
-        wrong = [name for answer in answers for name in answer.get("wrong", [])]
-        return {name: max(answer[name] for answer in answers) for name in ("seconds", "peak_mib")} | {"wrong": wrong}
+        return self._ask({"do": what, "folder": str(folder), "two_stage": two_stage})
 
     def close(self) -> None:
         """End the process by the end of its stdin. If it hangs in a collective, it is killed."""
@@ -104,23 +87,19 @@ class Peer:
             self._process.kill()
             self._process.communicate()
 
-    def _ask(self, command: dict[str, Any]) -> list[dict[str, Any]]:
-        """Give the processes of all ranks a command, and return their answers. One that fails is killed: the others wait."""
-        with self._topology.phase("megatron-core") as phase:
+    def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Give the processes of all ranks a command, and return the answer of ours. One that fails is killed: the others wait."""
+        with self._topology.phase("megatron-core"):
             assert self._process.stdin is not None and self._process.stdout is not None
-            try:
+            line = ""
+            with suppress(BrokenPipeError):
                 print(json.dumps(command), file=self._process.stdin, flush=True)
                 line = self._process.stdout.readline()
-            except BrokenPipeError:
-                line = ""
-            answer = json.loads(line) if line else {"error": "it ended without an answer"}
+            answer: dict[str, Any] = json.loads(line) if line else {"error": "it ended without an answer"}
             if "error" in answer:
                 self._process.kill()
-                raise CheckpointError(
-                    f"megatron-core in {self._process.args[0]}: {answer['error']}; what it wrote to stderr is above"  # type: ignore[index]
-                )
-            phase.payload = answer
-        return phase.payloads
+                raise CheckpointError(f"megatron-core in {self._python}: {answer['error']}; what it wrote to stderr is above")
+        return answer
 
 
 def _check(keys: dict[str, Any]) -> None:
@@ -151,21 +130,20 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
             peer = Peer(keys["megatron_python"], topology)
             started.callback(peer.close)
             versions[PEER] = peer.join(held, folders / "store", in_place=keys["in_place"])
-            contenders |= {
-                PEER: partial(peer.cost, two_stage=False),
-                PEER + TWO_STAGE: partial(peer.cost, two_stage=True),
-            }
+            contenders |= {name: partial(peer.cost, two_stage=name != PEER) for name in names if is_peer(name)}
 
         def take_turn(name: str, number: int) -> Figures:
             with harness.turn_folder(folders, name, number, topology) as folder:
                 figures = _measured(contenders[name], folder, topology)
             if figures["wrong"] and not is_peer(name):
-                raise CorruptCheckpointError(
-                    f"{name}: what was loaded is not what was saved, first in {figures['wrong'][0]}"
-                )
+                raise CorruptCheckpointError(f"{name}: what was loaded is not what was saved, first in {figures['wrong'][0]}")
             return figures
 
         rounds = harness.interleaved(names, keys["repeats"], take_turn, topology, _line)
+    shards = shards_of(held).values()
+    main = [shard.num_elements for shard in shards if not any(shard.replica_id)]
+    keys_of_ranks, sizes = zip(*gathered([[shard.key for shard in shards], 4 * sum(main)], topology), strict=True)
+    cut = "cut like the weights" if held.optimizer == "tensors" else "in flattened ranges"
     counted = {name: [{column: row[column] for column in COLUMNS} for row in rows] for name, rows in rounds.items()}
     return {
         "model": cfg["model"]["size"],
@@ -174,20 +152,15 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         "ranks": topology.world_size,
         "tp": held.tp,
         "dp": held.dp,
-        "layout": _layout(held, in_place=keys["in_place"]),
-        "tensors": _num_tensors(held, topology),
-        "state_bytes": _state_bytes(held, topology),
+        "layout": f"TP {held.tp} x DP {held.dp}, moments {cut}{', into tensors that exist' if keys['in_place'] else ''}",
+        "tensors": len({*chain(*keys_of_ranks)}),
+        "state_bytes": sum(sizes),
         "versions": versions,
         "contenders": {
-            name: {
-                "wrong": [wrong for row in rows for wrong in row["wrong"]],
-                "files": rows[-1]["files"],
-                "bytes": rows[-1]["bytes"],
-            }
+            name: {"wrong": [wrong for row in rows for wrong in row["wrong"]]} | {of: rows[-1][of] for of in ("files", "bytes")}
             for name, rows in rounds.items()
         },
         "rounds": counted,
-        "ratios": _ratios(summarized(counted)["medians"]),
     }
 
 
@@ -200,43 +173,29 @@ def _held(cfg: Mapping[str, Any], topology: Topology) -> RankHoldings:
         )
     harness.require_choice("model.size", cfg["model"]["size"], SIZES)
     size = SIZES[cfg["model"]["size"]]
-    return RankHoldings(
-        vocabulary=size.vocabulary,
-        context=size.context,
-        layers=size.layers,
-        width=size.width,
-        optimizer=cfg["benchmark"]["optimizer"],
-        tp_rank=place.get("tp", 0),
-        tp=sizes.get("tp", 1),
-        dp_rank=place.get("dp", 0),
-        dp=sizes.get("dp", 1),
-    )
+    places = {"tp_rank": place.get("tp", 0), "tp": sizes.get("tp", 1), "dp_rank": place.get("dp", 0), "dp": sizes.get("dp", 1)}
+    model = {name: getattr(size, name) for name in ("vocabulary", "context", "layers", "width")}
+    return RankHoldings(**model, optimizer=cfg["benchmark"]["optimizer"], **places)
 
 
 def _ours(names: Sequence[str], held: RankHoldings, in_place: bool, topology: Topology) -> dict[str, Do]:
     """Make our contenders, which share their tensors. Collective."""
+    ours = [name for name in names if not is_peer(name)]
     group = _data_parallel_group(held, topology) if any(name.endswith(TWO_STAGE) for name in names) else None
-    if all(map(is_peer, names)):
+    if not ours:
         return {}
-    side = Side(shards_of(held), ShardedTensor, partial(_timed, topology), topology.is_lead)
-    found: dict[str, Do] = {}
-    for name in names:
-        if not is_peer(name):
-            two_stage = name.endswith(TWO_STAGE)
-            loading: LoadShardedStrategy = TensorStoreLoadShardedStrategy(load_directly_on_device=in_place)
-            if two_stage:
-                loading = TwoStageDataParallelLoadShardedStrategy(group, cpu_transfer=True)
-            saving = OURS[name.removesuffix(TWO_STAGE)]()
-            found[name] = partial(_do, side, saving, loading, two_stage or in_place)
-    return found
+    side = Side(shards_of(held), ShardedTensor, save, load, partial(_timed, topology), topology.is_lead)
 
+    def contender(name: str) -> Do:
+        two_stage = name.endswith(TWO_STAGE)
+        saving = OURS[name.removesuffix(TWO_STAGE)]()
+        loading: LoadShardedStrategy = TensorStoreLoadShardedStrategy(load_directly_on_device=in_place)
+        if two_stage:
+            loading = TwoStageDataParallelLoadShardedStrategy(group, cpu_transfer=True)
+        load_it = partial(side.load, strategy=loading, fills=two_stage or in_place)
+        return lambda what, folder: side.save(folder, saving) if what == "save" else load_it(folder)
 
-def _do(
-    side: Side, saving: SaveShardedStrategy, loading: LoadShardedStrategy, fills: bool, what: str, folder: Path
-) -> Cost:
-    if what == "save":
-        return side.save(folder, lambda state, to: save(state, to, saving))
-    return side.load(folder, lambda state, at: load(state, at, loading), fills=fills)
+    return {name: contender(name) for name in ours}
 
 
 def _timed(topology: Topology, work: Callable[[], None]) -> Cost:
@@ -267,27 +226,10 @@ def _measured(do: Do, folder: Path, topology: Topology) -> Figures:
     costs |= {"load_cold": do("load", folder), "load_warm": do("load", folder)}
     mine = {f"{name}_s": cost["seconds"] for name, cost in costs.items()}
     mine |= {"save_peak_mib": costs["save"]["peak_mib"], "load_peak_mib": costs["load_cold"]["peak_mib"]}
-    wrong = {name for cost in costs.values() for name in cost.get("wrong", [])}
+    wrong = [name for cost in costs.values() for name in cost.get("wrong", [])]
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
-    figures, wrong_of_ranks = zip(*gathered([mine, sorted(wrong)], topology), strict=True)
-    all_wrong = sorted({name for names in wrong_of_ranks for name in names})
-    return largest(figures) | {"wrong": all_wrong, "files": len(sizes), "bytes": sum(sizes)}
-
-
-def _layout(held: RankHoldings, *, in_place: bool) -> str:
-    cut = "cut like the weights" if held.optimizer == "tensors" else "in flattened ranges"
-    return f"TP {held.tp} x DP {held.dp}, moments {cut}{', into tensors that exist' if in_place else ''}"
-
-
-def _num_tensors(held: RankHoldings, topology: Topology) -> int:
-    """Of the whole state."""
-    return len(set().union(*gathered([shard.key for shard in shards_of(held).values()], topology)))
-
-
-def _state_bytes(held: RankHoldings, topology: Topology) -> int:
-    """Of the whole state, replicas once."""
-    mine = sum(4 * shard.num_elements for shard in shards_of(held).values() if not any(shard.replica_id))
-    return sum(gathered(mine, topology))
+    figures, wrong_of_ranks = zip(*gathered([mine, wrong], topology), strict=True)
+    return largest(figures) | {"wrong": sorted({*chain(*wrong_of_ranks)}), "files": len(sizes), "bytes": sum(sizes)}
 
 
 def is_peer(name: str) -> bool:
@@ -299,29 +241,28 @@ def counterpart(name: str) -> str:
     return PEER + TWO_STAGE if name.endswith(TWO_STAGE) else PEER
 
 
-def _ratios(medians: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float | None]]:
-    """Return megatron-core's figures over ours; None of memory where ours takes next to none."""
+def compared(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `ratios`: megatron-core's medians over ours; None of memory where ours takes next to none."""
+    medians = result["medians"]
     pairs = {name: counterpart(name) for name in medians if not is_peer(name) and counterpart(name) in medians}
     return {
-        name: {
-            c: medians[peer][c] / medians[name][c] if c.endswith("_s") or medians[name][c] >= LEAST_MIB else None
-            for c in COLUMNS
+        "ratios": {
+            name: {
+                c: medians[peer][c] / medians[name][c] if c.endswith("_s") or medians[name][c] >= LEAST_MIB else None
+                for c in COLUMNS
+            }
+            for name, peer in pairs.items()
         }
-        for name, peer in pairs.items()
     }
 
 
-def show(result: Mapping[str, Any]) -> None:
-    """Print the figures, and megatron-core's over ours, as a table."""
-    title = (
-        f"{result['state_bytes'] / 1e9:.2f} GB of state, {result['layout']}, {cores_and_rounds(result)}: seconds to save "
-        "and to load (cold, warm), MiB taken on top of the state, and megatron-core's seconds / ours"
-    )
-    columns = {"save s": "save_s", "cold s": "load_cold_s", "warm s": "load_warm_s", "save / load MiB": "save_peak_mib load_peak_mib"}
-    columns["megatron / ours"] = "save_s_ratio load_cold_s_ratio load_warm_s_ratio"
-    print_table(title, *rows_of(result, columns))
-    for name, contender in result["contenders"].items():
-        console().print(full_line(f"{name}: {contender['files']} files; {len(contender['wrong'])} tensors came back wrong"))
+def _tables(result: Mapping[str, Any]) -> dict[str, Rows]:
+    return {
+        "what they left": {
+            name: {"files": f"{left['files']:,}", "tensors that came back wrong": str(len(left["wrong"]))}
+            for name, left in result["contenders"].items()
+        }
+    }
 
 
 def _line(figures: Figures) -> str:
@@ -330,10 +271,14 @@ def _line(figures: Figures) -> str:
 
 
 MEASUREMENT = harness.Measurement(
-    MegatronKeys,
+    {"repeats": int, "contenders": list[str], "optimizer": str, "in_place": bool, "megatron_python": str | None},
     benchmark,
-    show,
-    contenders=(*OURS, PEER, *(name + TWO_STAGE for name in (*OURS, PEER))),
+    lambda result: f"{result['state_bytes'] / 1e9:.2f} GB of state, {result['layout']}",
+    SECONDS
+    | {"save / load MiB": "save_peak_mib load_peak_mib", "megatron's seconds / ours": "save_s_ratio load_cold_s_ratio load_warm_s_ratio"},
+    compare=compared,
+    tables=_tables,
+    contenders={kind: (*names, *(name + TWO_STAGE for name in names)) for kind, names in {"ours": OURS, "megatron": [PEER]}.items()},
     check=_check,
     scratch=True,
 )

@@ -49,17 +49,10 @@ class Reference(Contender):
         host, port = gathered([socket.gethostname(), _free_port()], topology)[0]
         if device.type == "cpu":
             use_host_memory()
-        with (
-            topology.phase("start the parameter server"),
-            environment_with({"RANK": str(topology.rank), "WORLD_SIZE": str(topology.world_size)}),
-        ):
-            self._server = ce_ps.ParameterServer(
-                rank=topology.rank,
-                world_size=topology.world_size,
-                auto_pg=False,
-                master_addr="127.0.0.1" if len(topology.nodes) == 1 else host,
-                master_port=port,
-            )
+        ranks = {"rank": topology.rank, "world_size": topology.world_size}
+        master = "127.0.0.1" if len(topology.nodes) == 1 else host
+        with topology.phase("start the parameter server"), environment_with({name.upper(): str(at) for name, at in ranks.items()}):
+            self._server = ce_ps.ParameterServer(**ranks, auto_pg=False, master_addr=master, master_port=port)
         self._server._zmq_addr_counter = _FIRST_SOCKET * (1 + is_tuned)
 
     def update(self, step: int) -> Seconds:
@@ -106,14 +99,10 @@ class Reference(Contender):
 
     def _count(self) -> int:
         """Count the buckets that it makes of the registered tensors."""
-        largest = max(
-            meta.aligned_size
-            for items in self._server.get_metas().values()
-            for metas in items.memory_buffer_metas_list
-            for meta in metas.metas
-        )
-        size = max(self.ends.bucket_bytes, largest)
-        return len(ce_ps._gen_h2d_buckets(self._server.get_metas(), size, {}, {}))
+        held = self._server.get_metas()
+        buffers = [buffer for items in held.values() for buffer in items.memory_buffer_metas_list]
+        largest = max(meta.aligned_size for buffer in buffers for meta in buffer.metas)
+        return len(ce_ps._gen_h2d_buckets(held, max(self.ends.bucket_bytes, largest), {}, {}))
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

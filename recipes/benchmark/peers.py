@@ -43,11 +43,15 @@ class Dcp(Contender):
             sync_entries(folder, self._saved.topology)
 
     def load(self, folder: Path) -> None:
+        self.load_from(folder / "dcp")
+
+    def load_from(self, path: Path) -> None:
+        """Load what is saved at a path."""
         assert self._loaded is not None
         with _one_rank_is_meant():
             dcp.load(
                 dict(self._loaded.tree),
-                checkpoint_id=folder / "dcp",
+                checkpoint_id=path,
                 storage_reader=self._reader,
                 process_group=self._loaded.group,
                 no_dist=not dist.is_initialized(),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
-from typing import Any
+from operator import sub
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ckpt.format.box import Box, overlap
@@ -25,24 +25,21 @@ Choice = Callable[[Sequence[int], Sequence[int]], int]
 """Returns the writer among the ranks that hold a place, given the bytes that each rank writes already."""
 
 
-@dataclass(frozen=True)
-class Holding:
+class Holding(NamedTuple):
     """The ranks that hold a place, and its bytes."""
 
     num_bytes: int
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class FileLocation:
+class FileLocation(NamedTuple):
     """A place in files: its bytes begin at byte `offset` of the file that rank `writer` writes."""
 
     writer: int
     offset: int
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """A saved box, and a wanted box of the same tensor that overlaps it.
 
     Attributes:
@@ -57,8 +54,7 @@ class Source:
     tensor: torch.Tensor
 
 
-@dataclass(frozen=True)
-class ByteRun:
+class ByteRun(NamedTuple):
     """Bytes that are contiguous both in the box that was saved and in the one that is wanted."""
 
     saved_at: int
@@ -82,19 +78,15 @@ def places_of(statefuls: Mapping[str, Stateful]) -> dict[Place, torch.Tensor]:
 
 def holders_of(mine: Mapping[Place, torch.Tensor], topology: Topology) -> dict[Place, Holding]:
     """Return every place of the whole state, by the boxes that all ranks give. Collective."""
-    rows_of_mine: list[list[Any]] = [
-        [name, box.offsets, box.shape, tensor.nbytes] for (name, box), tensor in mine.items()
-    ]
-    ranks: dict[Place, list[int]] = defaultdict(list)
-    sizes: dict[Place, int] = {}
+    rows: list[list[Any]] = [[name, box.offsets, box.shape, tensor.nbytes] for (name, box), tensor in mine.items()]
+    found: dict[Place, Holding] = {}
     with topology.operation("the benchmark"):
-        rows_of_ranks = gathered(rows_of_mine, topology)
-    for rank, rows in enumerate(rows_of_ranks):
-        for name, offsets, shape, num_bytes in rows:
+        rows_of_ranks = gathered(rows, topology)
+    for rank, of_rank in enumerate(rows_of_ranks):
+        for name, offsets, shape, num_bytes in of_rank:
             place = name, Box(tuple(offsets), tuple(shape))
-            ranks[place].append(rank)
-            sizes[place] = num_bytes
-    return {place: Holding(sizes[place], tuple(of_place)) for place, of_place in ranks.items()}
+            found[place] = Holding(num_bytes, (*(found[place].ranks if place in found else ()), rank))
+    return found
 
 
 def least_loaded(holders: Sequence[int], written: Sequence[int]) -> int:
@@ -139,19 +131,13 @@ def runs_of(saved: Box, wanted: Box, item_bytes: int) -> Iterator[ByteRun]:
     both = overlap(saved, wanted)
     if both is None:
         return
-    dim = len(both.shape)
-    while dim > 0:
-        dim -= 1
-        if not both.shape[dim] == saved.shape[dim] == wanted.shape[dim]:
-            break
-    num_bytes = math.prod(both.shape[dim:]) * item_bytes
-    for index in product(*(range(side) for side in both.shape[:dim])):
-        at = [offset + step for offset, step in zip(both.offsets, (*index, *[0] * len(both.shape)), strict=False)]
-        yield ByteRun(_byte(saved, at, item_bytes), _byte(wanted, at, item_bytes), num_bytes)
+    sides = list(zip(both.shape, saved.shape, wanted.shape, strict=True))
+    dim = next((dim for dim in reversed(range(len(sides))) if len(set(sides[dim])) > 1), 0)  # from the one behind it on, all is shared
+    for index in np.ndindex(both.shape[:dim]):
+        at = [offset + step for offset, step in zip(both.offsets, (*index, *[0] * len(sides)), strict=False)]
+        saved_at, wanted_at = (_number(box, at) * item_bytes for box in (saved, wanted))
+        yield ByteRun(saved_at, wanted_at, math.prod(both.shape[dim:]) * item_bytes)
 
 
-def _byte(box: Box, at: Sequence[int], item_bytes: int) -> int:
-    element = 0
-    for here, offset, side in zip(at, box.offsets, box.shape, strict=True):
-        element = element * side + here - offset
-    return element * item_bytes
+def _number(box: Box, at: Sequence[int]) -> int:
+    return int(np.ravel_multi_index(tuple(map(sub, at, box.offsets)), box.shape))

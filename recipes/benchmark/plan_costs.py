@@ -9,7 +9,7 @@ import json
 import math
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,24 +26,12 @@ from ckpt.state.sharing import StateComponent
 from recipes.benchmark import harness
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import PeakMemory
-from recipes.benchmark.tables import print_table, rounds_of
+from recipes.benchmark.megatron_state import layer_of
 from recipes.benchmark.weights import NamedTensors
 from recipes.support.local_ranks import start_forkserver
 
 OPTIMIZERS = ("replicated", "sharded")
 _PATTERNS = {"model": "sharded", "optimizer": "sharded", "scheduler": "replicated", "rng": "per_rank"}
-_COMPONENTS = {key: StateComponent(key, NamedTensors({}), pattern) for key, pattern in _PATTERNS.items()}
-
-
-@dataclass
-class PlanKeys:
-    tp: int
-    pp: int
-    dp: list[int]
-    layers: int
-    width: int
-    vocab: int
-    optimizer_state: list[str]
 
 
 @dataclass(frozen=True)
@@ -93,21 +81,7 @@ class SyntheticGPT:
 
     def _tensors(self, stage: int) -> dict[str, tuple[tuple[int, ...], int | None]]:
         """Return name -> shape, and the dimension that the `tp` ranks cut, of the parameters of one stage."""
-        w = self.width
-        per_layer: dict[str, tuple[tuple[int, ...], int | None]] = {
-            "ln_1.weight": ((w,), None),
-            "ln_1.bias": ((w,), None),
-            "attn.qkv.weight": ((3 * w, w), 0),
-            "attn.qkv.bias": ((3 * w,), 0),
-            "attn.proj.weight": ((w, w), 1),
-            "attn.proj.bias": ((w,), None),
-            "ln_2.weight": ((w,), None),
-            "ln_2.bias": ((w,), None),
-            "mlp.fc.weight": ((4 * w, w), 0),
-            "mlp.fc.bias": ((4 * w,), 0),
-            "mlp.proj.weight": ((w, 4 * w), 1),
-            "mlp.proj.bias": ((w,), None),
-        }
+        w, per_layer = self.width, layer_of(self.width)
         layers = range(self.layers * stage // self.pp, self.layers * (stage + 1) // self.pp)
         tensors = {f"h.{layer}.{name}": tensor for layer in layers for name, tensor in per_layer.items()}
         if stage in (0, self.pp - 1):
@@ -241,43 +215,14 @@ def _check(keys: dict[str, Any]) -> None:
         raise ConfigurationError("benchmark.dp=[]: expected at least one number of replicas")
 
 
-_ROWS: dict[str, Callable[[Mapping[str, Any]], str]] = {
-    "distinct tables": lambda row: f"{row['distinct_tables']:,.0f}",
-    "chunks": lambda row: f"{row['chunks']:,.0f}",
-    "received, MB": lambda row: f"{row['received_bytes'] / 1e6:.1f}",
-    "read the tables, s": lambda row: f"{row['tables_s']:.3f}",
-    "plan, s": lambda row: f"{row['plan_s']:.3f}",
-    "own share, s": lambda row: f"{row['own_s']:.3f}",
-    "together, s": lambda row: f"{row['total_s']:.3f}",
-    "peak memory, MiB": lambda row: f"{row['peak_mib']:.0f}",
-    "later saves, s": lambda row: f"{row['cached_s']:.3f}",
-    "busiest writer / mean": lambda row: f"{row['max_to_mean']:.4f}",
-    "least busy / mean": lambda row: f"{row['min_to_mean']:.4f}",
-}
-
-
-def show(result: Mapping[str, Any]) -> None:
-    """Print a table per kind of optimizer state, with a column per number of ranks."""
-    optimizer_of = {name: rows[0]["optimizer"] for name, rows in result["rounds"].items()}
-    for optimizer in dict.fromkeys(optimizer_of.values()):
-        cases = [row for name, row in result["medians"].items() if optimizer_of[name] == optimizer]
-        rows = [(heading, *map(cell, cases)) for heading, cell in _ROWS.items()]
-        headings = ["", *(f"{case['ranks']:,.0f} ranks" for case in cases)]
-        title = f"{result['layout']}, {result['tensors']:,} arrays, optimizer state {optimizer}, {rounds_of(result)}"
-        print_table(title, headings, rows)
-
-
-def _contribution(table: Table) -> RankState:
-    plain = {key: {"step": [["step"], 1000]} for key in _COMPONENTS}
-    return RankState(components=dict(_COMPONENTS), table=table, plain=plain)
-
-
 def _cached_s(case: SyntheticGPT, rank: int) -> float:
     """Return the seconds of a rank in a later save of the same state until it knows that the plan still holds, but for the agreement."""
     topology = cast(Topology, RecordedTopology(rank, case.world_size, []))
     comparison, phase = Comparison(topology), Phase("collect")
+    components = {key: StateComponent(key, NamedTensors({}), pattern) for key, pattern in _PATTERNS.items()}
+    plain = {key: {"step": [["step"], 1000]} for key in components}
     started = time.perf_counter()
-    mine = _contribution(case.table(rank))
+    mine = RankState(components=components, table=case.table(rank), plain=plain)
     comparison.say(mine, phase)
     phase.verdict(None).encode()
     phase.from_lead = [2, {}, [], [], None]  # no rank differs
@@ -287,13 +232,30 @@ def _cached_s(case: SyntheticGPT, rank: int) -> float:
 
 def _cut(box: Box, dim: int, parts: int, number: int) -> Box:
     """Return one of the nearly equal parts of a box along a dimension, the later ones shorter or empty, as of torch.chunk."""
-    side = box.shape[dim]
-    step = -(-side // parts)
-    start = min(number * step, side)
-    offsets, shape = list(box.offsets), list(box.shape)
-    offsets[dim] += start
-    shape[dim] = min(step, side - start)
-    return Box(tuple(offsets), tuple(shape))
+    side, step = box.shape[dim], -(-box.shape[dim] // parts)
+    start, stop = (min(at * step, side) for at in (number, number + 1))
+    offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])
+    return Box(offsets, (*box.shape[:dim], stop - start, *box.shape[dim + 1 :]))
 
 
-MEASUREMENT = harness.Measurement(PlanKeys, benchmark, show, check=_check, check_run=harness.checked_folder)
+MEASUREMENT = harness.Measurement(
+    {"tp": int, "pp": int, "dp": list[int], "layers": int, "width": int, "vocab": int, "optimizer_state": list[str]},
+    benchmark,
+    lambda result: f"{result['layout']}, {result['tensors']:,} arrays",
+    {
+        "distinct tables": "distinct_tables",
+        "chunks": "chunks",
+        "received, bytes": "received_bytes",
+        "read the tables, s": "tables_s",
+        "plan, s": "plan_s",
+        "own share, s": "own_s",
+        "together, s": "total_s",
+        "peak memory, MiB": "peak_mib",
+        "later saves, s": "cached_s",
+        "busiest / least busy writer, over the mean": "max_to_mean min_to_mean",
+    },
+    check=_check,
+    check_run=harness.checked_folder,
+    digits=4,
+    turned=True,
+)

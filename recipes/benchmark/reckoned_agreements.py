@@ -5,14 +5,14 @@ Each rank has a processor of its own, and all enter a phase at once. The store's
 
 from __future__ import annotations
 
-import heapq
 import random
 import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from ckpt.ranks.absence import PhaseIndex
 from ckpt.ranks.addresses import LOOPBACK
@@ -44,34 +44,26 @@ _DIGEST = "9e3779b97f4a7c159e3779b97f4a7c15"
 def request_costs(num_bytes: int) -> dict[str, float]:
     """Return the seconds of each kind of request here: of a client, alone with the store, and of the store itself, with several."""
     num, data = 2000, b"x" * num_bytes
-    with ExitStack() as stack:
-        server = serve(LOOPBACK, timeout_s=TIMEOUT_S)
-        stack.callback(lambda: server)
-        client = StoreClient(server, writer=0)
+    server = serve(LOOPBACK, timeout_s=TIMEOUT_S)
+    client = StoreClient(server, writer=0)
 
-        def each(call: Callable[[], object], times: int = num) -> float:
-            began = time.perf_counter()
-            for _ in range(times):
-                call()
-            return (time.perf_counter() - began) / times
+    def each(call: Callable[[], object], times: int = num) -> float:
+        began = time.perf_counter()
+        for _ in range(times):
+            call()
+        return (time.perf_counter() - began) / times
 
-        costs = {"push": each(lambda: client.push("inbox", data)), "pop": each(lambda: client.pop("inbox"))}
-        for _ in range(num):
-            client.push("inbox", data)
-        began = time.perf_counter()
-        client.pop_waiting("inbox")
-        costs["pop_waiting"] = (time.perf_counter() - began) / num
-        costs |= {"set": each(lambda: client.put("key", b"x" * 150)), "first": each(lambda: client.put_first("first", b"x" * 100))}
-        clients = [StoreClient(server, writer=1) for _ in range(3)]
-        began = time.perf_counter()
-        threads = [threading.Thread(target=lambda own=own: [own.put("key", b"x") for _ in range(num)]) for own in clients]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        costs |= {"store": (time.perf_counter() - began) / (num * len(clients)), "socket": _socket_s()}
-        client.put("long", random.Random(0).randbytes(_PIECES_BYTES), compress=False)
-        costs["byte"] = each(lambda: client.peek("long"), 50) / _PIECES_BYTES
+    costs = {"push": each(lambda: client.push("inbox", data)), "pop": each(lambda: client.pop("inbox"))}
+    for _ in range(num):
+        client.push("inbox", data)
+    costs["pop_waiting"] = each(lambda: client.pop_waiting("inbox"), 1) / num
+    costs |= {"set": each(lambda: client.put("key", b"x" * 150)), "first": each(lambda: client.put_first("first", b"x" * 100))}
+    clients = [StoreClient(server, writer=1) for _ in range(3)]
+    with ThreadPoolExecutor(len(clients)) as pool:
+        work = partial(pool.map, lambda own: [own.put("key", b"x") for _ in range(num)], clients)
+        costs |= {"store": each(lambda: [*work()], 1) / (num * len(clients)), "socket": _socket_s()}
+    client.put("long", random.Random(0).randbytes(_PIECES_BYTES), compress=False)
+    costs["byte"] = each(lambda: client.peek("long"), 50) / _PIECES_BYTES
     return costs
 
 
@@ -112,10 +104,9 @@ def reckon(
         return store_free_s + per_host * seconds
 
     phases = [Phase("measured") for _ in machines]
-    verdicts = []
     for rank, phase in enumerate(phases):
         say(phase, rank)
-        verdicts.append(phase.verdict("benchmark"))
+    verdicts = [phase.verdict("benchmark") for phase in phases]
     arrivals: list[tuple[float, int, list[Send]]] = []
     for hub in range(0, num_ranks, per_host):
         sent: list[Send] = []
@@ -125,10 +116,9 @@ def reckon(
         now_s = max(published, default=0.0) + costs["socket"]
         if hub:
             now_s = request(now_s, sum(len(letter.message[2]) + 40 for letter in sent), "push")
-        heapq.heappush(arrivals, (now_s, hub, sent))
+        arrivals.append((now_s, hub, sent))
     lead_s, dos = 0.0, list[Do]()
-    while arrivals:
-        there_s, hub, sent = heapq.heappop(arrivals)
+    for there_s, hub, sent in sorted(arrivals):
         lead_s = max(lead_s, there_s)
         if hub:
             lead_s = request(lead_s, sum(len(letter.message[2]) + 40 for letter in sent), "pop_waiting")
@@ -160,11 +150,7 @@ def reckon(
                     (decided,) = machines[rank].hear(do.message)
                     assert isinstance(decided, Decided)
                 ends_s += costs["socket"]
-    return {
-        "phase_s": max(ends_s, lead_s),
-        "requests": count["requests"] / num_ranks,
-        "bytes": count["bytes"],
-    }
+    return {"phase_s": max(ends_s, lead_s), "requests": count["requests"] / num_ranks, "bytes": count["bytes"]}
 
 
 def bytes_for_the_lead(num_bytes: int) -> Callable[[Phase, int], None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,30 +16,12 @@ from recipes.benchmark import harness
 from recipes.benchmark.contenders import LIMITS, OURS, PEERS, RAW, contenders_of
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import PeakMemory, forget_cache, gathered, largest, timed, wait_for_ranks
-from recipes.benchmark.tables import cores_and_rounds, draw, print_table, quotients, rows_of, summarized
+from recipes.benchmark.tables import Rows, quotients
 from recipes.benchmark.workloads import SHARINGS, Contender, State, Workload, described, facts_of, prepared
-from recipes.support.tables import console, full_line
 
-SECONDS = {"save_s": "save s", "load_cold_s": "load s, cold", "load_warm_s": "load s, warm"}
-MEMORY = {"save / load peak MiB": "save_peak_mib load_peak_mib", "read / needed": "bytes_read bytes_needed"}
-
-
-@dataclass
-class SmallTensorKeys:
-    count: int = MISSING
-    elements: int = MISSING
-    sharing: str = MISSING
-
-
-@dataclass
-class SavesKeys:
-    workload: str
-    repeats: int
-    contenders: list[str]
-    load_ranks: int | None
-    store_mib_s: float | None
-    small_tensors: SmallTensorKeys | None
-    plot: bool | None
+SECONDS = {"save s": "save_s", "load s, cold": "load_cold_s", "load s, warm": "load_warm_s"}
+SMALL_TENSORS = make_dataclass("SmallTensorKeys", [("count", int, MISSING), ("elements", int, MISSING), ("sharing", str, MISSING)])
+MEMORY = {"save / load peak MiB": "save_peak_mib load_peak_mib", "read / needed": "bytes_read/bytes_needed"}
 
 
 def _check(keys: dict[str, Any]) -> None:
@@ -72,7 +54,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
                 return _measured(name, contenders[name], folder, workload, identity)
 
         rounds = harness.interleaved(contenders, keys["repeats"], take_turn, topology, _line)
-    return facts | {"left_out": left_out, "rounds": rounds} | compared(rounds)
+    return facts | {"left_out": left_out, "rounds": rounds}
 
 
 def _measured(name: str, contender: Contender, folder: Path, workload: Workload, identity: str) -> Figures:
@@ -114,65 +96,46 @@ def _measured(name: str, contender: Contender, folder: Path, workload: Workload,
     return figures | {f"{figure}_of_ranks": [of_rank.get(figure) for of_rank in of_ranks] for figure in memories}
 
 
-def compared(rounds: Mapping[str, list[Figures]]) -> dict[str, Any]:
-    """Return `medians`, `ranges` (least and most) and `ratios` of medians: by heading, name of ours and column.
-
-    "best raw" is the fastest raw contender in each column.
-    """
-    summary = summarized(rounds)
-    medians = summary["medians"]
+def compared(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `ratios` of medians: by heading, name of ours and column. "best raw" is the fastest raw contender in each column."""
+    medians, seconds = result["medians"], SECONDS.values()
     ours = {name: row for name, row in medians.items() if name in OURS}
     raw = [row for name, row in medians.items() if name in RAW]
-    best = {c: min(row[c] for row in raw if c in row) for c in SECONDS if any(c in row for row in raw)}
-    loads = [column for column in SECONDS if column != "save_s"]
+    best = {c: min(row[c] for row in raw if c in row) for c in seconds if any(c in row for row in raw)}
     ratios = {
-        f"{peer} / ours": {name: quotients(row, own, SECONDS) for name, own in ours.items()}
+        f"{peer} / ours": {name: quotients(row, own, seconds) for name, own in ours.items()}
         for peer, row in medians.items()
         if peer in PEERS
     }
     ratios["direct / two-stage"] = {
-        f"{name}/two-stage": quotients(own, ours[f"{name}/two-stage"], loads)
+        staged: quotients(own, ours[staged], ("load_cold_s", "load_warm_s"))
         for name, own in ours.items()
-        if f"{name}/two-stage" in ours
+        if (staged := f"{name}/two-stage") in ours
     }
     for limit, row in {"best raw": best, **{name: row for name, row in medians.items() if name in LIMITS}}.items():
-        ratios[f"ours / {limit}"] = {name: quotients(own, row, SECONDS) for name, own in ours.items()}
-    return {**summary, "ratios": ratios}
+        ratios[f"ours / {limit}"] = {name: quotients(own, row, seconds) for name, own in ours.items()}
+    return {"ratios": ratios}
 
 
-def show(result: Mapping[str, Any]) -> None:
-    """Print the figures and the ratios as tables."""
-    title = f"{_title(result)} (least .. most); peak: of the rank that took most"
-    print_table(title, *rows_of(result, {heading: figure for figure, heading in SECONDS.items()} | MEMORY))
+def _tables(result: Mapping[str, Any]) -> dict[str, Rows]:
+    """Return the ratios of ours that exist: of save, cold load and warm load; of both loads; or of warm loads alone."""
     left_out = {f"ours / {name}" for name in RAW}  # "best raw" stands for them
-    columns = {heading: of for heading, of in result["ratios"].items() if any(of.values()) and heading not in left_out}
-    if columns:
-        print_table(
-            "ratios of medians: save, load cold, load warm",
-            ["ours", *columns],
-            [
-                (name, *(_cell(of_ours.get(name, {})) for of_ours in columns.values()))
-                for name in result["medians"]
-                if name in OURS
-            ],
-        )
-    for name, reason in result["left_out"].items():
-        console().print(full_line(f"left out: {name}: {reason}"))
+    headings = {heading: of for heading, of in result["ratios"].items() if any(of.values()) and heading not in left_out}
+    rows = {
+        name: {
+            heading: "  ".join(f"{of[name][c]:.2f}" for c in SECONDS.values() if c in of.get(name, {}))
+            for heading, of in headings.items()
+        }
+        for name in result["medians"]
+        if name in OURS
+    }
+    return {"ratios of medians: save, load cold, load warm": rows}
 
 
 def _title(result: Mapping[str, Any]) -> str:
     loaded = "" if result["load_ranks"] == result["ranks"] else f", loaded on {result['load_ranks']}"
     store = "" if result["store_mib_s"] is None else f", read through a store of {result['store_mib_s']:g} MiB/s"
-    return f"{described(result)}{loaded}{store}, {cores_and_rounds(result)}"
-
-
-def _cell(ratios: Mapping[str, float]) -> str:
-    """Join the ratios that exist: of save, cold load and warm load; of both loads; or of warm loads alone."""
-    return "  ".join(f"{ratios[column]:.2f}" for column in SECONDS if column in ratios)
-
-
-def _draw(result: Figures, path: Path) -> None:
-    draw(result, path, _title(result), SECONDS, {"ours": OURS, "others": PEERS, "the machine": LIMITS})
+    return f"{described(result)}{loaded}{store}"
 
 
 def _line(figures: Figures) -> str:
@@ -181,5 +144,16 @@ def _line(figures: Figures) -> str:
 
 
 MEASUREMENT = harness.Measurement(
-    SavesKeys, benchmark, show, contenders=(*PEERS, *LIMITS, *OURS), check=_check, draw=_draw, scratch=True
+    {
+        "workload": str, "repeats": int, "contenders": list[str], "load_ranks": int | None, "store_mib_s": float | None,
+        "small_tensors": SMALL_TENSORS | None, "plot": bool | None,
+    },
+    benchmark,
+    _title,
+    SECONDS | MEMORY,
+    compare=compared,
+    tables=_tables,
+    contenders={"the machine": LIMITS, "others": PEERS, "ours": OURS},
+    check=_check,
+    scratch=True,
 )

@@ -8,13 +8,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.cells import cell_len
-from rich.table import Table
+import numpy as np
 
-from recipes.support.tables import console
+from ckpt.cli.tables import Listing, console, show
 
-COLORS = ("#1f6f8b", "#c9792c", "#9aa0a6")
-"""Of ours, of the peers, and of the machine's limits."""
+COLORS = ("#9aa0a6", "#c9792c", "#1f6f8b")
+"""Of the machine's limits, of the peers, and of ours."""
+
+Rows = Mapping[str, Mapping[str, str]]
+"""Cells of a table by row and heading. A row may lack some."""
 
 
 def summarized(rounds: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
@@ -31,86 +33,71 @@ def quotients(one: Mapping[str, float], other: Mapping[str, float], columns: Ite
     return {column: one[column] / other[column] for column in columns if column in one and other.get(column)}
 
 
-def with_range(name: str, column: str, result: Mapping[str, Any], digits: int = 2) -> str:
-    """Return a cell such as `0.11 (0.10..0.13)`: the median, the least and the most; empty of a figure that is not there."""
-    if column not in result["medians"][name]:
-        return ""
-    least, most = result["ranges"][name][column]
-    return f"{result['medians'][name][column]:.{digits}f} ({least:.{digits}f}..{most:.{digits}f})"
-
-
-def rounds_text(count: int) -> str:
+def rounds_of(result: Mapping[str, Any]) -> str:
+    """Return the number of rounds, for a title."""
+    count = max(map(len, result["rounds"].values()), default=1)
     return "one round" if count == 1 else f"medians of {count} rounds"
 
 
-def rounds_of(result: Mapping[str, Any]) -> str:
-    """Return the number of rounds, for a title."""
-    return rounds_text(max(map(len, result["rounds"].values()), default=1))
-
-
-def cores_and_rounds(result: Mapping[str, Any]) -> str:
-    return f"{result['machine']['cores']} cores, {rounds_of(result)}"
-
-
-def rows_of(result: Mapping[str, Any], columns: Mapping[str, str], digits: int = 2) -> tuple[list[str], list[list[str]]]:
-    """Return headings and rows, one for each contender: of seconds the median with least and most.
+def rows_of(result: Mapping[str, Any], columns: Mapping[str, str], digits: int = 2) -> Rows:
+    """Return a row for each contender: of seconds the median with least and most, such as `0.11 (0.10..0.13)`.
 
     Args:
-        columns: heading -> figures, several with spaces between; `<figure>_ratio` is that of `ratios`. One that no row has is left out.
+        columns: heading -> figure, several with spaces between, or a quotient `one/other`; `<figure>_ratio` is that of `ratios`.
+            A column that no row has is left out.
         digits: of seconds and ratios.
     """
-    figures_of = {
-        name: {**medians, **{f"{figure}_ratio": ratio for figure, ratio in result.get("ratios", {}).get(name, {}).items()}}
-        for name, medians in result["medians"].items()
-    }
-    known = {figure for figures in figures_of.values() for figure in figures}
-    wanted = {heading: names.split() for heading, names in columns.items() if known.intersection(names.split())}
-    rows = [
-        [name, *(_cell(result, name, column, figures, digits) for column in wanted.values())] for name, figures in figures_of.items()
-    ]
-    return ["", *wanted], rows
+    rows: dict[str, dict[str, str]] = {}
+    for name, medians in result["medians"].items():
+        figures = {**medians, **{f"{figure}_ratio": ratio for figure, ratio in result.get("ratios", {}).get(name, {}).items()}}
+        ranges = result.get("ranges", {}).get(name, {})
+        rows[name] = {heading: _cell(figures, ranges, wanted, digits) for heading, wanted in columns.items()}
+    filled = [heading for heading in columns if any(row[heading] for row in rows.values())]
+    return {name: {heading: row[heading] for heading in filled} for name, row in rows.items()}
 
 
-def _cell(result: Mapping[str, Any], name: str, wanted: Sequence[str], figures: Mapping[str, Any], digits: int) -> str:
-    if not any(figure in figures for figure in wanted):
-        return ""
-    if wanted == ["bytes_read", "bytes_needed"]:
-        return f"{figures['bytes_read'] / figures['bytes_needed']:.2f}"
-    if len(wanted) == 1 and wanted[0].endswith("_s"):
-        return with_range(name, wanted[0], result, digits)
-    return " / ".join(_shown(figure, figures[figure], digits) if figure in figures else "-" for figure in wanted)
+def _cell(figures: Mapping[str, Any], ranges: Mapping[str, Sequence[float]], wanted: str, digits: int) -> str:
+    one, _, other = wanted.partition("/")
+    if other:
+        return f"{figures[one] / figures[other]:.2f}" if one in figures else ""
+    if wanted.endswith("_s") and wanted in ranges:
+        least, most = ranges[wanted]
+        return f"{figures[wanted]:.{digits}f} ({least:.{digits}f}..{most:.{digits}f})"
+    names = wanted.split()
+    cells = [_shown(figure, figures[figure], digits) if figure in figures else "-" for figure in names]
+    return " / ".join(cells) if figures.keys() & set(names) else ""
 
 
 def _shown(figure: str, value: float, digits: int) -> str:
-    return f"{value:,.0f}" if figure.endswith(("_mib", "chunks")) else f"{value:.{digits}f}"
+    return f"{value:,.0f}" if figure.endswith(("_mib", "chunks", "bytes", "tables")) else f"{value:.{digits}f}"
 
 
-def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table; on a narrow console as several below each other, each with the first column."""
-    for part in tables_of(title, headings, rows, console().width):
-        console().print(part, crop=False)
+def print_table(title: str, rows: Rows, *, turned: bool = False) -> None:
+    """Print a table; where it is too wide for the console, as several below each other, each with the names of the rows.
+
+    Args:
+        turned: rows are columns, and headings are rows.
+    """
+    if turned:
+        rows = {heading: {name: row.get(heading, "") for name, row in rows.items()} for heading in _headings(rows)}
+    show(title)
+    left = _headings(rows)
+    while left:
+        counts = range(len(left), 1, -1)
+        count = next((count for count in counts if _listing(rows, left[:count]).table(console().width)), 1)
+        show(_listing(rows, left[:count]))
+        left = left[count:]
 
 
-def tables_of(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], width: int) -> list[Table]:
-    """Return tables of as many columns as fit `width` characters, with the first column in each."""
-    columns = [*zip(headings, *rows, strict=True)]
-    first, *others = [max(map(cell_len, column)) + 3 for column in columns]
-    groups: list[list[int]] = [[]]
-    room = width - first - 1
-    for number, needed in enumerate(others, 1):
-        if groups[-1] and sum(others[at - 1] for at in groups[-1]) + needed > room:
-            groups.append([])
-        groups[-1].append(number)
-    parts = []
-    for group in groups:
-        part = Table(title=title if not parts else None)
-        for at in (0, *group):
-            width = max(map(cell_len, columns[at]))
-            part.add_column(columns[at][0], justify="right" if at else "left", min_width=width, no_wrap=True)
-        for row in zip(*(columns[at][1:] for at in (0, *group)), strict=True):
-            part.add_row(*row)
-        parts.append(part)
-    return parts
+def _listing(rows: Rows, headings: Sequence[str]) -> Listing:
+    listing = Listing("", *headings, right=range(1, len(headings) + 1))
+    for name, row in rows.items():
+        listing.add(name, *(row.get(heading, "") for heading in headings))
+    return listing
+
+
+def _headings(rows: Rows) -> list[str]:
+    return list(dict.fromkeys(heading for row in rows.values() for heading in row))
 
 
 def draw(
@@ -119,28 +106,27 @@ def draw(
     """Write bars of the medians, with least and most, as a PNG: a panel for each column. Needs matplotlib.
 
     Args:
-        columns: figure -> heading of its panel.
+        columns: heading of a panel -> its figure. One that no contender has is left out.
         kinds: label in the legend -> the contenders that are drawn in its color; in the order of `COLORS`.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # of the extra [benchmark]
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    columns = {c: heading for c, heading in columns.items() if any(c in row for row in result["medians"].values())}
+    columns = {heading: c for heading, c in columns.items() if any(c in row for row in result["medians"].values())}
     names = list(result["medians"])[::-1]  # the first one on top
     colors = dict(zip(kinds, COLORS, strict=True))
     color_of = {name: colors[kind] for kind, members in kinds.items() for name in members}
     figure = Figure(figsize=(2 + 3.4 * len(columns), 1.5 + 0.3 * len(names)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
-    for axes, (column, heading) in zip(panels, columns.items(), strict=True):
-        for place, name in enumerate(names):
-            if column not in result["medians"][name]:
-                continue
-            median, (least, most) = result["medians"][name][column], result["ranges"][name][column]
-            around = [[median - least], [most - median]]
-            axes.barh(place, median, xerr=around, color=color_of[name], ecolor="#333333", capsize=2, height=0.7)
-            axes.annotate(f"{median:.2f}", (most, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    for axes, (heading, column) in zip(panels, columns.items(), strict=True):
+        there = {place: name for place, name in enumerate(names) if column in result["medians"][name]}
+        medians = np.array([result["medians"][name][column] for name in there.values()])
+        around = np.abs(np.array([result["ranges"][name][column] for name in there.values()]).T - medians)
+        drawn = [color_of[name] for name in there.values()]
+        bars = axes.barh([*there], medians, xerr=around, color=drawn, ecolor="#333333", capsize=2, height=0.7)
+        axes.bar_label(bars, fmt="%.2f", padding=4, fontsize=8)
         axes.set_title(heading, fontsize=10)
         axes.margins(x=0.14)
         axes.tick_params(labelsize=8)

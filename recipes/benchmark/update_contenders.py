@@ -31,10 +31,16 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Engine and its settings, by contender."""
 
-CONTENDERS = (*OURS, "raw", "raw-all", "reference", "reference/tuned", "per-tensor")
+CONTENDERS = {
+    "the machine": ("raw", "raw-all"),
+    "others": ("reference", "reference/tuned", "per-tensor"),
+    "ours": OURS,
+}
+
+PARTS = {"offload": "offload_s", "gather": "gather_s", "transfer": "transfer_s", "reload": "reload_s"}
 
 Seconds = dict[str, float]
-"""Of one rank: `offload_s`, `gather_s`, `transfer_s`, `reload_s`, as far as a contender has such a part."""
+"""Of one rank: the `PARTS` of an update, as far as a contender has them."""
 
 
 class Stopwatch:
@@ -115,15 +121,8 @@ class Ours(Contender):
     def __init__(self, ends: UpdateEndpoints, name: str) -> None:
         super().__init__(ends)
         engine_name, settings = OURS[name]
-        make = partial(
-            CheckpointEngineRegistry.new,
-            engine_name,
-            ends.bucket_bytes,
-            device=ends.device,
-            timeout_s=ends.timeout_s,
-            is_master=ends.topology.is_lead,
-            **settings,
-        )
+        common = {"device": ends.device, "timeout_s": ends.timeout_s, "is_master": ends.topology.is_lead}
+        make = partial(CheckpointEngineRegistry.new, engine_name, ends.bucket_bytes, **common, **settings)
         roles = {"trainer": len(ends.trainers), "rollout": len(ends.rollouts)}
         self._engine = join_engine(make, ends.topology, roles)
         self._live = LiveModel(ends.weights)
@@ -134,7 +133,7 @@ class Ours(Contender):
         else:
             report = asyncio.run(self._engine.receive_into(self._live, step))
         self.num_buckets, self.sent_bytes = report["num_buckets"], report["sent_bytes"]
-        return {name: report[name] for name in ("offload_s", "gather_s", "transfer_s", "reload_s")}
+        return {part: report[part] for part in PARTS.values()}
 
     def close(self) -> None:
         self._engine.close()

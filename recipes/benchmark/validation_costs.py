@@ -23,16 +23,10 @@ from ckpt.state.sharing import EQUAL_COPIES
 from recipes.benchmark import harness
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import timed
-from recipes.benchmark.tables import cores_and_rounds, print_table, rows_of, summarized
 from recipes.training.training import Training
 
 LIMIT = "bare hash"
 OURS = (*(level.value for level in ValidationLevel), "doctor", "save")
-
-
-@dataclasses.dataclass
-class ValidationKeys:
-    repeats: int
 
 
 def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
@@ -55,15 +49,12 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
             shutil.rmtree(cfg["checkpoint_root"], ignore_errors=True)
     held = _tensors(components)
     num_bytes = sum(tensor.nbytes for tensor in held)
-    rounds = with_cost(rounds, num_bytes)
-    medians = summarized(rounds)["medians"]
     return {
         "layout": training.layout.name,
         "ranks": topology.world_size,
         "bytes": num_bytes,  # of one rank, like the tensors
         "tensors": len(held),
-        "rounds": rounds,
-        "ratios": {name: {"more_s": row["more_s"] / medians["save"]["total_s"]} for name, row in medians.items()},  # of a save
+        "rounds": with_cost(rounds, num_bytes),
     }
 
 
@@ -82,12 +73,15 @@ def with_cost(rounds: Mapping[str, Sequence[Figures]], num_bytes: int) -> dict[s
     }
 
 
-def show(result: Mapping[str, Any]) -> None:
-    """Print the medians, and the time that each adds to a save without any comparison, as a table."""
+def compared(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `ratios`: what each adds, over a save."""
+    medians = result["medians"]
+    return {"ratios": {name: {"more_s": row["more_s"] / medians["save"]["total_s"]} for name, row in medians.items()}}
+
+
+def _title(result: Mapping[str, Any]) -> str:
     where = "on 1 rank" if result["ranks"] == 1 else f"on each of {result['ranks']} ranks"
-    title = f"{result['bytes'] / 1e9:.2f} GB in {result['tensors']} tensors {where}, {result['layout']}, {cores_and_rounds(result)}"
-    columns = {"s": "total_s", "s more than none": "more_s", "s per GB": "per_gb_s", "of a save": "more_s_ratio"}
-    print_table(title, *rows_of(result, columns, digits=4))
+    return f"{result['bytes'] / 1e9:.2f} GB in {result['tensors']} tensors {where}, {result['layout']}"
 
 
 def _at(level: ValidationLevel, component: StateComponent) -> StateComponent:
@@ -127,4 +121,11 @@ def _tensors(components: list[StateComponent]) -> list[Any]:
     ]
 
 
-MEASUREMENT = harness.Measurement(ValidationKeys, benchmark, show)
+MEASUREMENT = harness.Measurement(
+    {"repeats": int},
+    benchmark,
+    _title,
+    {"s": "total_s", "s more than none": "more_s", "s per GB": "per_gb_s", "of a save": "more_s_ratio"},
+    compare=compared,
+    digits=4,
+)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from omegaconf import MISSING, DictConfig
 
+from ckpt.cli.tables import counted
 from ckpt.engine.base import CheckpointEngineRegistry
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.format.dtypes import STORABLE, zarr_name
@@ -21,10 +22,11 @@ from ckpt.ranks.topology import Topology
 from recipes.benchmark import harness
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import gathered, largest, wait_for_ranks
-from recipes.benchmark.tables import cores_and_rounds, print_table, summarized
+from recipes.benchmark.tables import Rows
 from recipes.benchmark.update_contenders import (
     CONTENDERS,
     OURS,
+    PARTS,
     Contender,
     Ours,
     PerTensor,
@@ -34,12 +36,10 @@ from recipes.benchmark.update_contenders import (
 )
 from recipes.benchmark.weights import described, made_of, rows_of
 from recipes.support.config import AT_RUN_TIME, bind, made, make_absolute, resolved
-from recipes.support.tables import counted
 from recipes.training.roles import AgreeWithGraceKeys, RoleKeys, check_roles, require_ranks
 
 MIB = 1 << 20
 
-PARTS = {"offload_s": "offload", "gather_s": "gather", "transfer_s": "transfer", "reload_s": "reload"}
 UPDATE = "update_s"
 SPEEDS = ("offload_s", "transfer_s", "reload_s", UPDATE)
 """The parts in which all bytes move."""
@@ -60,17 +60,6 @@ class SyncRunKeys(harness.FolderKeys):
     roles: RoleKeys = field(default_factory=RoleKeys)
     agree: AgreeWithGraceKeys = field(default_factory=AgreeWithGraceKeys)
     device: dict[str, Any] = MISSING
-
-
-@dataclass
-class SyncKeys:
-    mib: int
-    width: int
-    dtypes: list[str]
-    bucket_mib: int
-    repeats: int
-    frozen: float
-    contenders: list[str]
 
 
 def _check_run(cfg: DictConfig) -> dict[str, Any]:
@@ -109,35 +98,25 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
     with ExitStack() as opened:
         ends = _endpoints(cfg, topology)
         facts = _facts(cfg, ends)
-        harness.announce(
-            f"{facts['bytes'] / 1e9:.2f} GB in {facts['tensors']} tensors, {facts['trainers']} trainers, {facts['rollouts']} "
-            f"rollouts, buckets of {keys['bucket_mib']} MiB",
-            names,
-            keys,
-            topology,
-        )
+        harness.announce(_title(facts), names, keys, topology)
         # checkpoint-engine collects garbage four times in each update. Its cost depends on what else the process holds, so what is
         # made before the first update, and by it, is taken out of the collector's sight, for all contenders.
         opened.callback(gc.unfreeze)
-        contenders: dict[str, Contender] = {}
-        for name in names:
-            contenders[name] = contender_of(name, ends)
-            opened.callback(contenders[name].close)
+        contenders = {name: opened.enter_context(closing(contender_of(name, ends))) for name in names}
         gc.freeze()
         first = harness.interleaved(
-            names, 1, lambda name, _: _measured(name, contenders[name], 1), topology, _line, warm_up=True
+            names, 1, lambda name, _: _measured(name, contenders[name], 1), topology, lambda seconds: f"{_line(seconds)}; not counted"
         )
         gc.freeze()
         rounds = harness.interleaved(
-            names, repeats, lambda name, number: _measured(name, contenders[name], number + 2), topology, _line
+            names, repeats, lambda name, number: _measured(name, contenders[name], number + 1), topology, _line
         )
-    result = facts | {
+    return facts | {
         "buckets": {name: contender.num_buckets for name, contender in contenders.items()},
         "sent_bytes": {name: contender.sent_bytes for name, contender in contenders.items()},
         "first": {name: rows[0] for name, rows in first.items()},
         "rounds": rounds,
     }
-    return result | compared(result["first"], rounds, facts["bytes"])
 
 
 def _endpoints(cfg: Mapping[str, Any], topology: Topology) -> UpdateEndpoints:
@@ -150,17 +129,9 @@ def _endpoints(cfg: Mapping[str, Any], topology: Topology) -> UpdateEndpoints:
     rows = rows_of(keys["mib"] * MIB, keys["width"], keys["dtypes"])
     with topology.phase("make the weights"), device.telling_of_room():
         weights = made_of(rows, device.torch_device, seed=0 if topology.rank in trainers else 1)
-    return UpdateEndpoints(
-        topology=topology,
-        device=device,
-        weights=weights,
-        rows=rows,
-        trainers=trainers,
-        rollouts=rollouts,
-        bucket_bytes=keys["bucket_mib"] * MIB,
-        timeout_s=cfg["agree"]["timeout_s"],
-        frozen=keys["frozen"],
-    )
+    ranks = {"topology": topology, "trainers": trainers, "rollouts": rollouts, "timeout_s": cfg["agree"]["timeout_s"]}
+    held = {"device": device, "weights": weights, "rows": rows, "bucket_bytes": keys["bucket_mib"] * MIB, "frozen": keys["frozen"]}
+    return UpdateEndpoints(**ranks, **held)
 
 
 def _measured(name: str, contender: Contender, step: int) -> Figures:
@@ -174,9 +145,8 @@ def _measured(name: str, contender: Contender, step: int) -> Figures:
     parts[UPDATE] = stopwatch.lap()
     digests = gathered(contender.digests(), ends.topology)
     sent = {key: digest for rank in ends.trainers for key, digest in digests[rank].items()}
-    for rank, of_rank in enumerate(digests):
-        is_whole = rank in ends.trainers or of_rank.keys() == sent.keys()
-        if not is_whole or any(digest != sent.get(key) for key, digest in of_rank.items()):
+    for rank, held in enumerate(digests):
+        if not (held.items() <= sent.items() if rank in ends.trainers else held == sent):
             raise CorruptCheckpointError(f"{name}: rank {rank} holds other bits than were sent")
     return largest(gathered(parts, ends.topology))
 
@@ -207,8 +177,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def compared(first: Mapping[str, Figures], rounds: Mapping[str, Sequence[Figures]], num_bytes: int) -> dict[str, Any]:
-    """Return `medians`, `ranges` and `gb_s` by contender and part, and `ratios` by the name of ours.
+def compared(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `gb_s` by contender and part, and `ratios` by the name of ours.
 
     Ratios are medians of the ratios within each round: a busy moment slows neighbours alike.
 
@@ -217,67 +187,48 @@ def compared(first: Mapping[str, Figures], rounds: Mapping[str, Sequence[Figures
     - `offload`: our median offload over the first one.
     - `full`: of kimi/delta, which sends changes: the time of a whole update of kimi, which sends everything, over its own.
     """
-    summary = summarized(rounds)
+    rounds, medians = result["rounds"], result["medians"]
     speeds = {
-        name: {part: num_bytes / 1e9 / row[part] for part in SPEEDS if row.get(part)}
-        for name, row in summary["medians"].items()
+        name: {part: result["bytes"] / 1e9 / row[part] for part in SPEEDS if row.get(part)} for name, row in medians.items()
     }
     ratios: dict[str, dict[str, float]] = {}
     for name in [name for name in rounds if name in OURS]:
-        ratios[name] = {"offload": summary["medians"][name]["offload_s"] / first[name]["offload_s"]}
+        ratios[name] = {"offload": medians[name]["offload_s"] / result["first"][name]["offload_s"]}
         for ratio, (other, part, _) in RATIOS.items():
             if other in rounds and (ratio != "full" or name == "kimi/delta"):
                 pairs = zip(rounds[other], rounds[name], strict=True)
                 ratios[name][ratio] = statistics.median(theirs[part] / ours[part] for theirs, ours in pairs)
-    return {**summary, "gb_s": speeds, "ratios": ratios}
+    return {"gb_s": speeds, "ratios": ratios}
 
 
-def show(result: Mapping[str, Any]) -> None:
-    """Print the figures and the ratios as tables."""
-    rows = []
-    for name, medians in result["medians"].items():
-        speeds = result["gb_s"][name]
-        buckets, sent = result["buckets"][name], result["sent_bytes"][name]
-        least, most = result["ranges"][name][UPDATE]
-        rows.append(
-            (
-                name,
-                "" if buckets is None else str(buckets),
-                "" if sent is None else f"{sent / result['bytes']:.0%}",
-                _cell(result["first"][name].get("offload_s"), None),
-                *(_cell(medians.get(part), speeds.get(part)) for part in (*PARTS, UPDATE)),
-                f"{least:.2f} .. {most:.2f}",
-            )
-        )
-    headings = ["", "buckets", "sent", "first offload", *PARTS.values(), "whole update", "least .. most"]
-    print_table(_title(result), headings, rows)
-    if result["ratios"]:
-        print_table(
-            "medians of the rounds' ratios",
-            ["ours", *(heading for *_, heading in RATIOS.values())],
-            [
-                (name, *(f"{of[ratio]:.2f}" if ratio in of else "" for ratio in RATIOS))
-                for name, of in result["ratios"].items()
-            ],
-        )
+def _tables(result: Mapping[str, Any]) -> dict[str, Rows]:
+    parts = PARTS | {"whole update": UPDATE}
+    more = {
+        name: {
+            **{f"{heading}, GB/s": f"{speeds[part]:.2f}" for heading, part in parts.items() if part in speeds},
+            "first offload s": f"{result['first'][name]['offload_s']:.3f}" if "offload_s" in result["first"][name] else "",
+            "buckets": str(result["buckets"][name] or ""),
+            "sent": "" if (sent := result["sent_bytes"][name]) is None else f"{sent / result['bytes']:.0%}",
+        }
+        for name, speeds in result["gb_s"].items()
+    }
+    ratios = {
+        name: {heading: f"{of[ratio]:.2f}" for ratio, (*_, heading) in RATIOS.items() if ratio in of}
+        for name, of in result["ratios"].items()
+    }
+    return {"of these medians": more, "medians of the rounds' ratios": ratios}
 
 
 def _title(result: Mapping[str, Any]) -> str:
     ranks = f"{counted(result['trainers'], 'trainer')}, {counted(result['rollouts'], 'rollout')}"
     return (
         f"{result['bytes'] / 1e9:.2f} GB in {result['tensors']} tensors, buckets of {result['bucket_bytes'] / MIB:.0f} MiB, {ranks}, "
-        f"{result['device']} by {result['collectives']}, {result['frozen']:.0%} frozen, {cores_and_rounds(result)}; seconds (GB/s)"
+        f"{result['device']} by {result['collectives']}, {result['frozen']:.0%} frozen"
     )
 
 
-def _cell(seconds: float | None, speed: float | None) -> str:
-    if seconds is None:
-        return ""
-    return f"{seconds:.3f}" + ("" if speed is None else f" ({speed:.2f})")
-
-
 def _line(seconds: Mapping[str, float]) -> str:
-    parts = [f"{heading} {seconds[part]:.3f}" for part, heading in PARTS.items() if part in seconds]
+    parts = [f"{heading} {seconds[part]:.3f}" for heading, part in PARTS.items() if part in seconds]
     return f"update {seconds[UPDATE]:.3f} s ({', '.join(parts)})"
 
 
@@ -295,5 +246,17 @@ def contender_of(name: str, ends: UpdateEndpoints) -> Contender:
 
 
 MEASUREMENT = harness.Measurement(
-    SyncKeys, benchmark, show, contenders=CONTENDERS, check=_check, check_run=_check_run
+    {
+        "mib": int, "width": int, "dtypes": list[str], "bucket_mib": int, "repeats": int, "frozen": float,
+        "contenders": list[str],
+    },
+    benchmark,
+    _title,
+    {f"{heading} s": part for heading, part in PARTS.items()} | {"whole update s": UPDATE},
+    compare=compared,
+    tables=_tables,
+    contenders=CONTENDERS,
+    check=_check,
+    check_run=_check_run,
+    digits=3,
 )

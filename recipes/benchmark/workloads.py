@@ -155,13 +155,9 @@ def prepared(cfg: Mapping[str, Any], topology: Topology) -> Iterator[Workload]:
     num_loading = keys.get("load_ranks") or topology.world_size
     if num_loading != topology.world_size:
         _check_ranks(num_loading, topology, layout, small_tensors=small is not None)
-    if small is not None:
-        saved = _small_tensors(cfg, topology, **small)
-        yield _workload(small["sharing"], saved, saved, num_loading)
-        return
-    saved = _training_state(cfg, topology, None)
+    saved = _training_state(cfg, topology, None) if small is None else _small_tensors(cfg, topology, **small)
     if num_loading == topology.world_size:
-        yield _workload(layout.name, saved, saved, num_loading)
+        yield _workload(small["sharing"] if small else layout.name, saved, saved, num_loading)
         return
     group = dist.new_group(list(range(num_loading)))
     if topology.rank >= num_loading:
@@ -218,18 +214,10 @@ def _training_state(cfg: Mapping[str, Any], topology: Topology, group: dist.Proc
     training = Training(cfg, topology, instantiate(cfg["device"]))
     training.join()
     _fill_optimizer(training)
-    return State(
-        topology=topology,
-        group=group,
-        device=training.device,
-        components=training.components(),
-        process_groups=training.layout.process_groups(topology),
-        statefuls={"model": training.model_state, "optimizer": training.optimizer_state},
-        tree={
-            "model": training.model_state.state_dict(),
-            "optimizer": training.optimizer_state.state_dict()["state"],
-        },
-    )
+    model, optimizer, groups = training.model_state, training.optimizer_state, training.layout.process_groups(topology)
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
+    statefuls = {"model": model, "optimizer": optimizer}
+    return State(topology, group, training.device, training.components(), groups, statefuls, tree)
 
 
 def _fill_optimizer(training: Training) -> None:
@@ -256,12 +244,5 @@ def _small_tensors(cfg: Mapping[str, Any], topology: Topology, *, count: int, el
     whole = torch.randn(count, elements, generator=torch.Generator().manual_seed(0)).to(device.torch_device)
     mine = range(count) if sharing == "replicated" else range(topology.rank, count, topology.world_size)
     stateful = NamedTensors({f"{number:06d}": whole[number].clone() for number in mine})
-    return State(
-        topology=topology,
-        group=None,
-        device=device,
-        components=[StateComponent("tensors", stateful, sharing)],
-        process_groups={},
-        statefuls={"tensors": stateful},
-        tree={"tensors": stateful.state_dict()},
-    )
+    components, tree = [StateComponent("tensors", stateful, sharing)], {"tensors": stateful.state_dict()}
+    return State(topology, None, device, components, {}, {"tensors": stateful}, tree)

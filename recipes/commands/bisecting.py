@@ -18,29 +18,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ckpt.catalog.catalog import catalog_at
-from ckpt.convert.comparing import Difference, compare
+from ckpt.cli.arguments import argued
+from ckpt.cli.bisecting import compared, first_difference
+from ckpt.cli.comparing import as_json, listed, of_configs
+from ckpt.cli.config_text import by_dotted_key, values_of
+from ckpt.cli.reading import is_checkpoint
+from ckpt.cli.tables import print_json, show
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.names import step_of
 from ckpt.format.places import Place, as_place, local_path, place_of
+from ckpt.interop.comparing import Difference
+from ckpt.interop.registry import source_at
 from ckpt.loading.direct import DirectLoad
-from ckpt.loading.loader import source_at
 from ckpt.loading.report import some_of
 from ckpt.loading.sources import CheckpointSource
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.topology import Topology
-from ckpt.storage.stored import noticing_removal, read_manifest
-from recipes.commands.comparing import as_json, listed, of_configs
-from recipes.commands.reading import is_checkpoint
+from ckpt.storage.stored import read_manifest
 from recipes.support import CONF
-from recipes.support.config import GIVEN, by_dotted_key, checked, command_keys, values_of
+from recipes.support.config import GIVEN, checked
 from recipes.support.launch import launch
 from recipes.support.ranks import ranks_exist
 from recipes.support.report import SUMMARY_NAME, Report, Summary
-from recipes.support.tables import print_json, show
 from recipes.training.restored import CHANGEABLE
 from recipes.training.training import resume, set_up
 
@@ -62,28 +65,20 @@ _BEFORE = -1
 class BisectKeys:
     """The keys of the command."""
 
-    run: str = MISSING
-    bad: str = MISSING
+    run: str = argued("the folder of a run, or the address of its checkpoints")
+    bad: str = argued("the folder of a run, or the address of its checkpoints")
     work_dir: str | None = None
     all: bool = False
     json: bool = False
 
-
-def keys_of(cfg: DictConfig) -> BisectKeys:
-    """Return the config of the command, its types checked.
-
-    Raises:
-        ConfigurationError: run or bad is missing, or a path is the URL of an object store; or ranks have been started already.
-    """
-    if ranks_exist():
-        raise ConfigurationError(
-            "bisect starts the ranks of its replays: run it as one process, without torchrun or Slurm"
-        )
-    paths = dict.fromkeys(("run", "bad"), "the folder of a run, or the address of its checkpoints")
-    keys = command_keys(cfg, BisectKeys, paths, anywhere=("run", "bad"))
-    if keys.work_dir is not None:
-        local_path(keys.work_dir, "work_dir")
-    return keys
+    def check(self) -> None:
+        """Raise ConfigurationError where ranks have been started already, or `work_dir` is in an object store."""
+        if ranks_exist():
+            raise ConfigurationError(
+                "bisect starts the ranks of its replays: run it as one process, without torchrun or Slurm"
+            )
+        if self.work_dir is not None:
+            local_path(self.work_dir, "work_dir")
 
 
 @dataclass
@@ -249,24 +244,10 @@ def _opened(checkpoint: Place) -> CheckpointSource:
     return source_at(checkpoint, Topology.alone(), DirectLoad())
 
 
-def _compared(a: Place, b: Place) -> list[Difference]:
-    """The differences of two checkpoints. Those that recorded the same digests of the same arrays are equal, and not read."""
-    with noticing_removal(a), noticing_removal(b):
-        one, other = read_manifest(a), read_manifest(b)
-        is_recorded = all(component.checksum for component in one.components.values())
-        if is_recorded and (one.components, one.arrays) == (other.components, other.arrays):
-            return []
-        return list(compare(_opened(a), _opened(b)))
-
-
 def _scan(run: _Run, bad: _Run) -> Parting:
     """Compare the common checkpoints, the oldest first; if all are equal, compare the losses of later steps."""
     found = Parting()
-    for step in sorted(run.checkpoints.keys() & bad.checkpoints.keys()):
-        if _compared(run.checkpoints[step], bad.checkpoints[step]):
-            found.differ_at = step
-            break
-        found.equal_up_to = step
+    found.equal_up_to, found.differ_at, _ = first_difference(run.checkpoints, bad.checkpoints)
     after = _BEFORE if found.equal_up_to is None else found.equal_up_to
     common = sorted(step for step in run.losses.keys() & bad.losses.keys() if step > after)
     found.losses_part_at = next((step for step in common if run.losses[step] != bad.losses[step]), None)
@@ -292,12 +273,12 @@ def _replay_both(runs: Sequence[_Run], found: Parting, work: Path, *, quiet: boo
     ends = [replaying.to(high, low, start) for replaying, start in zip(replays, starts, strict=True)]
     departures = [departure for replaying in replays if (departure := replaying.departure()) is not None]
     found.not_reproduced = {run.name: step for step, run, _ in departures}
-    found.differences = _compared(*ends)
+    found.differences = compared(*ends)
     found.replays_part = bool(found.differences)
     while found.replays_part and high - low > 1:
         middle = (low + high) // 2
         states = [replaying.to(middle, low, start) for replaying, start in zip(replays, starts, strict=True)]
-        if differences := _compared(*states):
+        if differences := compared(*states):
             high, found.differences = middle, differences
         else:
             low, starts = middle, states
@@ -350,7 +331,7 @@ class _Replay:
         run = self.run
         steps = [step for step, loss in sorted(self.losses.items()) if run.losses.get(step, loss) != loss][:1]
         for step, state in self.states.items():
-            if step in run.checkpoints and (differences := _compared(state, run.checkpoints[step])):
+            if step in run.checkpoints and (differences := compared(state, run.checkpoints[step])):
                 return min([*steps, step]), run, differences
         return (steps[0], run, []) if steps else None
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf, open_dict
-
 from ckpt.catalog.catalog import catalog_at
-from ckpt.errors import CheckpointNotFoundError, ConfigurationError
+from ckpt.cli.tables import Listing, counted, print_json
+from ckpt.cli.tables import show as show_parts
+from ckpt.errors import CheckpointNotFoundError, ConfigurationError, worded
 from ckpt.format.places import place_of
 from ckpt.ranks.topology import Topology
 from ckpt.state.doctor import PatternVerdict
 from recipes.support.sentences import in_config_words
-from recipes.support.tables import Listing, counted, print_json
-from recipes.support.tables import show as show_parts
 from recipes.training.training import require_named_checkpoint, set_up
 
 
@@ -31,20 +29,10 @@ class DoctorKeys:
     doctor: StepsKeys = field(default_factory=StepsKeys)
     json: bool = False
 
-
-def keys_of(cfg: DictConfig) -> DoctorKeys:
-    """Pop the doctor's own keys from the config and return them, their types checked.
-
-    Raises:
-        ConfigurationError, OmegaConfBaseException: there is no such key, or a value is wrong.
-    """
-    with open_dict(cfg):
-        own = {key.name: cfg.pop(key.name) for key in fields(DoctorKeys)}
-    keys = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DoctorKeys), own))
-    assert isinstance(keys, DoctorKeys)
-    if keys.doctor.steps < 0:
-        raise ConfigurationError(f"doctor.steps={keys.doctor.steps}: expected at least 0")
-    return keys
+    def check(self) -> None:
+        """Raise ConfigurationError for a negative number of steps."""
+        if self.doctor.steps < 0:
+            raise ConfigurationError(f"doctor.steps={self.doctor.steps}: expected at least 0")
 
 
 def require_resume(cfg: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +63,10 @@ def examine(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
         "parallel": training.layout.name,
         "world_size": topology.world_size,
         "steps": cfg["doctor"]["steps"],
-        "components": [diagnosis.to_json() | {"sentence": in_config_words(diagnosis.sentence)} for diagnosis in coordinator.diagnose()],
+        "components": [
+            diagnosis.to_json() | {"sentence": worded(diagnosis.sentence, diagnosis.arguments, in_config_words)}
+            for diagnosis in coordinator.diagnose()
+        ],
     }
 
 

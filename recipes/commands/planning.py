@@ -7,23 +7,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig
 from rich.filesize import decimal
 
+from ckpt.cli.arguments import argued
+from ckpt.cli.reading import is_checkpoint
+from ckpt.cli.tables import Listing, counted, first_rows, more, most_rows, print_json
+from ckpt.cli.tables import show as show_parts
 from ckpt.errors import ConfigurationError
 from ckpt.format.manifest import CheckpointManifest
 from ckpt.format.places import Place, as_place
+from ckpt.interop.registry import require_checkpoint
 from ckpt.loading.forecast import Forecast, LoadPreview, Rank, forecast
-from ckpt.loading.loader import require_checkpoint
 from ckpt.loading.report import Misfits, Status
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import OWN_COPIES, SharingPattern, default_elastic
 from ckpt.state.statefuls import RNGState, as_stateful
 from ckpt.storage.stored import read_manifest
-from recipes.commands.reading import is_checkpoint
 from recipes.support.config import OWN_COMPONENTS, checked, made
-from recipes.support.tables import Listing, counted, first_rows, more, most_rows, print_json
-from recipes.support.tables import show as show_parts
 from recipes.training.parallel.base import Arranged, Layout, backward_of
 from recipes.training.training import Training
 
@@ -32,10 +33,15 @@ from recipes.training.training import Training
 class PlanKeys:
     """The keys of the command beside those of the run."""
 
-    checkpoint: str = MISSING
+    checkpoint: str = argued("a checkpoint")
     nodes: int = 1
     all: bool = False
     json: bool = False
+
+    def check(self) -> None:
+        """Raise ConfigurationError for less than one node."""
+        if self.nodes < 1:
+            raise ConfigurationError(f"nodes={self.nodes}: expected at least 1")
 
 
 @dataclass(frozen=True)
@@ -55,23 +61,6 @@ class Plan:
     layout: str
     forecast: Forecast
     bytes_are_exact: frozenset[str]
-
-
-def keys_of(cfg: DictConfig) -> PlanKeys:
-    """Pop the command's own keys from the config and return them, their types checked. The rest is the config of a run.
-
-    Raises:
-        ConfigurationError: no checkpoint is given, or less than one node.
-    """
-    if OmegaConf.is_missing(cfg, "checkpoint"):
-        raise ConfigurationError("no checkpoint is given; add checkpoint=<a checkpoint>")
-    with open_dict(cfg):
-        own = {name: cfg.pop(name) for name in ("checkpoint", "nodes", "all", "json")}
-    keys = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(PlanKeys), own))
-    assert isinstance(keys, PlanKeys)
-    if keys.nodes < 1:
-        raise ConfigurationError(f"nodes={keys.nodes}: expected at least 1")
-    return keys
 
 
 def plan(keys: PlanKeys, cfg: DictConfig) -> Plan:

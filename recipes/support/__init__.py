@@ -14,7 +14,7 @@ progress        bytes under way, on a terminal
 metrics         figures for TensorBoard or W&B
 sweep           the table of a sweep
 sweep_page, sweep_advice   its page
-page            HTML pages from recipes/templates
+page            HTML pages from ckpt/cli/pages/templates
 tables          tables on the terminal
 """
 

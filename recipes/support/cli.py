@@ -24,6 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from ckpt.cli.arguments import as_key, spelled
 from ckpt.errors.imports import private_name
 from recipes.support import CONF
 from recipes.support.completion import script
@@ -99,7 +100,7 @@ class _Command:
             self._print(f"{self.config_name} only reads, one path at a time: leave out -m")
             return self.code
         under_way = _UNDER_WAY.set(self)
-        with contextlib.ExitStack() as self.held:
+        with contextlib.ExitStack() as self.held, spelled(as_key):
             try:
                 self._run()
             finally:
@@ -284,7 +285,7 @@ class _Job:
     def __call__(self, cfg: DictConfig) -> int | float | None:
         self.calls += 1
         swept = HydraConfig.get().mode == RunMode.MULTIRUN
-        with contextlib.redirect_stderr(self.stderr or sys.stderr):
+        with contextlib.redirect_stderr(self.stderr or sys.stderr), spelled(as_key):
             return self._work(cfg, swept)
 
     def _work(self, cfg: DictConfig, swept: bool) -> int | float | None:

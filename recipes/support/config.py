@@ -17,26 +17,26 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
 import torch
-import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from hydra.utils import instantiate
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ckpt.catalog.retention import Retention
-from ckpt.errors import ConfigurationError, CorruptCheckpointError
+from ckpt.cli.config_text import by_dotted_key
+from ckpt.errors import ConfigurationError, check_choice
 from ckpt.errors.imports import import_failure
 from ckpt.format.places import as_place, local_path
 from ckpt.memory.device import Device
 from ckpt.saving.arguments import as_backend, as_strategy
 from ckpt.saving.host_cache import memories_of
 from ckpt.saving.save_settings import SaveSettings
-from ckpt.state.pattern_check import check_choice
+from ckpt.state.pattern_check import PATTERN_CHECKS
 from ckpt.state.sharing import check_component
 from ckpt.storage.pool import Memories
-from recipes.support.keys import by_dotted_key, shown
+from recipes.support.keys import shown
 from recipes.support.metrics import check_loggers
 from recipes.support.sentences import wrong_value
 from recipes.training.model import seeded
@@ -65,7 +65,6 @@ GIVEN = "given_on_the_command_line"
 _HYDRAS_OWN = ("_target_", "_partial_", "_convert_", "_recursive_")
 
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
-_MOST_CONFIG_CHARS, _MOST_LEVELS = 1 << 20, 64
 _OWN_SAVE_KEYS: dict[str, Any] = {"every": Any, "keep_last": "int | None", "keep_best": "int | None", "on_sigterm": "bool"}
 
 
@@ -172,26 +171,22 @@ Keys = TypeVar("Keys")
 Kind = TypeVar("Kind")
 
 
-def command_keys(
-    cfg: DictConfig, schema: type[Keys], paths: Mapping[str, str], *, anywhere: Collection[str] = ()
-) -> Keys:
-    """Return the config of a command that works on files, its types checked.
+def command_keys(cfg: DictConfig, schema: type[Keys]) -> Keys:
+    """Return the config of a command that works on checkpoints or files, checked.
 
     Args:
-        schema: dataclass of its keys.
-        paths: keys that name a path -> what is at it, for errors.
-        anywhere: those of them that may be an address in an object store.
+        schema: dataclass of its keys, as `ckpt.cli.arguments` describes.
 
     Raises:
-        ConfigurationError: a path is not given, or is an address where none may be.
+        ConfigurationError: a key without a default is not given, or the keys' own `check` refuses a value.
     """
-    for name, what in paths.items():
-        if OmegaConf.is_missing(cfg, name):
-            raise ConfigurationError(f"no {name} is given; add {name}=<{what}>")
+    for key in fields(schema):
+        if "help" in key.metadata and OmegaConf.is_missing(cfg, key.name):
+            raise ConfigurationError(f"no {key.name} is given; add {key.name}=<{key.metadata['help']}>")
     keys = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), cfg))
     assert isinstance(keys, schema)
-    for name in paths:
-        as_place(getattr(keys, name), name) if name in anywhere else local_path(getattr(keys, name), name)
+    if (check := getattr(keys, "check", None)) is not None:
+        check()
     return keys
 
 
@@ -201,12 +196,20 @@ def retention(save: Mapping[str, Any]) -> Retention:
     return Retention(keep_last=save["keep_last"], keep_best=best, metric=None if best is None else "loss")
 
 
+def popped_keys(cfg: DictConfig, schema: type[Keys]) -> Keys:
+    """Take a command's own keys out of the config, and return them as `command_keys` does. The rest is the config of a run."""
+    names = [key.name for key in fields(schema)]  # type: ignore[arg-type]
+    own = OmegaConf.masked_copy(cfg, names)
+    with open_dict(cfg):
+        for name in names:
+            del cfg[name]
+    return command_keys(own, schema)
+
+
 def save_settings(save: Mapping[str, Any]) -> SaveSettings:
     """Return the coordinator's argument `saves`, from the keys of `save`."""
     if not isinstance(save, Mapping):
-        raise ConfigurationError(
-            f"coordinator.saves.save={shown(save)}: expected the keys of save; leave it at ${{save}}"
-        )
+        raise _unlike("coordinator.saves.save", save, "the keys of save; leave it at ${save}")
     return SaveSettings(**{setting.name: save[setting.name] for setting in fields(SaveSettings)})
 
 
@@ -226,7 +229,7 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
     counts = ("train.steps", "train.batch_size", "save.keep_last", "save.keep_best", "launch.nproc_per_node")
     least = dict.fromkeys(counts, 1) | {"train.seed": 0, "save.grace_s": 0, "launch.least_ranks": 1, "launch.max_restarts": 0}
     require_numbers(run, least, seconds=("agree.timeout_s", "ledger.stale_s", "storage.retry_s"))
-    check_choice(run["pattern_check"])
+    check_choice("pattern_check", run["pattern_check"], PATTERN_CHECKS)
     Every.of(run["save"]["every"])
     check_logging(run)
     _check_start(run)
@@ -238,7 +241,7 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
             "address of a store"
         )
     if (least_ranks := run["launch"]["least_ranks"]) > ranks:
-        raise ConfigurationError(f"launch.least_ranks={least_ranks}: expected at most launch.nproc_per_node={ranks}")
+        raise _unlike("launch.least_ranks", least_ranks, f"at most launch.nproc_per_node={ranks}")
     layout = check_training(run, ranks)
     for name in ("ckpt", "strategy", "coordinator"):  # the coordinator last: its nodes repeat others
         bind(run[name], name, AT_RUN_TIME[name])
@@ -373,31 +376,6 @@ def given_keys(overrides: Iterable[str]) -> list[str]:
     return keys
 
 
-def values_of(text: str) -> dict[str, Any]:
-    """Return the values of a checkpoint's config.yaml by dotted key; none if the checkpoint has no such file.
-
-    Raises:
-        CorruptCheckpointError: no run wrote this text. A run writes no aliases, which can expand five lines to gigabytes.
-    """
-    try:
-        _require_plain_yaml(text)
-        return by_dotted_key(OmegaConf.to_container(OmegaConf.create(text), resolve=False)) if text else {}
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(
-            f"the checkpoint's config.yaml is not the config of a run: {' '.join(str(error).split()):.200}"
-        ) from error
-
-
-def _require_plain_yaml(text: str) -> None:
-    depth = 0
-    if len(text) > _MOST_CONFIG_CHARS:
-        raise yaml.YAMLError("it is too long for one")
-    for event in yaml.parse(text):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if isinstance(event, yaml.AliasEvent) or depth > _MOST_LEVELS:
-            raise yaml.YAMLError("it has aliases, or is nested too deeply")
-
-
 def config_text(run: Mapping[str, Any]) -> str:
     """Return the text of config.yaml in a checkpoint."""
     return OmegaConf.to_yaml(OmegaConf.create({key: value for key, value in run.items() if key != GIVEN}))
@@ -503,9 +481,7 @@ def bind(
         raise ConfigurationError(f"{name} has no _target_, the class it should make; choose one with {name}=<choice>")
     path = node["_target_"]
     if not isinstance(path, str) or "." not in path:
-        raise ConfigurationError(
-            f"{name}._target_={shown(path)}: expected the name of a class or function with its module, such as torch.optim.AdamW"
-        )
+        raise _unlike(f"{name}._target_", path, "the name of a class or function with its module, such as torch.optim.AdamW")
     target = _located(path, name)
     keys = [str(key) for key in node if key not in _HYDRAS_OWN]
     parameters = _parameters(target)
@@ -612,9 +588,7 @@ def _component(key: str, node: Any, group_names: Collection[str]) -> dict[str, A
     """Return a component's node with all its keys, checked as far as possible without its object."""
     where = f"components.{key}"
     if not isinstance(node, Mapping):
-        raise ConfigurationError(
-            f"{where}={node}: expected its keys, such as {where}.sharing_pattern; leave it out with ~{where}"
-        )
+        raise _unlike(where, node, f"its keys, such as {where}.sharing_pattern; leave it out with ~{where}")
     rest = {k: v for k, v in node.items() if k not in COMPONENT_KEYS}
     if "_target_" in rest:
         bind(rest, where, ("model",))
@@ -668,12 +642,16 @@ def require_numbers(run: Mapping[str, Any], least: Mapping[str, int], *, seconds
     values = by_dotted_key(run)
     for key, minimum in least.items():
         if values[key] is not None and values[key] < minimum:
-            raise ConfigurationError(f"{key}={values[key]}: expected at least {minimum}")
+            raise _unlike(key, values[key], f"at least {minimum}")
         if values[key] is not None and values[key] >= 1 << 63:
-            raise ConfigurationError(f"{key}={values[key]}: expected less than 2**63")
+            raise _unlike(key, values[key], "less than 2**63")
     for key in seconds:
         if not values[key] > 0:
-            raise ConfigurationError(f"{key}={values[key]}: expected more than 0 seconds")
+            raise _unlike(key, values[key], "more than 0 seconds")
+
+
+def _unlike(key: str, found: Any, expected: str) -> ConfigurationError:
+    return ConfigurationError(f"{key}={shown(found)}: expected {expected}")
 
 
 def require_names(run: Mapping[str, Any]) -> None:

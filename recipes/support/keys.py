@@ -15,6 +15,8 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
+from ckpt.cli.config_text import by_dotted_key
+
 TARGET = "_target_"
 _HYDRAS_OWN = ("_partial_", "_convert_", "_recursive_")
 _NOT_CHOSEN = ("hydra", "local")
@@ -87,16 +89,6 @@ class CommandKeys:
     extends: str | None
     groups: Sequence[Group]
     keys: Sequence[Key]
-
-
-def by_dotted_key(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested dictionaries: `{"a": {"b": 1}}` becomes `{"a.b": 1}`. An empty dictionary is a value."""
-    if not (isinstance(node, Mapping) and node):
-        return {prefix: node}
-    found: dict[str, Any] = {}
-    for key, value in node.items():
-        found |= by_dotted_key(value, f"{prefix}.{key}" if prefix else str(key))
-    return found
 
 
 @functools.cache

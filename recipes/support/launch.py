@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -30,6 +31,32 @@ from recipes.support.ranks import (
 )
 from recipes.support.run_folder import RunFolder, opened
 from recipes.support.slurm import is_only_task
+
+CPU_RANKS = {
+    "device": {"_target_": "ckpt.memory.device.Device", "type": "cpu", "collectives": "gloo"},
+    "agree": {"timeout_s": 300.0, "grace_s": 20.0},
+}
+"""What `launch` reads of a config, of a command that works on files alone; with `RanksKeys` as a dictionary."""
+
+
+@dataclass
+class NumRanksKeys:
+    """The keys of `launch`, of such a command."""
+
+    nproc_per_node: int = 1
+
+
+@dataclass
+class RanksKeys:
+    """The key `launch`, of such a command."""
+
+    launch: NumRanksKeys = field(default_factory=NumRanksKeys)
+
+    def check(self) -> None:
+        """Raise ConfigurationError for less than one rank."""
+        if self.launch.nproc_per_node < 1:
+            raise ConfigurationError(f"launch.nproc_per_node={self.launch.nproc_per_node}: expected at least 1")
+
 
 _STORE_S = 300.0
 _OWN_NAME = "127.0.1.1"  # as Debian's installer notes a machine's own name

@@ -12,9 +12,9 @@ from rich.filesize import decimal
 from rich.live import Live
 from rich.text import Text
 
+from ckpt.cli.progress import watched
 from ckpt.errors import printable
 from ckpt.saving.prepared_save import SaveReport
-from recipes.support.progress import watched
 
 _WINDOW = 20
 _LEAST_BAR, _LONGEST_BAR = 10, 40

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol
 from hydra.utils import get_class, instantiate
 
 from ckpt.errors import ConfigurationError
+from ckpt.errors.imports import importing
 
 
 class Logger(Protocol):
@@ -49,10 +50,8 @@ class Metrics:
         self.first_step = 1
         for key, node in self._nodes.items():
             if (package := _needs(node)) is not None:
-                try:
+                with importing(key):
                     import_module(package)
-                except ImportError as error:
-                    raise ConfigurationError(f"{key}: {error}") from error
 
     def add(self, step: int, figures: Mapping[str, float]) -> None:
         """Report figures of a step by name, such as "checkpoint/save_s"."""

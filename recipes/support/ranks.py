@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ckpt.cli.arguments import as_key, spelled
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild, sentence
 from ckpt.memory.device import INTERFACE_VARIABLES, OWN_DEVICE, Device
 from ckpt.ranks.addresses import LOOPBACK, address_towards, interface_of, machine
@@ -196,7 +197,7 @@ def run_job(
         grace_s=grace_s(cfg),
     )
     topology.watch(lambda message: end(RankAbsentError(message)))
-    with topology, ExitStack() as open_until_the_end:
+    with topology, spelled(as_key), ExitStack() as open_until_the_end:
         if take_from_lead:
             cfg = _taken_from_lead(cfg, topology, folder, open_until_the_end)
         with topology.phase("take a device") as phase:

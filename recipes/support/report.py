@@ -14,17 +14,18 @@ from typing import Any
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from ckpt.errors import CorruptCheckpointError, StorageError, sentence
+from ckpt.cli.config_text import by_dotted_key, values_of
+from ckpt.cli.progress import SHOWN_AFTER_S
+from ckpt.cli.tables import DataConsole
+from ckpt.errors import CorruptCheckpointError, telling
 from ckpt.loading.report import LoadReport
 from ckpt.ranks.topology import Topology
 from ckpt.saving.prepared_save import SaveReport
 from ckpt.storage.durable import replace_durably
 from recipes.support import CONF
-from recipes.support.config import GIVEN, by_dotted_key, values_of
+from recipes.support.config import GIVEN
 from recipes.support.live_line import LiveLine, samples_a_second
 from recipes.support.metrics import Metrics
-from recipes.support.progress import SHOWN_AFTER_S
-from recipes.support.tables import DataConsole
 
 SUMMARY_NAME = "summary.json"
 
@@ -108,10 +109,8 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
         StorageError: the file cannot be written: the folder was removed, or the disk is full.
     """
     path = run_dir / SUMMARY_NAME
-    try:
+    with telling(f"{path} cannot be written", "was the folder removed?"):
         replace_durably(path, (json.dumps(summary, indent=2) + "\n").encode())
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {sentence(error)}; was the folder removed?") from error
     return path
 
 

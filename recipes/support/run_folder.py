@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from ckpt.catalog.owner import FolderLock
-from ckpt.errors import CheckpointError, StorageError, sentence
+from ckpt.errors import telling
 
 HYDRA_FOLDER = ".hydra"
 LOCK_NAME = ".folder.owner.json"
@@ -39,17 +39,9 @@ def lock_of(folder: Path, what: str, cfg: Mapping[str, Any]) -> FolderLock:
     )
 
 
-@contextmanager
-def writing(what: str, folder: Path, key: str = "output_dir") -> Iterator[None]:
+def writing(what: str, folder: Path, key: str = "output_dir") -> AbstractContextManager[None]:
     """Raise a `StorageError` that names the folder, and the key by which another is chosen, in place of an `OSError`."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise StorageError(
-            f"{what}, {folder}, cannot be written: {sentence(error)}; choose another with {key}=<folder>"
-        ) from error
+    return telling(f"{what}, {folder}, cannot be written", f"choose another with {key}=<folder>")
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
+from ckpt.errors import Argument, sentence
 from recipes.support.keys import by_dotted_key, shown
 
 
@@ -44,45 +45,29 @@ def sentence_of(error: BaseException, conf: Path, config_name: str) -> str:
         return wrong_value(error)
     if isinstance(error, HydraException):
         return _of_hydra(error, conf, config_name)
-    from ckpt.errors import sentence
-
-    return in_config_words(sentence(error))
+    return sentence(error, in_config_words)
 
 
-_VALUES = {"None": "null", "True": "true", "False": "false"}
-_CONFIG_WORDS: tuple[tuple[str, str], ...] = (
-    (r"\bdeclare component ([\w-]+) with (\w+)=([\w-]+) and (\w+)=", r"set components.\1.\2=\3 components.\1.\4="),
-    (r"\bdeclare component ([\w-]+) with (\w+)=", r"set components.\1.\2="),
-    (r"\b([Ll])eave component ([\w-]+) out\b(?! with)", r"\1eave component \2 out with ~components.\2"),
-    (r"\bon purpose: None for its object in a Checkpointer, .* strict=False for all of them", "with load.strict=false"),
-    (r"\bchoose another folder: ", "choose another with output_dir=<folder>: "),
-    (
-        r"\bLoad it by ckpt\.load\(path, allow_pickle=True\)[^;]*;",
-        "To read it here, first convert it with python -m recipes.convert src=<it> dst=<folder> load.allow_pickle=true;",
-    ),
-    (r"\bbackend=KimiEngineBackend\(pool=True\)", "ckpt=kimi-engine, ckpt.pool=true"),
-    (r"\bKimiEngineBackend\(pool=(\w+)\)", r"ckpt.pool=\1"),
-    (r"\b(group|transport)=(\w+) of TwoStageLoad\b", r"strategy.\1=\2"),
-    (r"\bpinned_mib=(\S+) of the device\b", r"device.pinned_mib=\1"),
-    (r"\bgive the device collectives=", "give device.collectives="),
-    (r"\bstart at most (\d+) ranks here(?!:)", r"start at most \1 ranks here: launch.nproc_per_node=\1"),
-    (r"(?<![\w.])backend=", "ckpt="),
-    (r"(?<![\w.])saves\.(?=\w)", "save."),
-    (r"(?<![\w.])(max_in_flight_mib|cpu_transfer)\b", r"strategy.\1"),
-    (r"(?<![\w.])(strict|cast|allow_pickle)=", r"load.\1="),
-    (r"\bRun on (\d+) ranks(?! \()", r"Run on \1 ranks (launch.nproc_per_node=\1)"),
-    (r"(?<![\w.])(kvstore|compressors|buffer_mib)=", r"ckpt.\1="),
-    (r"(?<![\w.])rollout_dtype=", "engine.rollout_dtype="),
-    (r"(?<![\w.])keep_last is\b", "save.keep_last is"),
-)
-"""Patterns of the library's argument names -> the keys of the config."""
+_KEYS = {"backend": "ckpt", "declare": "components", "saves": "save"}
+"""Arguments of the library whose keys have another name."""
+_ADVICE = {
+    "declare": "set {keys}",
+    "in_memory": "ckpt=kimi-engine, ckpt.pool=true",
+    "leave_out": "{said} with ~components.{value}",
+    "output_dir": "choose another with output_dir=<folder>",
+    "pickled_metadata": "{value}, whose metadata is a pickle. To read it here, first convert it with python -m recipes.convert src=<it> "
+    "dst=<folder> load.allow_pickle=true; no code in it is run",
+    "world_size": "{said} (launch.nproc_per_node={value})",
+}
+"""Advice of the library, by its name -> what a command says. keys: the argument as keys of the config; said: what the library says."""
 
 
-def in_config_words(said: str) -> str:
-    """Return a sentence of the library with its argument names replaced by keys of the config."""
-    for pattern, key in _CONFIG_WORDS:
-        said = re.sub(pattern, key, said)
-    return re.sub(r"(?<=[\w]\.)(\w+)=(None|True|False)\b", lambda found: f"{found[1]}={_VALUES[found[2]]}", said)
+def in_config_words(argument: Argument) -> str:
+    """Return what a command says of an argument of the library: the keys of the config."""
+    top, *below = argument.name.split(".")
+    given = by_dotted_key(argument.value, ".".join([_KEYS.get(top, top), *below]))
+    keys = " ".join(f"{key}={shown(value)}" for key, value in given.items())
+    return _ADVICE.get(argument.name, "{keys}").format(keys=keys, said=argument, value=argument.value)
 
 
 def sentence_of_arguments(said: str, arguments: Sequence[str]) -> str:

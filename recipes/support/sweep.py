@@ -19,13 +19,12 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from rich.console import Group
 
+from ckpt.cli.pages.page import figure
+from ckpt.cli.pages.sweep_page import digest_digits, short_names, sweep_page
+from ckpt.cli.tables import DataConsole, add_row, full_line, table_of
 from ckpt.errors import printable
 from ckpt.storage.durable import replace_durably
-from recipes.support.page import figure
 from recipes.support.report import SUMMARY_NAME
-from recipes.support.sweep_advice import differing
-from recipes.support.sweep_page import sweep_page
-from recipes.support.tables import DataConsole, add_row, full_line, table_of
 
 COLUMNS = ("save s", "load s", "blocked", "written", "read", "digest")
 _ROWS = ".rows"
@@ -106,7 +105,7 @@ def sweep_table(rows: list[dict[str, Any]]) -> Group:
     short = short_names([key for of_job in own for key, _, _ in of_job])
     table = table_of("job", "overrides", *COLUMNS, right=(0, *range(2, 1 + len(COLUMNS))), wide=(1,))
     table.title = f"{len(rows)} jobs: seconds of a save and a load, bytes of one checkpoint"
-    digits = _digest_digits(rows)
+    digits = digest_digits(rows)
     for number, (row, of_job) in enumerate(zip(rows, own, strict=True)):
         lines = [line for key, sign, value in of_job for line in _lines(f"{short[key]}{sign}", value)]
         add_row(table, str(number), lines, *_cells(row, digits))
@@ -115,17 +114,6 @@ def sweep_table(rows: list[dict[str, Any]]) -> Group:
     notes += [f"keys in full: {', '.join(shortened)}"] if shortened else []
     notes += [f"job {number} failed: {row['error']}" for number, row in enumerate(rows) if row["error"]]
     return Group(table, *map(full_line, notes))
-
-
-def short_names(keys: list[str]) -> dict[str, str]:
-    """Shorten each dotted key to its last part, or to as many last parts as make it unique."""
-    names = {}
-    for key in keys:
-        parts = key.split(".")
-        shorter = [".".join(parts[-n:]) for n in range(1, len(parts) + 1)]
-        others = [f".{other}" for other in keys if other != key]
-        names[key] = next(name for name in shorter if name == key or not any(o.endswith(f".{name}") for o in others))
-    return names
 
 
 def _lines(key: str, value: str) -> list[str]:
@@ -147,19 +135,13 @@ def _cells(row: dict[str, Any], digest_digits: int) -> list[str]:
     return [*times, *sizes, row["state_digest"][:digest_digits]]
 
 
-def _digest_digits(rows: list[dict[str, Any]]) -> int:
-    """The number of digits that make all digests of the table distinct: nearly always 8."""
-    digests = {row["state_digest"] for row in rows if not row["error"]}
-    return next(n for n in range(8, 33) if n == 32 or len({digest[:n] for digest in digests}) == len(digests))
-
-
 def _leave_table(folder: Path) -> list[dict[str, Any]]:
     """Read the row files in the order of the jobs, write the table if there are any, and return the rows."""
     rows = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((folder / _ROWS).glob("*.json"))]
     if rows:
         text = io.StringIO()
         DataConsole(file=text, width=_WIDTH, force_terminal=False).print(sweep_table(rows))
-        html = sweep_page(rows, short_names(differing(rows)), _digest_digits(rows))
+        html = sweep_page(rows)
         for name, content in {"json": json.dumps(rows, indent=2) + "\n", "html": html, "txt": text.getvalue()}.items():
             replace_durably(folder / f"sweep.{name}", content.encode())
     return rows

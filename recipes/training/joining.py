@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ckpt.cli.tables import DataConsole, counted
 from ckpt.engine import LiveModel
 from ckpt.engine.elastic.catch_up import load_from_checkpoint, load_from_peers
 from ckpt.engine.elastic.elastic import ElasticEngine
@@ -30,7 +31,6 @@ from ckpt.state.sharing import StateComponent
 from ckpt.state.statefuls import ModelState
 from recipes.support.config import made, made_model
 from recipes.support.ranks import listening_on, own_address_towards
-from recipes.support.tables import DataConsole, counted
 from recipes.training.facts import RunOfRollouts, run_of
 from recipes.training.roles import held_by, live_model
 from recipes.training.syncing import RENDEZVOUS_NAME

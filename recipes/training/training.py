@@ -16,6 +16,7 @@ from hydra.utils import instantiate
 
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.catalog.catalog import Catalog, catalog_at
+from ckpt.cli.config_text import values_of
 from ckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -25,8 +26,9 @@ from ckpt.errors import (
 )
 from ckpt.format.names import step_of
 from ckpt.format.places import place_of
+from ckpt.interop.registry import require_checkpoint
 from ckpt.loading.compatibility import goes_on
-from ckpt.loading.loader import LoadReport, require_checkpoint
+from ckpt.loading.loader import LoadReport
 from ckpt.loading.report import some_of
 from ckpt.memory.device import Device
 from ckpt.ranks.sigterm import TOLD_TO_END
@@ -46,7 +48,6 @@ from recipes.support.config import (
     made,
     made_model,
     require_kind,
-    values_of,
 )
 from recipes.support.keys import shown
 from recipes.support.ranks import is_asked_to_end
@@ -99,7 +100,7 @@ def require_named_checkpoint(cfg: Mapping[str, Any]) -> None:
     except CheckpointNotFoundError as error:
         if not difflib.get_close_matches(Path(resumed).name, ["latest"], cutoff=0.7):
             raise
-        raise CheckpointNotFoundError(f"{error} Did you mean resume=latest?") from error
+        raise CheckpointNotFoundError(f"{error} Did you mean resume=latest?", arguments=error.arguments) from error
 
 
 def _require_own_history(cfg: Mapping[str, Any], ledger: Catalog[Any]) -> None:

@@ -28,11 +28,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+from ckpt.cli.converting import ConvertKeys, LoadKeys, convert_on_ranks, run_of
+from ckpt.cli.reading import InspectKeys, ReadingKeys, show, verify
 from ckpt.errors import CheckpointError
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.ranks.topology import Topology
-from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert_on_ranks, run_of
-from recipes.commands.reading import InspectKeys, ReadingKeys, show, verify
 from recipes.support.report import config_differences
 from tests.adversarial import held_state
 from tests.adversarial.crashes import Ranks
@@ -136,7 +136,7 @@ def _do(attempt: str, root: Path, path: Path, dst: Path, num_ranks: int) -> str:
         show(InspectKeys(str(path), json=True))
         return ""
     convert_on_ranks(
-        run_of(ConvertKeys(src=str(path), dst=str(dst), to="zarr", load=ConvertLoadKeys())), Topology.alone()
+        run_of(ConvertKeys(src=str(path), dst=str(dst), to="zarr", load=LoadKeys())), Topology.alone()
     )
     return f"exit code {verify(ReadingKeys(str(dst)))}"
 

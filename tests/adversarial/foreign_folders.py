@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from ckpt import StateComponent
+from ckpt.cli.converting import ConvertKeys, LoadKeys, convert_on_ranks, run_of
+from ckpt.cli.reading import InspectKeys, ReadingKeys, show, verify
 from ckpt.errors import CheckpointError
 from ckpt.ranks.topology import Topology
-from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert_on_ranks, run_of
-from recipes.commands.reading import InspectKeys, ReadingKeys, show, verify
 from tests.adversarial import held_state
 from tests.adversarial.driver import Case, Outcome, in_child
 from tests.adversarial.foreign import LATE_S, MEMORY_BYTES, why_outside
@@ -101,7 +101,7 @@ def _load(place: Path, out: Path, *, allow_pickle: bool) -> None:
 def _convert(place: Path, out: Path, *, allow_pickle: bool) -> None:
     dst = out / f"converted-{allow_pickle}"
     convert_on_ranks(
-        run_of(ConvertKeys(src=str(place), dst=str(dst), to="zarr", load=ConvertLoadKeys(allow_pickle))),
+        run_of(ConvertKeys(src=str(place), dst=str(dst), to="zarr", load=LoadKeys(allow_pickle))),
         Topology.alone(),
     )
     assert held_state.problems_of(dst) == []

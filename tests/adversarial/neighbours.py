@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 
+from ckpt.cli.reading import InspectKeys, ReadingKeys, show, verify
 from ckpt.errors import CheckpointError
 from ckpt.ranks.topology import Topology
-from recipes.commands.reading import InspectKeys, ReadingKeys, show, verify
 from tests.adversarial import held_state, shim
 from tests.adversarial.driver import Case, Child, Outcome, in_child
 from tests.adversarial.shim import Orders

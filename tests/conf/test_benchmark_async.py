@@ -13,7 +13,8 @@ from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.ranks.topology import Topology
 from recipes.benchmark import background_saves
 from recipes.benchmark.background_contenders import DCP, NOTHING, OURS, Saving, settings_of
-from recipes.benchmark.background_saves import COLUMNS, MEASUREMENT, compared, figures_of, show
+from recipes.benchmark.background_saves import COLUMNS, MEASUREMENT, compared, figures_of
+from recipes.benchmark.tables import summarized
 from recipes.benchmark.training_step import _in_turns
 from tests.conf.configs import benchmark_config
 from tests.support.ranks import run_ranks
@@ -57,9 +58,9 @@ def test_without_a_word_it_is_gpt2_fully_sharded(tmp_path: Path) -> None:
 
 def test_the_words_of_a_contender_are_the_settings_of_its_saves() -> None:
     caps = {"writer_cores": 1, "writer_mib_s": 50}
-    assert not settings_of(OURS["sync"], caps).is_async
-    for name, way in OURS.items():
-        settings = settings_of(way, caps)
+    assert not settings_of("sync", caps).is_async
+    for name in OURS:
+        settings = settings_of(name, caps)
         assert settings.is_async == (name != "sync")
         assert settings.overlap == ("overlap" in name)
         capped = (1, 50) if name.endswith("/capped") else (None, None)
@@ -141,10 +142,10 @@ def test_a_save_that_leaves_no_step_to_be_disturbed_has_no_slow_down_and_no_save
 def test_ratios_are_ours_over_theirs() -> None:
     rows = {"first_stall_s": 2.0, "stall_s": 1.0, "slow_down": 1.5, "durable_s": 4.0, "lost_s": 2.0}
     half = {name: value / 2 for name, value in rows.items()}
-    result = compared({"none": [{"stall_s": 0.0, "lost_s": 0.0}], "dcp-thread": [rows], "sync": [half, half, rows]})
+    result = summarized({"none": [{"stall_s": 0.0, "lost_s": 0.0}], "dcp-thread": [rows], "sync": [half, half, rows]})
     assert result["medians"]["sync"] == half
     assert result["ranges"]["sync"]["stall_s"] == [0.5, 1.0]
-    assert result["ratios"] == {"sync": {"dcp-thread": dict.fromkeys(COLUMNS, 0.5)}}
+    assert compared(result)["ratios"] == {"sync": {"dcp-thread": dict.fromkeys(COLUMNS.values(), 0.5)}}
 
 
 @pytest.mark.full
@@ -172,7 +173,7 @@ def test_a_small_one_measures_everybody_and_finds_every_bit_again(
     assert set(result["ratios"]["thread"]) == {"dcp-thread-overlap"}
     printed = capfd.readouterr().err
     assert "1 rounds of none, " in printed and "round 1/1 thread: first stall " in printed
-    show(result)
+    MEASUREMENT.show(result)
     table = capfd.readouterr().out
     assert all(word in table for word in ("thread-overlap/capped", "ours / theirs", "durable s"))
 
@@ -210,7 +211,7 @@ class Late(Saving):
     def finish(self) -> None:
         self._copies = [tensor.clone() for tensor in self._places.values()]
 
-    def load(self, folder: Path) -> None:
+    def load(self, path: Path) -> None:
         for tensor, copy in zip(self._places.values(), self._copies, strict=True):
             tensor.copy_(copy)
 

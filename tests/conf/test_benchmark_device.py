@@ -58,6 +58,9 @@ def test_every_name_stands_whole_in_a_table_of_wide_numbers(capsys: pytest.Captu
         "ratios": {"save": 1234.5, "load": 1234.5},
     }
     names = ("large tensors", "tensors of 4 KiB", "transposed")
-    device_copies.show({"machine": {"accelerator": "an NPU"}, "ranks": 8, "rounds": {}, "states": dict.fromkeys(names, row)})
+    machine = {"accelerator": "an NPU", "cores": 8}
+    MEASUREMENT.show(
+        {"machine": machine, "device": "npu", "ranks": 8, "rounds": {}, "medians": {}, "states": dict.fromkeys(names, row)}
+    )
     printed = capsys.readouterr().out
     assert all(name in printed for name in names)

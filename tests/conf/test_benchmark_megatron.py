@@ -12,7 +12,7 @@ import torch
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.ranks.topology import Topology
 from recipes.benchmark.megatron_state import OPTIMIZERS, RankHoldings, ShardArguments, data_parallel_ranks, shards_of
-from recipes.benchmark.megatron_strategies import MEASUREMENT, show
+from recipes.benchmark.megatron_strategies import MEASUREMENT
 from tests.conf.configs import config
 from tests.support.ranks import run_ranks
 
@@ -101,7 +101,7 @@ def test_our_strategies_are_measured_and_their_every_bit_compared(
         assert measured["files"] > 0 and measured["bytes"] > result["state_bytes"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["benchmark.json"]
     assert json.loads((tmp_path / "benchmark.json").read_text()) == result
-    show(result)
+    MEASUREMENT.show(result)
     assert "TP 1 x DP 1, moments in flattened ranges" in " ".join(capsys.readouterr().out.split())
 
 
@@ -165,7 +165,7 @@ def test_what_the_other_side_fails_of_is_one_sentence(tmp_path: Path) -> None:
     [
         ({"repeats": 0}, "benchmark.repeats=0: expected at least 1"),
         ({"repeat": 1}, "the benchmark has benchmark.repeats, "),
-        ({"contenders": ["dcp"]}, "benchmark.contenders=.*expected some of zarr, tensorstore, megatron"),
+        ({"contenders": ["dcp"]}, "benchmark.contenders=.*expected some of zarr, tensorstore, .*megatron"),
         ({"contenders": []}, "benchmark.contenders=.*expected some of"),
         ({"optimizer": "halves"}, "benchmark.optimizer=halves: expected one of tensors, ranges"),
         ({"contenders": ["megatron"]}, "benchmark.megatron_python=null: give the Python of an environment"),

@@ -53,8 +53,8 @@ def test_it_leaves_json_with_rounds_per_case_and_prints_a_table(
     assert (result["tensors"], result["bytes"]) == (row["arrays"], row["bytes"])
     assert result["machine"]["cores"] >= 1
     printed = " ".join(out.split())
-    assert "0.000 billion parameters, TP 2 x PP 2, 135 arrays, optimizer state sharded, medians of 2 rounds" in printed
-    assert "12 ranks" in printed and f"{row['max_to_mean']:.4f}" in printed
+    assert "0.000 billion parameters, TP 2 x PP 2, 135 arrays, " in printed and "medians of 2 rounds" in printed
+    assert "12 ranks, sharded" in printed and f"{row['max_to_mean']:.4f}" in printed
 
 
 @pytest.mark.parametrize(

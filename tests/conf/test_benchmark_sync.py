@@ -12,8 +12,9 @@ import torch
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.ranks.topology import Topology
 from recipes.benchmark import weight_updates
-from recipes.benchmark.update_contenders import CONTENDERS, OURS, Contender, Seconds
-from recipes.benchmark.weight_updates import MEASUREMENT, PARTS, compared, show
+from recipes.benchmark.tables import summarized
+from recipes.benchmark.update_contenders import CONTENDERS, OURS, PARTS, Contender, Seconds
+from recipes.benchmark.weight_updates import MEASUREMENT, compared
 from recipes.benchmark.weights import made_of, rows_of
 from tests.conf.configs import benchmark_config
 from tests.device import devices
@@ -28,7 +29,7 @@ KEYS: dict[str, Any] = {
     "frozen": 0.0,
     "contenders": ["kimi", "raw"],
 }
-EVERYBODY = [*CONTENDERS]
+EVERYBODY = [name for kind in ("ours", "the machine", "others") for name in CONTENDERS[kind]]
 
 
 def config(run_dir: Path, *overrides: str) -> dict[str, Any]:
@@ -71,7 +72,7 @@ def test_as_many_ranks_are_started_as_the_roles_take(trainer: int, rollout: int,
     [
         ("roles.rollout=0", "roles.rollout=0: expected at least 1"),
         ("agree.timeout_s=0", "agree.timeout_s=0.0: expected more than 0 seconds"),
-        ("device.pinned_mib=0", "pinned_mib=0 of the device: give 1 or more"),
+        ("device.pinned_mib=0", "pinned_mib=0 of the device: expected at least 1"),
     ],
 )
 def test_a_run_that_cannot_be_is_one_sentence(override: str, sentence: str, tmp_path: Path) -> None:
@@ -89,8 +90,8 @@ def test_a_run_that_cannot_be_is_one_sentence(override: str, sentence: str, tmp_
         ({"dtypes": []}, r"benchmark.dtypes=\[\]: expected some of bfloat16, "),
         ({"dtypes": ["int8"]}, r"benchmark.dtypes=\['int8'\]: expected some of bfloat16, .*float8_e4m3fn"),
         ({"dtypes": ["bf16"]}, r"benchmark.dtypes=\['bf16'\]: expected some of bfloat16, "),
-        ({"contenders": []}, "benchmark.contenders=.*expected some of kimi, broadcast, "),
-        ({"contenders": ["nccl"]}, "benchmark.contenders=.*expected some of .*, per-tensor, each once"),
+        ({"contenders": []}, "benchmark.contenders=.*expected some of raw, raw-all, "),
+        ({"contenders": ["nccl"]}, "benchmark.contenders=.*expected some of .*, kimi/delta, each once"),
         ({"contenders": ["raw", "raw"]}, "benchmark.contenders=.*each once"),
     ],
 )
@@ -133,7 +134,8 @@ def test_ratios_are_made_within_each_round() -> None:
         "raw": [{"transfer_s": s, "update_s": s} for s in (1.0, 8.0, 6.0)],
         "reference": [row(1.0, 9.0), row(1.0, 9.0), row(1.0, 9.0)],
     }
-    result = compared(first, rounds, num_bytes=6 * 10**9)
+    result = summarized(rounds) | {"first": first, "rounds": rounds, "bytes": 6 * 10**9}
+    result |= compared(result)
     assert result["medians"]["kimi"] == {"offload_s": 2.0, "transfer_s": 3.0, "update_s": 6.0}
     assert result["ranges"]["kimi"]["transfer_s"] == [2.0, 8.0]
     assert result["gb_s"]["kimi"] == {"offload_s": 3.0, "transfer_s": 2.0, "update_s": 1.0}
@@ -159,7 +161,7 @@ def test_a_small_one_measures_everybody_and_finds_every_bit_at_every_rollout(
     assert result["machine"]["torch"] == torch.__version__ and result["machine"]["cores"]
     for name, medians in result["medians"].items():
         assert 0 < medians["transfer_s"] <= medians["update_s"]
-        assert set(PARTS) <= set(medians) or name not in OURS
+        assert set(PARTS.values()) <= set(medians) or name not in OURS
         assert ("offload_s" in medians) == (name in OURS or name.startswith("reference"))
         assert result["buckets"][name] == (None if name == "per-tensor" else 4)
     assert set(result["ratios"]) == set(OURS)
@@ -167,11 +169,11 @@ def test_a_small_one_measures_everybody_and_finds_every_bit_at_every_rollout(
     assert set(result["ratios"]["kimi/delta"]) == {*result["ratios"]["kimi"], "full"}
     assert result["sent_bytes"]["kimi"] == result["sent_bytes"]["kimi/delta"] >= result["bytes"], "everything changes"
     printed = capfd.readouterr().err
-    assert "first kimi: update " in printed and "round 1/1 per-tensor: update " in printed
-    show(result)
+    assert "round 1/1 kimi: update " in printed and "; not counted" in printed
+    MEASUREMENT.show(result)
     table = capfd.readouterr().out
     assert all(
-        word in table for word in ("reference/tuned", "first offload", "later offloads", "2 trainers, 1 rollout")
+        word in table for word in ("reference/tuned", "first offload s", "later offloads", "2 trainers, 1 rollout")
     )
 
 

@@ -68,7 +68,7 @@ def test_a_name_of_ours_is_a_backend_and_maybe_a_strategy() -> None:
     [
         ({"repeats": 0}, "benchmark.repeats=0: expected at least 1"),
         ({"repeat": 1}, "the benchmark has benchmark.workload, benchmark.repeats, "),
-        ({"contenders": []}, "benchmark.contenders=.*expected some of dcp, "),
+        ({"contenders": []}, "benchmark.contenders=.*expected some of raw, "),
         ({"contenders": ["dpc"]}, "benchmark.contenders=.*, zarr/two-stage, "),
         ({"contenders": ["zarr", "zarr"]}, "benchmark.contenders=.*each once"),
         ({"load_ranks": 0}, "benchmark.load_ranks=0: expected at least 1"),

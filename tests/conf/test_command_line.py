@@ -143,7 +143,7 @@ def python(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complet
         ),
         (
             ["components.model.sharing_pattern=per_group"],
-            "component model: sharing_pattern=per_group needs process_group_name",
+            "components.model.sharing_pattern=per_group needs process_group_name",
         ),
         (["data.path=/no/such"], "data.path=/no/such: there is no such file or folder"),
         (
@@ -152,9 +152,9 @@ def python(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complet
         ),
         (
             ["-m", "output_dir=/proc/x", "train.steps=1,2"],
-            "the folder of the sweep, /proc/x, cannot be written: No such file or directory: '/proc/x'; choose another with output_dir=",
+            "the folder of the sweep, /proc/x, cannot be written; choose another with output_dir=<folder>: No such file or directory: ",
         ),
-        (["output_dir=/proc"], "the folder of the run, /proc, cannot be written: No such file or directory: '/proc/"),
+        (["output_dir=/proc"], "the folder of the run, /proc, cannot be written; choose another with output_dir=<folder>: No such file "),
         (["optimizer.lr=abc"], "optimizer.lr=abc: expected a number"),
         (["resume="], "resume= has no value: it is latest, null or the path of a checkpoint; leave the key out"),
         (["run_name="], "run_name= has no value: it is a name; leave the key out for its default"),

@@ -218,19 +218,19 @@ def test_a_device_that_is_not_here_is_refused(tmp_path: Path, override: str, exp
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["sharing_pattern=per_group"], "component model: sharing_pattern=per_group needs process_group_name"),
+        (["sharing_pattern=per_group"], "components.model.sharing_pattern=per_group needs process_group_name"),
         (
             ["sharing_pattern=per_group", "process_group_name=tp"],
             "components.model.process_group_name=tp: there is no such process group; ",
         ),
-        (["sharing_pattern=everywhere"], "component model: sharing_pattern 'everywhere' is none of global, per_rank, "),
+        (["sharing_pattern=everywhere"], "components.model.sharing_pattern=everywhere: expected one of global, per_rank, "),
         (
             ["sharing_pattern=null"],
             "components.model.sharing_pattern=null leaves it to the object, but only the dataset",
         ),
-        (["process_group_name=dp"], "component model: process_group_name=dp goes with sharing_pattern=per_group"),
-        (["elastic=rubber"], "component model: elastic"),
-        (["validation_level=much"], "component model: validation_level 'much' is none of "),
+        (["process_group_name=dp"], "components.model.process_group_name=dp goes with sharing_pattern=per_group"),
+        (["elastic=rubber"], "components.model.elastic=rubber does not apply"),
+        (["validation_level=much"], "components.model.validation_level=much: expected one of "),
     ],
 )
 def test_a_component_that_contradicts_itself_is_refused(tmp_path: Path, overrides: list[str], expected: str) -> None:
@@ -274,7 +274,7 @@ def test_a_component_can_be_added_with_its_object(tmp_path: Path) -> None:
             f"{{_target_: {__name__}.Needy, sharing_pattern: replicated}}",
             f"components.ema: {__name__}.Needy needs must; give it with +components.ema.must=",
         ),
-        (f"{{_target_: {__name__}.Ema, sharing_pattern: per_group}}", "component ema: sharing_pattern=per_group needs"),
+        (f"{{_target_: {__name__}.Ema, sharing_pattern: per_group}}", "components.ema.sharing_pattern=per_group needs"),
         ("{_target_: builtins.float, sharing_pattern: global}", "components.ema.model: builtins.float takes no model"),
     ],
 )

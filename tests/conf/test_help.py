@@ -19,9 +19,9 @@ import recipes.__main__
 import recipes.inspect
 import recipes.train
 from ckpt.catalog.incremental import DiskUse
-from ckpt.convert.comparing import Difference
 from ckpt.engine import SyncReport
 from ckpt.format.manifest import ArrayEntry, ComponentManifest
+from ckpt.interop.comparing import Difference
 from ckpt.state.doctor import Diagnosis
 from recipes.benchmark.harness import MEASUREMENTS
 from recipes.commands.bisecting import Parting
@@ -230,7 +230,7 @@ def test_the_comment_of_a_key_is_the_one_on_its_line_and_on_those_below_it(tmp_p
 # The handbook
 
 
-@pytest.mark.parametrize(("page", "written"), [("config.md", "config_page"), ("commands.md", "commands_page")])
+@pytest.mark.parametrize(("page", "written"), [("config.md", "config_page"), ("commands.md", "commands_page"), ("ckpt.md", "ckpt_page")])
 def test_the_reference_in_the_handbook_is_that_of_today(page: str, written: str) -> None:
     text = (CONF.parent / "docs" / "reference" / page).read_text()
     assert getattr(_write_reference(), written)(text) == text, "run python docs/write_reference.py"

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from ckpt import StateComponent
+from ckpt.cli import reading
+from ckpt.cli.reading import committed_below
 from ckpt.errors import CheckpointNotFoundError
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings
-from recipes.commands import reading
-from recipes.commands.reading import committed_below
 from tests.support.pages import parsed
 from tests.support.states import Held, coordinator
 
@@ -112,7 +112,7 @@ def test_a_long_verify_says_how_fast_it_was_and_on_a_terminal_how_far_it_is(
 
     monkeypatch.setattr(reading, "examine", slowly)
     monkeypatch.setattr(reading, "SHOWN_AFTER_S", 0.1)
-    monkeypatch.setattr("recipes.support.progress.SHOWN_AFTER_S", 0.1)
+    monkeypatch.setattr("ckpt.cli.progress.SHOWN_AFTER_S", 0.1)
     path = root / "checkpoint-00000001"
     said = re.compile(rf"{path}: ok, \d+ files, \d+ bytes, 0\.\d s, 0\.00 GB/s\n")
     assert run(monkeypatch, "verify", f"path={path}") == 0
@@ -172,11 +172,11 @@ def test_a_path_that_is_neither_checkpoint_nor_root_is_one_sentence(
     (other / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     for given, said in (
         (f"path={other}", "is a torch_dist checkpoint of Megatron-Core"),
-        (f"path={root}/nope", f"{root}/nope does not exist; give a checkpoint or a folder of checkpoints as path="),
+        (f"path={root}/nope", f"{root}/nope does not exist; give a checkpoint or a folder of checkpoints"),
         (
             f"path={root.parent}",
             f"{root.parent} is not a checkpoint: it has no {MANIFEST_NAME}; "
-            f"it holds checkpoints/checkpoint-00000002, checkpoints/checkpoint-00000001; give path={root}",
+            f"it holds checkpoints/checkpoint-00000002, checkpoints/checkpoint-00000001; give {root}",
         ),
         (f"path={root}/checkpoint-00000001/{MANIFEST_NAME}", "is not a checkpoint"),
         ("json=true", "no path is given; add path="),
@@ -271,7 +271,7 @@ def test_inspect_lists_the_arrays_that_filter_and_limit_choose(
     (said,) = [line for line in shown(monkeypatch, capsys, path, "filter='s*'") if line.startswith("filter=")]
     assert said.startswith("filter=s* chooses none of 2 arrays; parts of their names: model, big[red], small")
     assert run(monkeypatch, "inspect", path, "limit=0") == 1
-    assert "limit=0: expected at least 1, or null for all" in capsys.readouterr().err
+    assert "limit=0: expected at least 1, or limit=null for all" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -184,13 +184,13 @@ def test_without_redundancy_equal_copies_are_written_once_by_all_their_holders(t
 
 def test_type_safe_a_declaration_that_makes_no_sense_cannot_be_made(tmp_path: Path) -> None:
     for sentence, arguments in {
-        "sharing_pattern 'replicate' is none of global, per_rank": {"sharing_pattern": "replicate"},
+        "sharing_pattern=replicate: expected one of global, per_rank": {"sharing_pattern": "replicate"},
         "sharing_pattern=per_group needs process_group_name": {"sharing_pattern": "per_group"},
         "process_group_name=dp goes with sharing_pattern=per_group": {
             "sharing_pattern": "global",
             "process_group_name": "dp",
         },
-        "validate_replication compares copies": {"sharing_pattern": "per_rank", "validate_replication": True},
+        "validate_replication=True compares copies": {"sharing_pattern": "per_rank", "validate_replication": True},
     }.items():
         with pytest.raises(ConfigurationError, match=f"component x: {sentence}"):
             StateComponent("x", Held({}), **arguments)  # type: ignore[arg-type]

@@ -21,15 +21,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
 from ckpt import Checkpointer
+from ckpt.cli.converting import ConvertKeys, convert_on_ranks, run_of
 from ckpt.errors import CheckpointError, ConfigurationError, ReplicationError, WorldSizeError
+from ckpt.interop.registry import source_at
 from ckpt.loading.direct import DirectLoad
-from ckpt.loading.loader import source_at
 from ckpt.memory.device import Device
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.topology import Phase, Topology
 from ckpt.saving.manifest_writer import ManifestWriter
 from ckpt.storage.stored import read_manifest
-from recipes.commands.converting import ConvertKeys, convert_on_ranks, run_of
 from recipes.training.training import Training
 from tests.conf.configs import config
 from tests.distributed.test_layouts import LAYOUTS

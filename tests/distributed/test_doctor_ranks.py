@@ -192,7 +192,7 @@ def test_off_does_not_look(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_a_check_that_there_is_not_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="pattern_check 'on' is none of warn, error, off"):
+    with pytest.raises(ConfigurationError, match="pattern_check=on: expected one of warn, error, off"):
         coordinator(Topology.alone(), tmp_path, [], pattern_check="on")
 
 
@@ -452,7 +452,7 @@ def test_the_command_prints_what_each_component_is_and_exits_by_the_worst(
         ("doctor.steps=-1", "doctor.steps=-1: expected at least 0"),
         ("+doctor.stps=1", "doctor.stps: there is no such key; did you mean doctor.steps?"),
         ("doctor.steps=two", "doctor.steps=two: expected a whole number"),
-        ("pattern_check=on", "pattern_check 'on' is none of warn, error, off"),
+        ("pattern_check=on", "pattern_check=on: expected one of warn, error, off"),
     ],
 )
 def test_a_mistake_is_one_sentence(

@@ -1,7 +1,7 @@
 """Checkpoints that the real Megatron-Core wrote, loaded by `ckpt.load` as they are: any number of ranks, any cut, every bit.
 
 S1.80: the ones that upstream itself can no longer read. What is in them says tests/golden/megatron/README.md; how each of
-their files is read is the matter of tests/unit/dist_checkpointing/test_megatron_zarr.py, their conversion that of
+their files is read is the matter of tests/unit/interop/test_megatron_zarr.py, their conversion that of
 tests/e2e/test_convert.py.
 """
 
@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from ckpt import dist_checkpointing
 from ckpt.catalog.verify import examine
+from ckpt.cli.converting import ConvertKeys, LoadKeys, convert_on_ranks, run_of
 from ckpt.dist_checkpointing import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 from ckpt.dist_checkpointing.strategies.base import LoadShardedStrategy
 from ckpt.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
@@ -33,7 +34,6 @@ from ckpt.dist_checkpointing.strategies.zarr import ZarrLoadShardedStrategy
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
-from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert_on_ranks, run_of
 from tests.golden.megatron.truth import Truth, truth
 from tests.support.cuts import (
     CUTS,
@@ -218,7 +218,7 @@ def test_what_was_converted_loads_under_other_cuts_with_either_library(tmp_path:
     for name in GOLDEN:
         for to in ("zarr", "tensorstore"):
             dst = tmp_path / f"{name} {to}"
-            src, keys = str(truth(name).path), ConvertLoadKeys(allow_pickle=True)
+            src, keys = str(truth(name).path), LoadKeys(allow_pickle=True)
             convert_on_ranks(
                 run_of(ConvertKeys(src=src, dst=str(dst), to=to, load=keys, leave_out_unknown=True)), Topology.alone()
             )

@@ -319,7 +319,7 @@ def _given_different_memory(topology: Topology, root: Path) -> str:
 def test_ranks_that_are_given_different_settings_are_told_so(tmp_path: Path) -> None:
     """They would cut the same bytes into different blocks."""
     for says in run_ranks(3, _given_different_memory, tmp_path):
-        assert "max_in_flight_mib: rank 2 was given 17, rank 0 16" in says
+        assert "max_in_flight_mib=17 on rank 2, and 16 on rank 0: two-stage" in says
 
 
 def test_no_memory_is_no_choice() -> None:

@@ -16,7 +16,7 @@ from ckpt.backends.zarr import ZarrBackend
 from ckpt.errors import CheckpointError, ConfigurationError, ReplicationError, ShapeMismatchError
 from ckpt.ranks.topology import Topology
 from ckpt.state.replication import MAX_NAMED
-from recipes.benchmark.validation_costs import MEASUREMENT, show
+from recipes.benchmark.validation_costs import MEASUREMENT
 from tests.conf.configs import config
 from tests.support.ranks import run_ranks, run_threads
 from tests.support.states import ALL_DTYPES, Held, coordinator, random_bits, same_bits
@@ -430,7 +430,7 @@ def test_the_costs_are_measured_beside_a_save_that_leaves_nothing(
     assert full["more_s"] == full["total_s"] - none["total_s"]
     assert full["per_gb_s"] == pytest.approx(full["more_s"] * 1e9 / result["bytes"])
     assert [path.name for path in tmp_path.iterdir()] == ["benchmark.json"]
-    show(result)
+    MEASUREMENT.show(result)
     assert "on 1 rank, ddp" in " ".join(capsys.readouterr().out.split())
     for wrong in ({"repeats": 0}, {"repeats": "x"}, {"repeat": 1}):
         with pytest.raises(ConfigurationError, match=r"benchmark\.repeats"):

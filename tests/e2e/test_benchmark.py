@@ -12,7 +12,7 @@ from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.ranks.topology import Topology
 from recipes.benchmark import contenders, conversions
 from recipes.benchmark.limits import Raw
-from recipes.benchmark.saves_and_loads import MEASUREMENT, SECONDS, show
+from recipes.benchmark.saves_and_loads import MEASUREMENT, SECONDS
 from tests.conf.configs import benchmark_config
 from tests.support.ranks import run_ranks
 
@@ -48,10 +48,10 @@ def test_everybody_takes_part_loads_the_right_bits_and_is_told_of(
     assert set(result["left_out"]) <= {"raw-direct"}, "a file system may not take O_DIRECT"
     assert [list(result[key]) for key in ("rounds", "medians", "ranges")] == [taking_part] * 3
     for name, figures in result["medians"].items():
-        seconds = {"save_s"} if name in SAVES_ALONE else {"load_warm_s"} if name in LOADS_ALONE else set(SECONDS)
-        assert seconds == set(figures) & set(SECONDS)
+        seconds = {"save_s"} if name in SAVES_ALONE else {"load_warm_s"} if name in LOADS_ALONE else set(SECONDS.values())
+        assert seconds == set(figures) & set(SECONDS.values())
         assert all(
-            0 < least <= figures[c] <= most for c, (least, most) in result["ranges"][name].items() if c in SECONDS
+            0 < least <= figures[c] <= most for c, (least, most) in result["ranges"][name].items() if c in SECONDS.values()
         )
         for row in result["rounds"][name]:
             assert all(len(row[key]) == 2 for key in row if key.endswith("_of_ranks"))
@@ -66,7 +66,7 @@ def test_everybody_takes_part_loads_the_right_bits_and_is_told_of(
         assert num_bytes == pytest.approx(copies * unique, rel=0.001, abs=0.001 * unique)
     printed = capfd.readouterr().err
     assert "1 rounds of raw, " in printed and "round 1/1 zarr/two-stage: save " in printed
-    show(result)
+    MEASUREMENT.show(result)
     table = capfd.readouterr().out
     assert all(word in table for word in ("tensorstore/two-stage", "best raw", "direct /", "safetensors-one-file /"))
 
@@ -106,7 +106,7 @@ def test_through_a_slow_store_bytes_decide(tmp_path: Path) -> None:
     result = run_ranks(2, _benchmark, cfg, process_group=True)[0]
     for name in names:
         figures = result["medians"][name]
-        assert set(figures) & set(SECONDS) == {"save_s", "load_warm_s"}
+        assert set(figures) & set(SECONDS.values()) == {"save_s", "load_warm_s"}
         assert figures["load_warm_s"] >= figures["bytes_read"] / (20 * 2**20)
     direct, two_stage = (result["medians"][name] for name in names)
     assert direct["bytes_read"] == 2 * two_stage["bytes_read"], "each rank for itself, and each byte once"
@@ -138,7 +138,7 @@ def test_who_cannot_take_part_is_left_out_and_told_of(
             "raw-direct": "the file system does not take O_DIRECT",
             "broadcast": "one rank has nobody to send to",
         }
-        show(result)
+        MEASUREMENT.show(result)
         assert capsys.readouterr().out.count("left out: broadcast: one rank has nobody to send to") == 2
         assert [path.name for path in tmp_path.iterdir()] == ["benchmark.json"]
         with pytest.raises(ConfigurationError, match="broadcast cannot take part: one rank has nobody"):
@@ -179,7 +179,7 @@ def test_conversions_take_turns_with_a_copy(tmp_path: Path, capfd: pytest.Captur
     assert list(result["ratios"]) == ["cp -r", *names] and result["ratios"]["cp -r"] == {"convert_s": 1}
     assert all(row["convert_s"] > 0 for row in result["medians"].values())
     assert result["bytes"] > 4 << 20 and result["tensors"] == 4
-    conversions.show(result)
+    conversions.MEASUREMENT.show(result)
     assert "of cp's speed" in capfd.readouterr().out
     with pytest.raises(ConfigurationError, match=r"benchmark.to=\['npz'\]: expected some of zarr, tensorstore, "):
         conversions.MEASUREMENT.checked_keys(cfg["benchmark"] | {"to": ["npz"]})

@@ -23,6 +23,7 @@ import recipes.convert
 import recipes.diff
 import recipes.verify
 from ckpt import Checkpointer
+from ckpt.cli.converting import shard_bytes
 from ckpt.dist_checkpointing.mapping import ShardedObject
 from ckpt.dist_checkpointing.serialization import (
     load,
@@ -33,7 +34,6 @@ from ckpt.dist_checkpointing.serialization import (
 from ckpt.errors import StorageError
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.storage.stored import read_manifest
-from recipes.commands.converting import shard_bytes
 from tests.e2e.conftest import STEPS, Run
 from tests.e2e.runs import checkpoint, run
 from tests.golden.megatron.truth import Truth, truth
@@ -148,7 +148,7 @@ def test_it_tells_what_went_over_and_what_did_not(convert: Command, tp2: Path, t
     code, out, err = convert(*overrides_of(tp2, tmp_path / "new", "leave_out_unknown=true"))
     assert (code, err) == (0, "")
     first, *lines = out.splitlines()
-    assert first.startswith(f"{tp2} is now {tmp_path}/new, for to=zarr; ") and first.endswith(", read back and right")
+    assert first.startswith(f"{tp2} is now {tmp_path}/new, in zarr; ") and first.endswith(", read back and right")
     assert lines == [
         "  arrays   22, 1.9 kB",
         "  objects  9",
@@ -199,10 +199,10 @@ def test_values_that_only_the_old_program_has_are_refused_by_name_or_left_out(
             ["src={src}", "dst={dst}", "to=npz"],
             "to=npz is not known; choose zarr, tensorstore, kimi-engine, safetensors, dcp or torch",
         ),
-        (["src={src}/no", "dst={dst}"], "src={src}/no does not exist"),
+        (["src={src}/no", "dst={dst}"], "{src}/no does not exist"),
         (
             ["src={src}/..", "dst={dst}"],
-            "src={src}/.. is no checkpoint: it has neither a checkpoint_manifest.json, as ours have, ",
+            "{src}/.. is no checkpoint: it has neither a checkpoint_manifest.json, as ours have, ",
         ),
         (
             ["src={src}", "dst={dst}", "to=kimi-engine"],
@@ -214,11 +214,11 @@ def test_values_that_only_the_old_program_has_are_refused_by_name_or_left_out(
         ),
         (
             ["src={src}", "dst={dst}", "max_shard_size=5XB"],
-            "max_shard_size=5XB: expected a size such as 5GB, 500MiB or ",
+            "max_shard_size=5XB: expected a size such as 5GB or 500MiB, or ",
         ),
-        (["src={src}", "dst={dst}", "max_shard_size=0"], "max_shard_size=0: expected a size such as 5GB, 500MiB or "),
-        (["src={src}", "dst={src}", "load.allow_pickle=true"], "dst={src} exists and is not empty; choose another, "),
-        (["src={src}", "dst={src}/common.pt", "load.allow_pickle=true"], "dst={src}/common.pt exists and is not empty"),
+        (["src={src}", "dst={dst}", "max_shard_size=0"], "max_shard_size=0: expected a size such as 5GB or 500MiB, or "),
+        (["src={src}", "dst={src}", "load.allow_pickle=true"], "{src} exists and is not empty; choose another, "),
+        (["src={src}", "dst={src}/common.pt", "load.allow_pickle=true"], "{src}/common.pt exists and is not empty"),
         (
             ["src={src}", "dst={dst}", "to=safetensors", "config_from={src}"],
             "config_from={src} has no config.json; give a folder that config.save_pretrained wrote, or a snapshot of Hugging",
@@ -235,7 +235,7 @@ def test_a_mistake_is_one_sentence_and_makes_nothing(
     places = {"src": tp2, "dst": tmp_path / "new"}
     said = convert.refused(*(override.format(**places) for override in overrides))
     assert said.startswith(sentence.format(**places))
-    assert said.endswith(f"; below it there is src={tp2}/../tp2") == (overrides[0] == "src={src}/..")
+    assert said.endswith(f"; below it there is {tp2}/../tp2") == (overrides[0] == "src={src}/..")
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -266,7 +266,7 @@ def test_a_conversion_that_fails_leaves_nothing(
         "Ctrl-C": "interrupted",
     }[damage]
     if damage in ("full disk", "wrong bytes", "Ctrl-C"):
-        monkeypatch.setattr("recipes.commands.converting_megatron.save", _broken_save(damage))
+        monkeypatch.setattr("ckpt.cli.converting_megatron.save", _broken_save(damage))
     else:
         names = {"chunk": "types.int16/1.0", "metadata": "types.int16/.zarray", "common": "common.pt"}
         (tp2 / names.get(damage, "bytes/shard_0_1.pt")).unlink()
@@ -337,7 +337,7 @@ def test_a_model_becomes_a_plain_file_that_a_model_is_made_of(convert: Command, 
     code, out, err = convert(f"src={src}", f"dst={dst}", "to=safetensors")
     assert (code, err) == (0, "")
     first, tensors, *others = out.splitlines()
-    assert first.startswith(f"{src} is now {dst}, for to=safetensors; 1 file, ") and first.endswith(
+    assert first.startswith(f"{src} is now {dst}, in safetensors; 1 file, ") and first.endswith(
         ", read back and right"
     )
     assert tensors.startswith("  tensors  ") and tensors.endswith(", of component=model")
@@ -377,7 +377,7 @@ def test_every_conversion_moves_a_bar_to_its_end(
         nonlocal moved
         moved += num_bytes
 
-    monkeypatch.setattr("recipes.commands.converting.progress_bar", bar)
+    monkeypatch.setattr("ckpt.cli.converting.progress_bar", bar)
     if to == "megatron":
         command = list(overrides_of(tp2, tmp_path / "new"))
     else:
@@ -441,10 +441,10 @@ def anonymous_bytes(src: Path, dst: Path, to: str) -> int:
     """The most anonymous memory that a conversion takes on top."""
     imports = """
 from ckpt.ranks.topology import Topology
-from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert_on_ranks, run_of
+from ckpt.cli.converting import ConvertKeys, LoadKeys, convert_on_ranks, run_of
 """
     measured = """
-keys = ConvertKeys(src=sys.argv[1], dst=sys.argv[2], to=sys.argv[3], load=ConvertLoadKeys(allow_pickle=True))
+keys = ConvertKeys(src=sys.argv[1], dst=sys.argv[2], to=sys.argv[3], load=LoadKeys(allow_pickle=True))
 convert_on_ranks(run_of(keys), Topology.alone())
 """
     return most_anonymous_bytes(imports, measured, src, dst, to)

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrain
 
 import ckpt
 from ckpt import Checkpointer
+from ckpt.cli.converting import ConvertKeys, convert_on_ranks, run_of
 from ckpt.ranks.topology import Topology
-from recipes.commands.converting import ConvertKeys, convert_on_ranks, run_of
 from tests.support.values import same_values
 
 TIED = "gpt2"

@@ -13,12 +13,13 @@ import torch
 
 from ckpt import StateComponent
 from ckpt.catalog.verify import verify_checkpoint
-from ckpt.convert import exporting_safetensors, exporting_torch
+from ckpt.cli.converting import ConvertKeys, LoadKeys, convert_on_ranks, run_of
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
+from ckpt.interop.safetensors import writing as exporting_safetensors
+from ckpt.interop.torch_save import writing as exporting_torch
 from ckpt.ranks.topology import Topology
 from ckpt.storage.stored import read_index, read_manifest
-from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert_on_ranks, run_of
 from tests.e2e.test_convert import require_all_of
 from tests.golden.megatron.truth import truth
 from tests.support.anonymous_memory import growth
@@ -67,7 +68,7 @@ def _convert(topology: Topology, src: Path, dst: Path, keys: dict[str, Any]) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exporting_safetensors, "AT_ONCE_BYTES", 50_000)
         patch.setattr(exporting_torch, "PIECE_BYTES", 50_000)
-        wanted = ConvertKeys(src=str(src), dst=str(dst), load=ConvertLoadKeys(allow_pickle=True), **keys)
+        wanted = ConvertKeys(src=str(src), dst=str(dst), load=LoadKeys(allow_pickle=True), **keys)
         return convert_on_ranks(run_of(wanted), topology)
 
 
@@ -154,7 +155,7 @@ def test_a_chunk_that_is_damaged_fails_all_ranks(sources: dict[str, Path], tmp_p
 
 
 def _growth(topology: Topology, src: Path, dst: Path, to: str) -> int:
-    keys = ConvertKeys(src=str(src), dst=str(dst), to=to, load=ConvertLoadKeys(allow_pickle=True))
+    keys = ConvertKeys(src=str(src), dst=str(dst), to=to, load=LoadKeys(allow_pickle=True))
     with growth() as most:
         convert_on_ranks(run_of(keys), topology)
     return most[0]

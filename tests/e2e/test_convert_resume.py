@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.cli.comparing import DiffKeys, diff
+from ckpt.cli.converting import ConvertKeys, LoadKeys, convert_on_ranks, run_of
 from ckpt.ranks.topology import Topology
-from recipes.commands.comparing import DiffKeys, diff
-from recipes.commands.converting import ConvertKeys, ConvertLaunchKeys, ConvertLoadKeys, convert_on_ranks, run_of
 from tests.e2e.runs import checkpoint, run
 from tests.support.covering import and_in_full
 
@@ -26,7 +26,7 @@ FAST = [("single", "torch"), ("fsdp 2", "dcp")]
 
 
 def convert(src: Path, dst: Path, to: str) -> None:
-    keys = ConvertKeys(str(src), str(dst), to, load=ConvertLoadKeys(allow_pickle=True), launch=ConvertLaunchKeys())
+    keys = ConvertKeys(str(src), str(dst), to, load=LoadKeys(allow_pickle=True))
     convert_on_ranks(run_of(keys), Topology.alone())
 
 

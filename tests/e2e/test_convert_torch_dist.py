@@ -11,16 +11,17 @@ import pytest
 import torch
 
 from ckpt.catalog.verify import verify_checkpoint
-from ckpt.convert.exporting_dcp import export_dcp
+from ckpt.cli.converting import ConvertKeys, LoadKeys, convert_on_ranks, run_of
+from ckpt.cli.converting_megatron import sharded_parts
 from ckpt.dist_checkpointing.mapping import ShardedObject
 from ckpt.dist_checkpointing.serialization import load, load_common_state_dict, load_plain_tensors
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
+from ckpt.interop.dcp.writing import export_dcp
+from ckpt.interop.megatron.reading import open_sharded
+from ckpt.interop.registry import source_at
 from ckpt.loading.direct import DirectLoad
-from ckpt.loading.loader import source_at
-from ckpt.loading.other_formats.megatron_folders import open_sharded
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
-from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert_on_ranks, run_of
 from tests.golden.torch_dist.contents import ARGUMENTS, RANGES, WHOLE_CHUNKS, common, random_state, values
 from tests.support.dcp_runs import save_by_dcp
 from tests.support.ranks import run_ranks
@@ -31,7 +32,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "torch_dist"
 
 
 def converted(src: Path, dst: Path, **keys: Any) -> dict[str, Any]:
-    command = ConvertKeys(src=str(src), dst=str(dst), load=ConvertLoadKeys(allow_pickle=True), **keys)
+    command = ConvertKeys(src=str(src), dst=str(dst), load=LoadKeys(allow_pickle=True), **keys)
     return convert_on_ranks(run_of(command), Topology.alone())
 
 
@@ -39,7 +40,7 @@ def require_all(path: Path, version: str) -> None:
     """Tensors, objects and common state are those that Megatron-Core saved, but the enums."""
     cuts = WHOLE_CHUNKS | (RANGES if version == "core-0.10.0" else {})
     if (path / ".metadata").exists():
-        assert open_sharded(path, allow_pickle=True).tensors.keys() == cuts.keys()
+        assert open_sharded(path).tensors.keys() == cuts.keys()
         tensors: dict[str, Any] = {}
     else:
         tensors = dict(load_plain_tensors(path))
@@ -73,7 +74,7 @@ def test_it_becomes_ours_and_goes_back_to_the_bit(tmp_path: Path, version: str, 
 
 
 def _exported(topology: Topology, ours: Path, dst: Path) -> None:
-    export_dcp(source_at(ours, topology, DirectLoad()), dst, topology, sharded=ours)
+    export_dcp(source_at(ours, topology, DirectLoad()), dst, topology, sharded=sharded_parts(ours))
 
 
 @pytest.mark.full

@@ -12,14 +12,12 @@ import torch
 
 from ckpt import StateComponent
 from ckpt.catalog.incremental import DiskUse
+from ckpt.cli.pages.checkpoint_page import checkpoint_values
+from ckpt.cli.pages.inspect_page import folder_page
+from ckpt.cli.pages.page import page
+from ckpt.cli.pages.sweep_page import sweep_page
 from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings
-from recipes.commands.checkpoint_page import checkpoint_values
-from recipes.commands.inspect_page import folder_page
-from recipes.support.page import page
-from recipes.support.sweep import short_names
-from recipes.support.sweep_advice import differing
-from recipes.support.sweep_page import sweep_page
 from tests.support.pages import HOSTILE, SENTENCE, SHOWN, failed, job, manifest, rows, whole
 from tests.support.states import Held, coordinator
 
@@ -69,7 +67,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         state["moving"] += 1
         run.save_checkpoint(checkpoint_id=checkpoint_id)
     texts = {
-        "sweep": sweep_page(jobs, short_names(differing(jobs)), 8),
+        "sweep": sweep_page(jobs),
         "checkpoint": page(
             "inspect.html",
             "checkpoint-1",

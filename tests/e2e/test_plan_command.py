@@ -16,9 +16,9 @@ import torch
 import recipes.plan
 from ckpt.errors import CheckpointError, CorruptCheckpointError, MissingStateError
 from recipes.commands import planning
-from recipes.commands.planning import keys_of, show
+from recipes.commands.planning import PlanKeys, show
 from recipes.commands.planning import plan as planned
-from recipes.support.config import GIVEN, checked, given_keys
+from recipes.support.config import GIVEN, checked, given_keys, popped_keys
 from recipes.training.gpt import GPT
 from recipes.training.training import train
 from tests.conf.configs import composed, config
@@ -52,7 +52,7 @@ class Plan:
     def json(self, *overrides: str) -> dict[str, Any]:
         """The output with json=true, by the function that the command calls after Hydra, which tells it what was given."""
         cfg = composed(Path.cwd(), *SMALL, *overrides, "json=true", root="plan")
-        keys = keys_of(cfg)
+        keys = popped_keys(cfg, PlanKeys)
         self.capsys.readouterr()
         with self.monkeypatch.context() as patched:
             told = {GIVEN: given_keys(overrides)}

@@ -39,14 +39,14 @@ runpy.run_module("recipes.train", run_name="__main__", alter_sys=True)
         ("ckpt=nope", r"ckpt=nope: there is no such choice; ckpt is one of kimi-engine, tensorstore, zarr"),
         ("train.steps=-1", r"train\.steps=-1: expected at least 1"),
         ("trian.steps=3", r"trian\.steps: there is no such key; did you mean train\.steps\?"),
-        ("components.model.sharing_pattern=per_group", r"component model: .*per_group needs process_group_name.*"),
+        ("components.model.sharing_pattern=per_group", r"components\.model\.sharing_pattern=per_group needs process_group_name.*"),
         (
             "output_dir=/proc/x",
             r"the folder of the run cannot be made: .*'/proc/x'; choose another with output_dir=<folder>",
         ),
         (
             "checkpoint_root=/proc/x",
-            r"the checkpoint root, /proc/x.*, cannot be written: .*'/proc/x'; choose another with checkpoint_root=<folder>",
+            r"the checkpoint root, /proc/x.*, cannot be written; choose another with checkpoint_root=<folder>: .*'/proc/x'",
         ),
         ("data.path=/proc/x", r"data\.path=/proc/x: there is no such file or folder"),
     ],

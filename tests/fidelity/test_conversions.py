@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 
 import ckpt
 from ckpt import Checkpointer
-from ckpt.convert.comparing import Difference, compare
+from ckpt.cli.converting import ConvertKeys, LoadKeys, convert_on_ranks, run_of
 from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.interop.comparing import Difference, compare
+from ckpt.interop.registry import source_at
 from ckpt.loading.direct import DirectLoad
-from ckpt.loading.loader import source_at
 from ckpt.ranks.topology import Topology
-from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert_on_ranks, run_of
 from tests.fidelity.same import same
 from tests.fidelity.table import PLAIN
 from tests.fidelity.test_kinds import as_torch_gives_it, keys, scalars
@@ -35,7 +35,7 @@ PAIRS = list(itertools.product(FORMATS, repeat=2))
 
 def convert(src: Path, dst: Path, to: str, component: str | None = None, **keys: Any) -> dict[str, Any]:
     wanted = ConvertKeys(
-        src=str(src), dst=str(dst), to=to, component=component, load=ConvertLoadKeys(allow_pickle=True), **keys
+        src=str(src), dst=str(dst), to=to, component=component, load=LoadKeys(allow_pickle=True), **keys
     )
     return convert_on_ranks(run_of(wanted), Topology.alone())
 

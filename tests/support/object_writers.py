@@ -18,10 +18,10 @@ from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.catalog.verify import verify_checkpoint
-from ckpt.convert.rewriting import rewrite
 from ckpt.errors import CheckpointError
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.format.places import place_of
+from ckpt.interop.rewriting import rewrite
 from ckpt.ranks.topology import Topology
 from ckpt.saving import planner
 from ckpt.saving.save_settings import SaveSettings

@@ -518,8 +518,8 @@ WRONG = [
     ({"groups": [0]}, "process_groups is a list; expected a dictionary: name -> torch process group, or the global ranks"),
     ({"groups": {"tp": 0}}, "process_groups['tp'] is 0; expected a dictionary: name -> "),
     ({"groups": {"tp": ["0"]}}, "process_groups['tp'] is a list; expected a dictionary: name -> "),
-    ({"saves": {"mode": "async"}}, "saves is a dict; expected a SaveSettings, such as SaveSettings(mode='async')"),
-    ({"saves": SaveSettings}, "saves is the class SaveSettings; expected a SaveSettings"),
+    ({"saves": {"mode": "async"}}, "saves is a dict; expected one of sync, async, or a SaveSettings, such as SaveSettings(mode='async')"),
+    ({"saves": SaveSettings}, "saves is the class SaveSettings; expected one of sync, async"),
     *(
         ({"keep_last": number}, f"keep_last is {number!r}; expected a whole number of at least 1, or None to keep every checkpoint")
         for number in (True, 0, -1, 2.0, "2")
@@ -532,7 +532,7 @@ WRONG = [
     ({"overwrite": 1}, "overwrite is 1; expected True or False"),
     ({"allow_pickle": None}, "allow_pickle is None; expected True or False"),
     ({"config_text": {}}, "config_text is a dict; expected a string, or None"),
-    ({"pattern_check": "x"}, "pattern_check 'x' is none of warn, error, off"),
+    ({"pattern_check": "x"}, "pattern_check=x: expected one of warn, error, off"),
 ]  # fmt: skip
 
 

@@ -15,13 +15,16 @@ from hypothesis import strategies as st
 
 from ckpt import errors
 from ckpt.errors import (
+    Argument,
     CheckpointError,
     ConfigurationError,
     StorageError,
     describe,
+    leave_out,
     needing,
     printable,
     rebuild,
+    refused,
     sentence,
 )
 
@@ -157,3 +160,18 @@ def test_any_error_reads_as_one_line_that_says_something(error: Exception, read:
 
 def test_an_error_that_is_not_ours_arrives_as_the_head_of_the_family() -> None:
     assert type(rebuild(describe(KeyError("weight")))) is CheckpointError
+
+
+def test_the_arguments_of_an_error_go_with_it_as_json_and_as_a_pickle() -> None:
+    more = [Argument("saves.mode", object(), "mode")]
+    error = ConfigurationError("load with ", Argument("load.strict", False), ", or ", leave_out("e\nma"), arguments=more)
+    for arrived in (rebuild(json.loads(json.dumps(describe(error)))), pickle.loads(pickle.dumps(error))):
+        assert str(arrived) == str(error) == "load with strict=False, or leave component e\\nma out"
+        assert [(one.name, one.value) for one in arrived.arguments[:2]] == [("load.strict", False), ("leave_out", "e\nma")]
+        assert sentence(arrived, lambda one: f"<{one.name}>") == "load with <load.strict>, or <leave_out>"
+
+
+def test_of_two_arguments_that_begin_alike_each_is_said_once() -> None:
+    found = [refused("a.x", number, "2") for number in (1, 16)]
+    both = ConfigurationError("; ".join(map(str, found)), arguments=[argument for error in found for argument in error.arguments])
+    assert sentence(both, lambda one: f"{one.name}={one.value}") == "a.x=1: expected 2; a.x=16: expected 2"

@@ -24,7 +24,7 @@ GUARDED = {
         "torch.distributed.distributed_c10d:_new_process_group_helper": "public functions make groups inside the default group only",
         "torch.distributed.distributed_c10d:_world": "the same: collectives look up the ranks of a group there",
     },
-    "ckpt/convert/exporting_torch.py": {
+    "ckpt/interop/torch_save/writing.py": {
         "torch._subclasses.fake_tensor:FakeTensorMode": "torch.save lays out a file for fake tensors alone without their bytes",
         "torch._utils:_rebuild_parameter": "a parameter of a fake tensor is pickled as a tensor",
     },

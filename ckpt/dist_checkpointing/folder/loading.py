@@ -13,20 +13,19 @@ import torch
 
 from ckpt.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from ckpt.dist_checkpointing.mapping import ShardedStateDict
-from ckpt.dist_checkpointing.megatron.layout import MegatronArray, headless
-from ckpt.dist_checkpointing.megatron.zarr import Library, MegatronZarr, is_megatron_zarr
 from ckpt.errors import ConfigurationError, MissingStateError, ShapeMismatchError
 from ckpt.format.box import Box, overlap, whole
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.manifest import MANIFEST_NAME, SHARDED, ArrayEntry
 from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.format.places import Place
+from ckpt.interop.megatron.zarr import Library, MegatronZarr, is_megatron_zarr
 from ckpt.loading.direct import DirectLoad
-from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint, OtherTensor
+from ckpt.loading.other_checkpoint import OtherCheckpoint, OtherTensor
 from ckpt.loading.report import some_of
 from ckpt.loading.sources import CommittedSource
 from ckpt.loading.state_matching import SavedCopy, match_changed
-from ckpt.loading.strategy import LoadingStrategy, Reading, ReadRequest, ReadStats, StoredCheckpoint
+from ckpt.loading.strategy import LoadingStrategy, Reading, ReadRequest, StoredCheckpoint
 from ckpt.memory.device import device_of, wait_for_all
 from ckpt.memory.huge_pages import HostMemory
 from ckpt.ranks.topology import Topology
@@ -41,7 +40,7 @@ from ckpt.storage.stored import read_manifest, read_manifest_bytes, require_plac
 _log = logging.getLogger("ckpt")
 
 
-StoredArray = ArrayEntry | MegatronArray | OtherTensor
+StoredArray = ArrayEntry | OtherTensor
 """Data type, by Zarr's name, and global shape of a tensor in a checkpoint."""
 Wanted = tuple[str, Box, torch.Tensor]
 """(Key, box in global coordinates, memory of the box's shape and the stored data type)."""
@@ -57,42 +56,17 @@ class TensorSource:
     """
 
     stored: Mapping[str, StoredArray]
-    checkpoint: StoredCheckpoint | MegatronZarr | OtherCheckpoint
+    checkpoint: StoredCheckpoint | OtherCheckpoint
     above: str
     strategy: LoadingStrategy
     topology: Topology
 
     def prepare(self, wanted: Sequence[Wanted]) -> Reading:
         """Plan the reading of the boxes of all ranks. Collective, outside of a phase; each rank gives its own boxes."""
-        if isinstance(self.checkpoint, MegatronZarr) and isinstance(self.strategy, DirectLoad):
-            return _ByLibrary(self.checkpoint, wanted, self.topology)
         requests = [ReadRequest(f"{self.above}{key}", key, box, out) for key, box, out in wanted]
         device = device_of(out for _, _, out in wanted)
         verify = self.checkpoint.has_digests
         return self.strategy.prepare(requests, self.checkpoint, self.topology, device, verify=verify)
-
-
-@dataclass(frozen=True, slots=True)
-class _ByLibrary:
-    """Reads the boxes of this rank through the library. See `Reading`."""
-
-    checkpoint: MegatronZarr
-    wanted: Sequence[Wanted]
-    topology: Topology
-
-    def run(self) -> ReadStats:
-        num_bytes = 0
-        for key, box, out in self.wanted:
-            host = out if out.device.type == "cpu" and out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device="cpu")
-            self.checkpoint.read(key, box, host)
-            if host is not out:
-                out.copy_(host)
-            num_bytes += out.numel() * out.element_size()
-            self.topology.progress()
-        return ReadStats(num_bytes, num_bytes)
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
 
 
 def load_tensors(
@@ -144,17 +118,16 @@ def open_tensors(checkpoint_dir: Place, library: Library, topology: Topology, st
     """Open a checkpoint's tensors. Collective: the lead reads the manifest for all ranks.
 
     Args:
-        library: decodes the chunks of Megatron-Core's arrays; with `DirectLoad` it also reads them.
+        library: decodes the chunks of Megatron-Core's arrays that are encoded.
     """
     with topology.phase("open") as phase:
         if topology.is_lead and not (isinstance(checkpoint_dir, Path) and is_megatron_zarr(checkpoint_dir)):
             phase.from_lead = read_manifest_bytes(checkpoint_dir).decode()
     if phase.from_lead is None:
         assert isinstance(checkpoint_dir, Path), "Megatron-Core writes folders"
-        checkpoint = MegatronZarr(checkpoint_dir, library)
-        if checkpoint.layout.headless:  # damage: absent keys, which a load may ignore, are another matter
-            raise headless(checkpoint_dir, checkpoint.layout.headless[0])
-        return TensorSource(checkpoint.arrays, checkpoint, "", strategy, topology)
+        # Arrays without metadata are damage: absent keys, which a load may ignore, are another matter.
+        checkpoint = MegatronZarr(checkpoint_dir, library).require_whole()
+        return TensorSource(checkpoint.tensors, checkpoint, "", strategy, topology)
     manifest = parse_manifest(phase.from_lead.encode(), str(checkpoint_dir / MANIFEST_NAME))
     if manifest.data is not None:  # of an object store, or a copy out of it
         with topology.phase("parts"):

@@ -14,7 +14,6 @@ from ckpt.backends.registry import backend_of_store
 from ckpt.backends.zarr_format import DOCUMENT
 from ckpt.dist_checkpointing.folder.destination import Owned
 from ckpt.dist_checkpointing.folder.save_marker import INDEX, dead_marks, is_beside
-from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr, is_megatron_zarr
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.format.consistency import MAX_FILE_BYTES
 from ckpt.format.digests import digest_of
@@ -29,6 +28,7 @@ from ckpt.format.manifest import (
 )
 from ckpt.format.manifest_parsing import parse_index
 from ckpt.format.records import FileRecord
+from ckpt.interop.megatron.zarr import MegatronZarr, is_megatron_zarr
 from ckpt.ranks.topology import Topology
 from ckpt.saving.writing import checksums_of, joined_checksum
 from ckpt.storage.checkpoint_files import CheckpointFolder

@@ -17,8 +17,6 @@ from ckpt.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_val
 from ckpt.dist_checkpointing.folder.loading import load_state, state_keys
 from ckpt.dist_checkpointing.folder.saving import save_state
 from ckpt.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
-from ckpt.dist_checkpointing.megatron.layout import COMMON_STATE_FNAME as COMMON_STATE_FNAME
-from ckpt.dist_checkpointing.megatron.zarr import load_megatron_common, load_megatron_object, megatron_objects
 from ckpt.dist_checkpointing.strategies.base import (
     DeclaredFormats,
     LoadCommonStrategy,
@@ -29,7 +27,9 @@ from ckpt.dist_checkpointing.strategies.base import (
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingStateError, logger_of
 from ckpt.format.manifest import COMMON, MANIFEST_NAME, OBJECTS
 from ckpt.format.places import Place, local_path, place_of
-from ckpt.format.unpickling import unknown_in
+from ckpt.interop.megatron.layout import COMMON_STATE_FNAME as COMMON_STATE_FNAME
+from ckpt.interop.megatron.zarr import load_megatron_common, load_megatron_object, megatron_objects
+from ckpt.interop.unpickling import unknown_in
 from ckpt.loading.report import some_of
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.merging import total
@@ -147,7 +147,7 @@ class TorchCommonLoadStrategy(DeclaredFormats, LoadCommonStrategy):
     Args:
         allow_pickle: read these files, which are pickles; otherwise they are refused.
         unknown: for objects of other classes "refuse" refuses the file, "keep" puts an inert
-            `ckpt.format.unpickling.UnknownObject` in place of each.
+            `ckpt.format.unknown.UnknownObject` in place of each.
     """
 
     backends = ("torch",)
@@ -167,9 +167,10 @@ class TorchCommonLoadStrategy(DeclaredFormats, LoadCommonStrategy):
         Raises:
             ConfigurationError: pickles are not allowed, or it holds objects of unknown classes.
         """
-        common = load_megatron_common(local_path(checkpoint_dir, "checkpoint_dir"), allow_pickle=self._allow_pickle, unknown=self._unknown)
+        folder = local_path(checkpoint_dir, "checkpoint_dir")
+        common = load_megatron_common(folder, allow_pickle=self._allow_pickle, unknown=self._unknown)
         if current_topology().is_lead:
-            tell_of_unknown(common, local_path(checkpoint_dir, "checkpoint_dir"))
+            tell_of_unknown(common, folder)
         return common
 
     def load_sharded_objects(
@@ -181,12 +182,11 @@ class TorchCommonLoadStrategy(DeclaredFormats, LoadCommonStrategy):
             MissingStateError: there is no such file.
             ConfigurationError: as `load_common`.
         """
+        folder = local_path(checkpoint_dir, "checkpoint_dir")
 
         def load(one: ShardedObject) -> Any:
-            found = load_megatron_object(
-                local_path(checkpoint_dir, "checkpoint_dir"), one.unique_key, allow_pickle=self._allow_pickle, unknown=self._unknown
-            )
-            tell_of_unknown({one.unique_key: found}, local_path(checkpoint_dir, "checkpoint_dir"))
+            found = load_megatron_object(folder, one.unique_key, allow_pickle=self._allow_pickle, unknown=self._unknown)
+            tell_of_unknown({one.unique_key: found}, folder)
             return found
 
         dict_list_map_inplace(load, sharded_objects_state_dict)

@@ -16,10 +16,10 @@ from ckpt.dist_checkpointing.folder.loading import TensorSource, load_tensors, o
 from ckpt.dist_checkpointing.folder.removing import remove_tensors
 from ckpt.dist_checkpointing.folder.saving import FolderSave, contribution_of, destination_at, require_alike
 from ckpt.dist_checkpointing.mapping import ShardedStateDict
-from ckpt.dist_checkpointing.megatron.zarr import Library
 from ckpt.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, DeclaredFormats, LoadShardedStrategy
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.places import Place, local_path, place_of
+from ckpt.interop.megatron.zarr import Library
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.memory.arena import Arena

@@ -10,8 +10,9 @@ from ckpt.dist_checkpointing.strategies.common import tell_of_unknown
 from ckpt.dist_checkpointing.strategies.sharded import LoadTensors
 from ckpt.errors import ConfigurationError, MissingStateError
 from ckpt.format.places import Place, local_path
-from ckpt.loading.other_formats.megatron_folders import open_sharded
-from ckpt.loading.other_formats.other_checkpoint import OtherCheckpoint
+from ckpt.interop.megatron.reading import open_sharded
+from ckpt.interop.programs import PROGRAMS
+from ckpt.loading.other_checkpoint import OtherCheckpoint
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
@@ -77,7 +78,9 @@ class TorchDistLoadShardedStrategy(LoadTensors):
         return TensorSource(checkpoint.tensors, checkpoint, "", strategy, topology)
 
     def _opened(self, checkpoint_dir: Place) -> OtherCheckpoint:
-        return open_sharded(local_path(checkpoint_dir, "checkpoint_dir"), allow_pickle=self._allow_pickle)
+        folder = local_path(checkpoint_dir, "checkpoint_dir")
+        PROGRAMS["megatron"].require_allowed(folder, allow_pickle=self._allow_pickle)
+        return open_sharded(folder)
 
 
 def _object(checkpoint: OtherCheckpoint, unique_key: str) -> object:

@@ -13,12 +13,12 @@ import torch
 from ckpt.backends.base import Backend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.dist_checkpointing.mapping import ShardedStateDict
-from ckpt.dist_checkpointing.megatron.layout import layout_of
 from ckpt.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
 from ckpt.dist_checkpointing.strategies.sharded import LoadTensors, SaveTensors, uncut
 from ckpt.errors import ConfigurationError, ShapeMismatchError, logger_of
-from ckpt.format.dtypes import AS_INTEGERS, STORABLE, zarr_name
+from ckpt.format.dtypes import AS_INTEGERS, STORABLE, as_integers, zarr_name
 from ckpt.format.manifest import MANIFEST_NAME, SHARDED
+from ckpt.interop.megatron.layout import layout_of
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.storage.stored import read_manifest
 
@@ -66,7 +66,7 @@ class ZarrSaveShardedStrategy(SaveTensors):
 
 
 class ZarrLoadShardedStrategy(LoadTensors):
-    """Loads tensors; Megatron-Core's arrays through zarr-python, those of this library straight from their files."""
+    """Loads tensors; encoded chunks of Megatron-Core's arrays through zarr-python, all others straight from their files."""
 
     library = "zarr"
 
@@ -95,19 +95,13 @@ def pad_to_expected_shape(
     key, expected = expected_sharded_ten.key, tuple(expected_sharded_ten.local_shape)
     if x.dim() != len(expected) or any(n > m for n, m in zip(x.shape, expected, strict=True)):
         raise ShapeMismatchError(f"{key}: shape {list(x.shape)} cannot be padded to the expected {list(expected)}")
-    dtype = x.dtype
-    if dtype.itemsize == 1:
-        x = x.view(torch.uint8)  # torch joins no float4
-    if not replicate_last:
-        padded = x.new_zeros(expected)
-        padded[tuple(slice(0, n) for n in x.shape)] = x
-        return padded.view(dtype)
-    if x.numel() == 0 and x.shape != expected:
+    if tuple(x.shape) == expected:
+        return x
+    if replicate_last and x.numel() == 0:
         raise ShapeMismatchError(f"{key}: nothing of shape {list(x.shape)} can be replicated to {list(expected)}")
-    for axis, (n, m) in enumerate(zip(x.shape, expected, strict=True)):
-        if n < m:
-            x = torch.cat([x, *[x.narrow(axis, n - 1, 1)] * (m - n)], axis)
-    return x.view(dtype)
+    widths = [(0, m - n) for n, m in zip(x.shape, expected, strict=True)]
+    padded = np.pad(as_integers(x).cpu().numpy(), widths, mode="edge" if replicate_last else "constant")
+    return torch.from_numpy(padded).view(x.dtype).to(x.device)
 
 
 def postprocess_numpy_array(

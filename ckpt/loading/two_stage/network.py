@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from ckpt.errors import ConfigurationError
+from ckpt.errors import Argument, ConfigurationError, refused
 from ckpt.format.digests import digest_of
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
@@ -72,9 +72,8 @@ class KeptTransports:
 
     def __init__(self, choice: Transport | str | None, *, cpu_transfer: bool) -> None:
         if isinstance(choice, str) and choice not in ("torch", "engine"):
-            raise ConfigurationError(
-                f"transport={choice} of TwoStageLoad: expected torch or engine, a Transport, or None"
-            )
+            said = f"transport={choice} of TwoStageLoad"
+            raise refused("strategy.transport", choice, "torch or engine, a Transport, or None", said)
         self.choice = choice
         self._cpu_transfer = cpu_transfer
         self._engine: EngineTransport | None = None
@@ -193,7 +192,8 @@ def make_groups(instances: Sequence[Sequence[int]], backend: str, timeout_s: flo
     if not dist.is_initialized():
         raise ConfigurationError(
             "strategy=two-stage sends over the network through torch.distributed, which is not initialized; call "
-            "init_process_group first, or load with transport=engine of TwoStageLoad, or strategy=direct"
+            "init_process_group first, or load with ",
+            Argument("strategy.transport", "engine", "transport=engine of TwoStageLoad"), ", or strategy=direct",
         )
     made: dict[int, dist.ProcessGroup] = {}
     for ranks in sorted(tuple(sorted(instance)) for instance in instances):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ckpt.errors import ConfigurationError
+from ckpt.errors import refused
 from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT
 from ckpt.memory.device import SideStream, StreamEvent, device_memory_within, pinned
 
@@ -137,10 +137,9 @@ def make_slots(
     slot_bytes = -(-slot_bytes // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
     count = min(in_flight_bytes // slot_bytes, MAX_SLOTS)
     if count < kinds:
-        raise ConfigurationError(
-            f"max_in_flight_mib={in_flight_bytes >> 20}: expected at least {-(-slot_bytes * kinds >> 20)}, for "
-            f"{kinds} block{'s' * (kinds - 1)} of {slot_bytes / 2**20:.0f} MiB, each of which is checked as one"
-        )
+        blocks = f"{kinds} block{'s' * (kinds - 1)} of {slot_bytes / 2**20:.0f} MiB, each of which is checked as one"
+        least = -(-slot_bytes * kinds >> 20)
+        raise refused("strategy.max_in_flight_mib", in_flight_bytes >> 20, f"at least {least}, for {blocks}")
     on_device = None if device is None else DeviceSlots(_device_memory(slot_bytes, count, kinds, device))
     if on_device is not None:
         count = len(on_device.memory) // slot_bytes

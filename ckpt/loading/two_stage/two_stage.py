@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt.backends.base import Backend
-from ckpt.errors import ConfigurationError
+from ckpt.errors import Argument, ConfigurationError
 from ckpt.format import strict_json
 from ckpt.format.records import ALIGNMENT
 from ckpt.loading.chunk_reader import ChunkReader
@@ -177,7 +177,7 @@ class TwoStageLoad:
     def _settings(self, verify: bool) -> dict[str, Any]:
         """The settings that every rank's plan follows from."""
         mib = self._in_flight_bytes >> 20
-        return {"max_in_flight_mib": mib, "cpu_transfer": self._cpu_transfer, "verify": verify}
+        return {"strategy.max_in_flight_mib": mib, "strategy.cpu_transfer": self._cpu_transfer, "verify": verify}
 
     def _members(self, topology: Topology) -> list[int]:
         """The ranks of the instance that this one is in, for which each byte is read once."""
@@ -188,7 +188,8 @@ class TwoStageLoad:
         if self._group not in topology.groups:
             known = ", ".join(sorted(topology.groups)) or "none"
             raise ConfigurationError(
-                f"group={self._group} of TwoStageLoad: the run has no process group of that name, it has {known}; None takes all as one"
+                Argument("strategy.group", self._group, f"group={self._group} of TwoStageLoad"),
+                f": the run has no process group of that name, it has {known}; None takes all as one",
             )
         return list(topology.groups[self._group].members)
 
@@ -290,10 +291,10 @@ def _require_alike(said: Mapping[str, Any]) -> None:
     if (difference := first_difference(settings)) is not None:
         name, rank, here, on_lead = difference
         raise ConfigurationError(
-            f"{name}: rank {rank} was given {here}, rank 0 {on_lead}; two-stage loading needs the same on all ranks"
+            Argument(name, here),
+            f" on rank {rank}, and {on_lead} on rank 0: two-stage loading needs the same on all ranks",
         )
     if len(devices) > 1:
         ways = ", ".join(f"rank {rank} into {device} memory" for device, (rank, _) in devices.items())
-        raise ConfigurationError(
-            f"cpu_transfer=False: {ways}; bytes cannot travel between them; give cpu_transfer=True"
-        )
+        found, advice = (Argument("strategy.cpu_transfer", value) for value in (False, True))
+        raise ConfigurationError(found, f": {ways}; bytes cannot travel between them; give ", advice)

@@ -32,7 +32,7 @@ from ckpt.saving.background.async_utils import AsyncCallsQueue, AsyncRequest
 from ckpt.saving.background.priority import Throttle, in_background, write_throttled
 from ckpt.saving.background.snapshot import Snapshot, arena_bytes
 from ckpt.saving.prepared_save import PreparedSave, SaveReport
-from ckpt.saving.save_settings import SaveSettings
+from ckpt.saving.save_settings import SaveSettings, setting
 from ckpt.saving.saver import SavedRun
 from ckpt.saving.writing import RankWritePlan, Staged, WriteJob, WriteResult
 from ckpt.state.overlap import Watched
@@ -316,9 +316,8 @@ class Background:
     def _go_on(self, num_bytes: int) -> None:
         """Show progress of the writing thread, unless the saves are given up."""
         if self._given_up.is_set():
-            raise SaveAbandonedError(
-                f"rank {self._topology.rank} was asked to end, and the save did not within saves.grace_s={self._settings.grace_s:g}"
-            )
+            found = f"rank {self._topology.rank} was asked to end, and the save did not within "
+            raise SaveAbandonedError(found, setting("grace_s", f"{self._settings.grace_s:g}"))
         assert self._branch is not None, "a save has begun to run"
         self._branch.progress(num_bytes)
 

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from ckpt.errors import ConfigurationError
 from ckpt.saving.writing import RankWritePlan, Staged, WriteJob, WriteResult
 
 NICE = 5
@@ -39,12 +38,7 @@ def in_background(num_cores: int | None = None, *, local_rank: int = 0) -> None:
     Args:
         num_cores: number of cores to use, the last ones of those the thread may use now. None: all.
         local_rank: ranks of one host take different cores, as long as there are enough.
-
-    Raises:
-        ConfigurationError: `num_cores` is less than 1.
     """
-    if num_cores is not None and num_cores < 1:
-        raise ConfigurationError(f"saves.writer_cores={num_cores}: give 1 or more, or nothing for all cores")
     if sys.platform != "linux":  # on other systems only processes have priorities
         return
     thread = threading.get_native_id()
@@ -72,14 +66,9 @@ class Throttle:
 
     Args:
         mib_s: MiB per second, of all saves together.
-
-    Raises:
-        ConfigurationError: `mib_s` is not above 0.
     """
 
     def __init__(self, mib_s: float) -> None:
-        if not mib_s > 0:
-            raise ConfigurationError(f"saves.writer_mib_s={mib_s}: give more than 0, or nothing for no limit")
         self._bytes_s = mib_s * (1 << 20)
         self._lock = threading.Lock()
         self._due = time.monotonic()

@@ -30,6 +30,7 @@ from ckpt.memory.device import same_device, uses_accelerator, wait_for_accelerat
 from ckpt.planning.plan import ChunkTask, SavePlan
 from ckpt.ranks.waiting import start
 from ckpt.saving.gathering import Regions, sent
+from ckpt.saving.save_settings import setting
 from ckpt.saving.writing import Item, Pack, RankWritePlan, Staged, laid_end_to_end
 from ckpt.state.collect import RankState
 from ckpt.state.overlap import Watched
@@ -258,7 +259,8 @@ class Snapshot:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             raise StateChangedError(
                 f"{changed[0]}{more} was written to while the save was still copying it: between the call and the step of its optimizer "
-                "nothing may change a parameter in place; call wait_for_snapshot() before what does, or save with saves.overlap=False"
+                "nothing may change a parameter in place; call wait_for_snapshot() before what does, or ",
+                "save with ", setting("overlap", False),
             )
         self._contribution.require_unchanged()
 

@@ -8,7 +8,7 @@
     ocdbt-zarr2     by a PyTreeCheckpointHandler with use_ocdbt=True, use_zarr3=False, not compressed, chunks of at most 2 KiB
     zarr2, zarr3    with use_ocdbt=False
 
-`types`, an array of each type, is in manager/7 and zarr2 alone. `tests/unit/loading/test_orbax_folders.py` computes the same values.
+`types`, an array of each type, is in manager/7 and zarr2 alone. `tests/unit/interop/test_orbax_folders.py` computes the same values.
 """
 
 from __future__ import annotations

@@ -363,7 +363,7 @@ def test_what_is_listed(tmp_path: Path) -> None:
             {"sharing_patterns": {"modle": "sharded"}},
             "sharing_patterns: there is no object 'modle'; given were model, rng",
         ),
-        ({"sharing_patterns": {"model": "shared"}}, "sharing_pattern 'shared' is none of global, .*, auto"),
+        ({"sharing_patterns": {"model": "shared"}}, "sharing_pattern=shared: expected one of global, .*, auto"),
     ],
 )
 def test_bad_arguments_are_refused_in_a_sentence(tmp_path: Path, arguments: dict[str, Any], error: str) -> None:

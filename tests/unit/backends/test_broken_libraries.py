@@ -35,7 +35,7 @@ from ckpt.backends.registry import backend_named, backend_of_store
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import ConfigurationError
-import recipes.commands.converting
+import ckpt.cli.converting
 
 weights = torch.arange(100_000.0)
 backends = {"zarr": "zarr", "tensorstore": "tensorstore", "kimi-engine": "kimi-engine"}

@@ -28,7 +28,7 @@ from tests.support.states import random_bits
 
 
 def test_an_unknown_kvstore_is_refused_with_the_choices() -> None:
-    with pytest.raises(ConfigurationError, match="kvstore='s3' is not known; choose ocdbt or file"):
+    with pytest.raises(ConfigurationError, match="kvstore=s3: expected ocdbt or file"):
         TensorStoreBackend(kvstore="s3")
 
 

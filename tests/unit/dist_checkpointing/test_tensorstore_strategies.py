@@ -115,7 +115,7 @@ def test_an_ocdbt_database_is_read_by_tensorstore_alone(tmp_path: Path) -> None:
 
 def test_an_unknown_store_is_refused_when_it_is_used(tmp_path: Path) -> None:
     """S1.44: with those that there are."""
-    with pytest.raises(ConfigurationError, match="kvstore='s3' is not known; choose ocdbt or file"):
+    with pytest.raises(ConfigurationError, match="kvstore=s3: expected ocdbt or file"):
         dist_checkpointing.save(
             {"w": ShardedTensor.from_rank_offsets("w", VALUES)}, tmp_path, TensorStoreSaveShardedStrategy(kvstore="s3")
         )

@@ -23,14 +23,14 @@ from hypothesis import strategies as st
 from ckpt import StateComponent
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.catalog.verify import verify_checkpoint
-from ckpt.convert.rewriting import rewrite
+from ckpt.cli.reading import InspectKeys, ReadingKeys, show, verify
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
+from ckpt.interop.rewriting import rewrite
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.state.statefuls import RNGState
 from ckpt.storage.stored import read_index, read_manifest
-from recipes.commands.reading import InspectKeys, ReadingKeys, show, verify
 from tests.support.bounded import ZSTD_SKIPPED, little_memory, zstd_frame
 from tests.support.crafts import (
     MANIFEST,

@@ -130,7 +130,7 @@ def test_a_component_that_only_the_checkpoint_has_is_refused_unless_the_load_is_
     held = Held({"w": torch.zeros(3)})
     with pytest.raises(
         MissingStateError,
-        match=r"components only in the checkpoint: optimizer, ema; this run has model\. Give each its object, or leave it out on purpose: ",
+        match=r"components only in the checkpoint: optimizer, ema; this run has model\. Give each its object, or leave it out on ",
     ):
         load(made(tmp_path, model=held))
     assert held.loaded is None, "nothing was read"

@@ -11,10 +11,10 @@ import torch
 
 from ckpt import StateComponent
 from ckpt.backends.zarr import ZarrBackend
-from ckpt.convert.comparing import compare
 from ckpt.errors import CorruptCheckpointError
+from ckpt.interop.comparing import compare
+from ckpt.interop.registry import source_at
 from ckpt.loading.direct import DirectLoad
-from ckpt.loading.loader import source_at
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.ranks.topology import Topology
 from recipes.support.ranks import bug_beneath

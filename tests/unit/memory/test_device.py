@@ -194,7 +194,7 @@ def test_the_memory_of_the_host_is_that_of_the_machine_and_this_process() -> Non
 
 
 def test_pinned_memory_that_holds_nothing_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"^pinned_mib=0 of the device: give 1 or more$"):
+    with pytest.raises(ConfigurationError, match=r"^pinned_mib=0 of the device: expected at least 1$"):
         Device(type="cuda", collectives="nccl", pinned_mib=0)
 
 

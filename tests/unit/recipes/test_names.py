@@ -23,16 +23,16 @@ from rich.console import Console
 
 from ckpt import StateComponent, errors
 from ckpt.catalog.verify import verify_checkpoint
+from ckpt.cli import progress
+from ckpt.cli.comparing import DiffKeys, diff
+from ckpt.cli.reading import InspectKeys, ReadingKeys, show, verify
+from ckpt.cli.tables import DataConsole, print_json
 from ckpt.errors import CheckpointError, logger_of, printable
 from ckpt.loading.report import ComponentReport, LoadReport, Misfits, Status
 from ckpt.ranks.topology import Topology
-from recipes.commands.comparing import DiffKeys, diff
-from recipes.commands.reading import InspectKeys, ReadingKeys, show, verify
-from recipes.support import progress
 from recipes.support.cli import recipe
 from recipes.support.live_line import LiveLine
 from recipes.support.sweep import sweep_table
-from recipes.support.tables import DataConsole, print_json
 from tests.support.pace import patience
 from tests.support.states import Fitted, Held, coordinator
 

@@ -242,8 +242,8 @@ def test_the_live_line_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width:
 @pytest.mark.parametrize("is_running", [True, False])
 def test_bytes_are_shown_while_a_save_or_a_load_takes_long(monkeypatch: pytest.MonkeyPatch, is_running: bool) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("recipes.support.progress.SHOWN_AFTER_S", 0.02)
-    monkeypatch.setattr("recipes.support.progress._REFRESH_S", 0.01)
+    monkeypatch.setattr("ckpt.cli.progress.SHOWN_AFTER_S", 0.02)
+    monkeypatch.setattr("ckpt.cli.progress._REFRESH_S", 0.01)
     console, screen = terminal(120)
     topology = Topology.alone()
     report = Report(RUN, shown=True, console=console, topology=topology)

@@ -31,6 +31,7 @@ from tests.support.states import Held, coordinator
         ({"on_async_error": "warn"}, "saves.on_async_error=warn has no effect with saves.mode=sync"),
         ({"writer_cores": 0}, "saves.writer_cores=0: expected at least 1, or nothing for no limit"),
         ({"writer_mib_s": -1}, "saves.writer_mib_s=-1: expected at least 1"),
+        ({"writer_mib_s": float("nan")}, "saves.writer_mib_s=nan: expected at least 1"),
         ({"staging_budget_mib": 0}, "saves.staging_budget_mib=0: expected at least 1"),
         ({"grace_s": -0.5}, "saves.grace_s=-0.5: expected at least 0 seconds"),
         ({"incremental_min_live": 0.0}, "saves.incremental_min_live=0.0: expected a fraction above 0, at most 1"),

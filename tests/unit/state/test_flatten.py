@@ -24,7 +24,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, ShardingError
-from ckpt.format.unpickling import UnknownObject, unknown_in
+from ckpt.format.unknown import UnknownObject
+from ckpt.interop.unpickling import unknown_in
 from ckpt.state.flatten import flatten, path_from_json, path_to_json, unflatten
 from ckpt.state.plain import from_json, to_json
 

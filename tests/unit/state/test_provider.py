@@ -151,7 +151,7 @@ class Neither:
             "Neither does not say what it saves: it has neither get_state_components nor get_statefuls_for_save",
         ),
         ({"x": 3}, "component x: int has no state_dict/load_state_dict pair"),
-        ({"x": Held({})}, "sharing_pattern 'everywhere' is none of"),
+        ({"x": Held({})}, "sharing_pattern=everywhere: expected one of"),
     ],
 )
 def test_a_trainer_that_does_not_say_what_it_saves_is_refused(provider: Any, says: str) -> None:

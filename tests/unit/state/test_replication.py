@@ -260,7 +260,7 @@ def test_the_level_follows_from_the_declaration_and_from_what_the_save_asks_for(
 
 
 def test_an_unknown_level_is_refused_with_the_four_there_are() -> None:
-    with pytest.raises(ConfigurationError, match="validation_level 'deep' is none of none, quick, tensor, full"):
+    with pytest.raises(ConfigurationError, match="validation_level=deep: expected one of none, quick, tensor, full"):
         StateComponent("m", Held({}), "replicated", validation_level="deep")
     for level in ("none", "quick", "tensor", "full"):
         assert StateComponent("m", Held({}), "replicated", validation_level=level).validation_level == level

@@ -19,12 +19,13 @@ from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.catalog.verify import verify_checkpoint
-from ckpt.convert.exporting_safetensors import export, select
-from ckpt.convert.rewriting import rewrite
+from ckpt.cli.reading import InspectKeys, show
 from ckpt.dist_checkpointing import ShardedObject, ShardedTensor
 from ckpt.dist_checkpointing.serialization import load_common_state_dict, remove_sharded_tensors
 from ckpt.errors import CheckpointError, CorruptCheckpointError
 from ckpt.format.records import FileRecord
+from ckpt.interop.rewriting import rewrite
+from ckpt.interop.safetensors.writing import export, select
 from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
@@ -33,7 +34,6 @@ from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.direct_io import Buffers
 from ckpt.storage.file_sink import FileSink
 from ckpt.storage.stored import check_file, read_listed_file, read_manifest
-from recipes.commands.reading import InspectKeys, show
 from tests.support.crafts import MANIFEST, edit_index, edit_manifest, index_path, manifest_tree, resign, write_manifest
 from tests.support.ranks import run_threads
 from tests.support.states import Held, coordinator, global_index

@@ -227,7 +227,7 @@ def test_every_byte_counts_as_progress_when_it_is_written(tmp_path: Path) -> Non
 
 
 def test_room_for_no_buffer_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="buffer_mib=0: give 1 or more"):
+    with pytest.raises(ConfigurationError, match="buffer_mib=0: expected at least 1"):
         Buffers(buffer_mib=0, direct_io=True)
 
 

@@ -1,0 +1,175 @@
+"""Copy a checkpoint between any two storages: byte by byte, read back, and committed at the end. Needs no ranks.
+
+note the copy --> copy each file that is not there with its size --> read all of it back --> commit
+
+A copy that was killed goes on: its place is named after the manifest of the source, so that the same copy finds what the one before has
+left. A file of the right size that does not hold the right bytes is found when it is read back, and copied once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckpt.catalog.catalog import catalog_at
+from ckpt.catalog.verify import Verification, examine, uncommitted
+from ckpt.errors import ConfigurationError, CorruptCheckpointError
+from ckpt.format.digests import digest_of
+from ckpt.format.manifest import MANIFEST_NAME, SHARDED, CheckpointManifest
+from ckpt.format.manifest_parsing import parse_manifest
+from ckpt.format.places import Place
+from ckpt.storage.direct_io import Buffers
+from ckpt.storage.files_of import Files, files_below
+from ckpt.storage.metadata import CONFIG_FNAME
+from ckpt.storage.objects.files import ObjectFiles
+from ckpt.storage.removal import listed, remove
+from ckpt.storage.sink import sink_below
+from ckpt.storage.stored import files_root, noticing_removal, read_index, read_manifest, read_manifest_bytes
+
+_PIECE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What a copy has moved.
+
+    Attributes:
+        num_files, num_bytes: of the checkpoint.
+        num_found: those of the files that an interrupted copy had left.
+    """
+
+    num_files: int
+    num_bytes: int
+    num_found: int
+
+
+def copy_checkpoint(src: Place, dst: Place, *, progress: Callable[[int], None] = lambda _: None) -> Copied:
+    """Copy the checkpoint at `src` to `dst`, where nothing is, or an empty folder.
+
+    Args:
+        progress: called with the number of bytes just moved: each one is copied and read back.
+
+    Raises:
+        CheckpointNotFoundError: `src` is no checkpoint of this project.
+        CheckpointExistsError: there is something at `dst`.
+        CheckpointGoneError: `src` was removed or replaced meanwhile.
+        ConfigurationError: `src` is a sharded state dict, and `dst` an address in an object store.
+        CorruptCheckpointError: `src` is damaged. Nothing is committed.
+        FolderInUseError: another process makes the same copy.
+        StorageError: a storage refuses.
+    """
+    with noticing_removal(src):
+        raw = read_manifest_bytes(src)
+        manifest = parse_manifest(raw, str(src))
+        if SHARDED in manifest.components and not (isinstance(src, Path) and isinstance(dst, Path)):
+            raise ConfigurationError(f"{dst}: checkpoints of sharded state dicts are not supported in object stores")
+        sizes = dict(_files_of(src, manifest))
+        catalog = catalog_at(dst.parent, run_id=f"copy of {src}")
+        catalog.require_free(dst)
+        place = catalog.open_again(dst, digest_of(raw)[:16])
+        try:
+            found = _copy(files_root(src, manifest), place, sizes, progress)
+            data = _manifest_for(place, manifest, raw)
+            catalog.record(place, data)
+            _require_same(src, place, data, sizes, progress)
+            catalog.publish_at(place, dst)
+        except BaseException:
+            catalog.leave(place)
+            raise
+    return Copied(len(sizes) + 1, sum(sizes.values()) + len(data), found)
+
+
+def _manifest_for(place: Place, manifest: CheckpointManifest, raw: bytes) -> bytes:
+    data = None if isinstance(place, Path) else place.name
+    return raw if data == manifest.data and manifest.fence is None else replace(manifest, data=data, fence=None).to_bytes()
+
+
+def _files_of(place: Place, manifest: CheckpointManifest) -> Iterator[tuple[str, int]]:
+    """Yield path and size of every file of a checkpoint but its manifest, those of checkpoints inside of it included."""
+    for path, (size, _) in manifest.files.items():
+        yield path, size
+    for rank in manifest.index_ranks():
+        for path, record in read_index(place, manifest, rank).files.items():
+            yield path, record.size
+    for path in manifest.files:
+        folder, _, name = path.rpartition("/")
+        if name == MANIFEST_NAME:
+            with files_below(place) as above:
+                above.require_folder(folder)
+            for inner, size in _files_of(place / folder, read_manifest(place / folder)):
+                yield f"{folder}/{inner}", size
+    if SHARDED in manifest.components:
+        with files_below(place) as files:
+            yield CONFIG_FNAME, files.size(CONFIG_FNAME)
+
+
+def _copy(src: Place, place: Place, sizes: Mapping[str, int], progress: Callable[[int], None]) -> int:
+    """Copy the files that are not there with their size; return how many were."""
+    there = _sizes_at(place, sizes)
+    missing = {path: size for path, size in sizes.items() if there.get(path) != size}
+    for path in there.keys() & missing.keys():
+        _remove(place, path)
+    for path in sizes.keys() - missing.keys():
+        progress(sizes[path])
+    _write(src, place, missing, progress)
+    return len(sizes) - len(missing)
+
+
+def _sizes_at(place: Place, wanted: Iterable[str]) -> dict[str, int]:
+    with files_below(place) as files:
+        return {path: files.size(path) for path in set(files.below()) & set(wanted)}
+
+
+def _remove(place: Place, path: str) -> None:
+    """Remove a file that the copy has left, which the record of the source lists. An object is replaced by the next one."""
+    if isinstance(place, Path):
+        remove(place / path, listed)
+
+
+def _write(src: Place, place: Place, sizes: Mapping[str, int], progress: Callable[[int], None]) -> None:
+    sink = sink_below(place, 0, lambda _: None, Buffers(buffer_mib=64, direct_io=True))
+    with files_below(src) as files:
+        if isinstance(files, ObjectFiles):
+            files.read_soon((path, 0, size) for path, size in sizes.items())
+        try:
+            for path, size in sizes.items():
+                sink.write(path, _pieces(files, path, size, progress), size)
+            sink.make_durable()
+        except BaseException:
+            sink.abort()
+            raise
+
+
+def _pieces(files: Files, path: str, size: int, progress: Callable[[int], None]) -> Iterator[memoryview]:
+    """Yield the bytes of a file, which must have this size. The memory of a piece is used again for the next."""
+    memory = memoryview(bytearray(min(size, _PIECE_BYTES)))
+    with files.opened(path, once=True) as file:
+        at = 0
+        while at < size:
+            count = file.read_at([memory[: size - at]], at)
+            if count == 0:
+                break
+            yield memory[:count]
+            progress(count)
+            at += count
+        if at < size or file.size != size:
+            raise CorruptCheckpointError(f"{files.root}/{path} has {file.size} bytes, its record says {size}", file=path)
+
+
+def _require_same(src: Place, place: Place, manifest: bytes, sizes: Mapping[str, int], progress: Callable[[int], None]) -> None:
+    """Read the copy back; files with other bytes than their records say are copied once more, and read back again."""
+    found = _examined(place, manifest, src, progress)
+    again = {path: sizes[path] for path in found.damaged if path in sizes}
+    if again:
+        for path in again:
+            _remove(place, path)
+        _write(files_root(src, read_manifest(src)), place, again, lambda _: None)
+        found = _examined(place, manifest, src, lambda _: None)
+    if found.problems:
+        raise CorruptCheckpointError(f"{src}, as it was copied, is damaged, so nothing is committed: {found.problems[0]}")
+
+
+def _examined(place: Place, manifest: bytes, src: Place, progress: Callable[[int], None]) -> Verification:
+    at, told = uncommitted(place, parse_manifest(manifest, str(src)))
+    return examine(at, manifest=told, progress=progress)

@@ -1,0 +1,75 @@
+"""The arguments of a command as fields of a dataclass, from which each face makes its own: options of `ckpt`, keys of a recipe.
+
+What a command prints names them as its face does; errors carry them as data (`ckpt.errors.Argument`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, field
+from typing import Any
+
+from ckpt.errors import Argument
+
+Words = Callable[[Argument], str]
+_OPTIONS = {
+    "all", "best", "component", "config_from", "filter", "html", "last", "leave_out_unknown", "limit", "load.allow_pickle",
+    "max_shard_size", "port", "to", "yes",
+}  # fmt: skip
+"""Arguments that are options of `ckpt`."""
+
+
+def as_key(argument: Argument) -> str:
+    """`load.allow_pickle=true`."""
+    value = argument.value
+    return f"{argument.name}={value if isinstance(value, str) else json.dumps(value)}"
+
+
+def as_option(argument: Argument) -> str:
+    """`--allow-pickle`, or `--limit 5`; of what is no option, what the library says."""
+    if argument.name not in _OPTIONS:
+        return str(argument)
+    option, value = f"--{argument.name.rpartition('.')[2].replace('_', '-')}", argument.value
+    return option if value is True else f"{option} {'none' if value is None else value}"
+
+
+_words: Words = str
+
+
+@contextmanager
+def spelled(words: Words) -> Iterator[None]:
+    """Have all that commands print in this process, of every thread, name arguments so inside the block."""
+    global _words
+    before, _words = _words, words
+    try:
+        yield
+    finally:
+        _words = before
+
+
+def argument(name: str, value: object = True) -> str:
+    """Return how an argument is given here, such as `all=True` in Python; for what is printed.
+
+    Args:
+        name: the key; its last part is the name of an option.
+    """
+    return _words(Argument(name, value))
+
+
+def argued(what: str, *, default: Any = MISSING, choices: Sequence[str] = ()) -> Any:
+    """Declare a field that people give. Without a default it has to be given.
+
+    Args:
+        what: help, a phrase.
+        choices: its values; empty: any of its type.
+    """
+    return field(default=default, metadata={"help": what, "choices": tuple(choices)})
+
+
+@dataclass
+class LoadKeys:
+    """The keys of `load`, of a command that reads checkpoints of other programs."""
+
+    allow_pickle: bool = argued("read the pickles of checkpoints of other programs; no code in them runs", default=False)

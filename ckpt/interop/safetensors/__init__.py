@@ -1,0 +1,8 @@
+"""Weights in safetensors files, as Hugging Face's libraries write them.
+
+Files:
+
+    hub                     folders of Hugging Face's: which file holds the weights
+    reading                 one file, or several with an index
+    writing                 exports tensors as such files
+"""

@@ -1,0 +1,422 @@
+"""Export the tensors of a checkpoint as plain safetensors files in Hugging Face's layout: whole tensors by name.
+
+The place of each tensor in a file is known before it is read: ranks copy tensors in pieces, and need memory for two pieces each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from ckpt.backends.safetensors_format import (
+    INDEX_NAME,
+    MOST_HEADER_BYTES,
+    Entry,
+    Header,
+    entries_of,
+    index_bytes,
+    name_of,
+)
+from ckpt.errors import Argument, ConfigurationError, MissingStateError, needing
+from ckpt.format.box import flat_boxes, whole
+from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
+from ckpt.format.manifest import SHARDED, STATE, CheckpointManifest
+from ckpt.format.names import COMPONENT_KEY
+from ckpt.format.places import Place
+from ckpt.format.records import Content
+from ckpt.interop.megatron.zarr import MegatronZarr
+from ckpt.interop.new_files import PlacedBytes, require_read_back, shared_directory, write_pieces
+from ckpt.interop.opened import Opened, ahead, share_of
+from ckpt.loading.direct import DirectLoad
+from ckpt.loading.report import some_of
+from ckpt.loading.sources import CheckpointSource
+from ckpt.loading.strategy import Reading, ReadRequest, Stored, StoredCheckpoint
+from ckpt.memory.device import device_of
+from ckpt.memory.huge_pages import Scratch
+from ckpt.ranks.topology import Topology
+from ckpt.state.sharing import OWN_COPIES, SharingPattern
+from ckpt.storage.checkpoint_files import CheckpointFolder
+from ckpt.storage.files import make_durable, read_once
+from ckpt.storage.hub_snapshots import files_in
+from ckpt.storage.stored import read_manifest
+
+Found = TypeVar("Found")
+
+AT_ONCE_BYTES = 64 << 20
+"""Bytes of a tensor in memory at once."""
+
+_COPIED_BYTES = 1 << 20
+_BESIDE_MODEL = ("*config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "chat_template.*")  # fmt: skip # noqa: E501
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedTensor:
+    """A tensor to export.
+
+    Attributes:
+        name: in the file.
+        stored: name in the checkpoint.
+        rows: in one row of chunks.
+    """
+
+    name: str
+    stored: str
+    dtype: str
+    shape: tuple[int, ...]
+    rows: int = 1
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * item_bytes(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The tensors of a checkpoint to export.
+
+    Attributes:
+        prepare: prepares the reading of boxes of them.
+        tensors: in the order of the checkpoint.
+        aliases: second name -> first name, of tied tensors that are both selected: only the first is exported.
+    """
+
+    prepare: Callable[[Sequence[ReadRequest]], Reading]
+    tensors: Sequence[ExportedTensor]
+    aliases: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """The result of an export, which was read back; equal on all ranks.
+
+    Attributes:
+        files: names of the safetensors files.
+        renamed: tensor -> name in the file, where the format does not allow the tensor's name.
+        as_pairs: complex tensor -> its type, which the format lacks; stored as real numbers with one more dimension.
+    """
+
+    files: Sequence[str]
+    renamed: Mapping[str, str]
+    as_pairs: Mapping[str, str]
+
+
+def select(src: Place, component: str | None, topology: Topology) -> Selection:
+    """Choose the tensors of one component of a checkpoint in our format.
+
+    Args:
+        component: key of the component, or one of its copies, such as "rng/rank-00003". For the checkpoint of a sharded state dict,
+            which has no components, the first part of keys, such as "model" of "model.w". The names in the files leave it out. None:
+            all tensors, by full names.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint at `src`.
+        MissingStateError: the component does not exist, or has no tensor.
+        ConfigurationError: the component holds several copies.
+    """
+    manifest = read_manifest(src)
+    _require_one_copy(manifest, component)
+    is_sharded = SHARDED in manifest.components and component not in manifest.components
+    above = f"{SHARDED}/" if is_sharded else ""
+    keys = {name.removeprefix(above): name for name in manifest.arrays}
+    chosen = _chosen(src, component, keys, "." if is_sharded else "/")
+    names = {stored: name for name, stored in chosen.items()}
+    tensors, aliases = [], {}
+    for name, stored in chosen.items():
+        entry = manifest.arrays[stored]
+        if entry.alias_of in names:
+            aliases[name] = names[entry.alias_of]
+        else:
+            rows = entry.grid[0] if entry.grid else 1
+            tensors.append(ExportedTensor(name, entry.alias_of or stored, entry.dtype, entry.shape, rows))
+    checkpoint = StoredCheckpoint(src, manifest)
+    checkpoint.require_chunks()
+    return Selection(_reader_of(checkpoint, topology), tensors, aliases)
+
+
+def select_of_megatron(src: Path, component: str | None, topology: Topology) -> Selection:
+    """Choose the tensors of a checkpoint that Megatron-Core's zarr strategy wrote. Arguments as for `select`.
+
+    Raises: those of `MegatronZarr`, and
+        MissingStateError: no key begins with the component.
+    """
+    opened = MegatronZarr(src).require_whole()
+    tensors = []
+    for name, array in _chosen(src, component, opened.arrays, ".").items():
+        opened.require_chunks(array)
+        tensors.append(ExportedTensor(name, array.key, array.dtype, array.shape, array.grid[0] if array.grid else 1))
+    return Selection(_reader_of(opened, topology), tensors, {})
+
+
+def select_of_other(source: CheckpointSource, src: Place, component: str | None) -> Selection:
+    """Choose the tensors of a checkpoint of another program, or of one state dict. Arguments as for `select`.
+
+    Raises:
+        MissingStateError: the component does not exist, or has no tensor.
+    """
+    key = STATE if component is None else component
+    opened = Opened(source, by_component=key != STATE)
+    chosen = opened.tensors(key, "") if COMPONENT_KEY.fullmatch(key) else {}
+    _require_some(src, component, chosen, opened.source.component_keys(), "/")
+    tensors = [ExportedTensor(name, tensor.name, tensor.entry.dtype, tensor.entry.shape) for name, tensor in chosen.items()]
+    return Selection(opened.source.prepare, tensors, {})
+
+
+def values_beside(source: CheckpointSource, component: str | None) -> list[str]:
+    """Return the names of the plain values of what is exported, which the format cannot hold. Arguments as for `select`."""
+    opened = Opened(source, by_component=component not in (None, STATE))
+    key, _, copy = (component or "").partition("/")
+    found = [
+        (f"{part}/{prefix}" if component is None and opened.keys != [STATE] else "", opened.plain(part, prefix))
+        for part in opened.keys
+        if component is None or part == key
+        for prefix in opened.copies(part)
+        if prefix.startswith(copy)
+    ]
+    return [f"{start}{name}" for start, plain in found for name in plain]
+
+
+def _reader_of(stored: Stored, topology: Topology) -> Callable[[Sequence[ReadRequest]], Reading]:
+    strategy, device = DirectLoad(read_at=read_once), device_of(())
+    return lambda requests: strategy.prepare(requests, stored, topology, device, verify=True)
+
+
+def _chosen(src: Place, component: str | None, found: Mapping[str, Found], separator: str) -> dict[str, Found]:
+    """Name in the file -> what is found under the key of that tensor, of the keys that begin with the component."""
+    start = "" if component is None else f"{component}{separator}"
+    chosen = {key.removeprefix(start): tensor for key, tensor in found.items() if key.startswith(start)}
+    _require_some(src, component, chosen, found, separator)
+    return chosen
+
+
+def _require_one_copy(manifest: CheckpointManifest, component: str | None) -> None:
+    one = manifest.components.get(component or "")
+    if one is None or SharingPattern(one.sharing_pattern) not in OWN_COPIES:
+        return
+    copies = dict.fromkeys(name.partition("/")[0] for name in manifest.arrays_of(one.key))
+    if copies:
+        raise ConfigurationError(
+            f"component {one.key} is {one.sharing_pattern} and holds {some_of(list(copies))}; choose one copy, such as ",
+            Argument("component", f"{one.key}/{next(iter(copies))}"),
+        )
+
+
+def _require_some(
+    src: Place, component: str | None, chosen: Collection[str], keys: Collection[str], separator: str
+) -> None:
+    if chosen:
+        return
+    first = list(dict.fromkeys(key.partition(separator)[0] for key in keys))
+    held = some_of(first) if first else "none at all"
+    raise MissingStateError(
+        f"{src} holds no tensor of ",
+        Argument("component", component),
+        f"; it has {held}. Choose another, or ",
+        Argument("component", None),
+        " for everything",
+    )
+
+
+class ModelFiles(NamedTuple):
+    """The files of a folder of Hugging Face's that tell how its model is used: configs, tokenizer, chat template.
+
+    Attributes:
+        root: a folder to open.
+        places: name of a file -> its path below `root`.
+    """
+
+    root: Path
+    places: Mapping[str, str]
+
+
+def model_files_in(src: Path) -> ModelFiles:
+    """Find the files beside a model. Links are left out, but those of a snapshot in Hugging Face's cache (`ckpt.storage.hub_snapshots`).
+
+    Raises:
+        CorruptCheckpointError: a link of a snapshot leads elsewhere.
+    """
+    root, place_of = files_in(src)
+    assert isinstance(root, Path), "as src is"
+    names = {path.name for pattern in _BESIDE_MODEL for path in src.glob(pattern) if path.is_file()}
+    return ModelFiles(
+        root, {name: place_of(name) for name in sorted(names) if root != src or not (src / name).is_symlink()}
+    )
+
+
+def export(
+    selection: Selection,
+    dst: Path,
+    max_shard_bytes: int,
+    topology: Topology,
+    *,
+    beside: ModelFiles | None = None,
+) -> Exported:
+    """Write the selected tensors as `model.safetensors`, or, if they take more than `max_shard_bytes`, as several files and an index.
+
+    A larger tensor has a file of its own. All files are read back before `dst` appears. Collective; the files do not depend on the
+    number of ranks.
+
+    Args:
+        selection: equal on all ranks.
+        dst: nothing is there, or an empty folder.
+        beside: files to copy into it.
+
+    Raises:
+        CheckpointExistsError: there is something at `dst`.
+        CorruptCheckpointError: a part of the checkpoint is missing or damaged.
+        ConfigurationError: there are too many tensors for one header.
+        StorageError: the bytes read back differ from those written.
+    """
+    shards = list(_cut(selection.tensors, max_shard_bytes))
+    files = {_file_name(number, len(shards)): _in_order(few) for number, few in enumerate(shards, 1)}
+    with topology.operation(f"export to {dst}"):
+        with topology.phase("plan"):
+            ranges = [run for file, tensors in files.items() for run in _sections(file, tensors)]
+            mine = share_of(ranges, [run.num_bytes for run in ranges], topology)
+        with shared_directory(dst, topology) as folder:
+            what = f"the share of rank {topology.rank}"
+            with topology.phase("write"), needing(what, lambda: sum(run.num_bytes for run in mine)):
+                runs = write_pieces(_pieces(selection.prepare, folder, mine), topology.progress)
+            with topology.phase("read back"):
+                require_read_back(runs, dst, topology.progress)
+                if topology.is_lead:
+                    _finish(folder, dst, list(files), beside, topology)
+    names = {
+        tensor.name: name_of(Content(tensor.name, tensor.shape, whole(tensor.shape))) for tensor in selection.tensors
+    }
+    return Exported(
+        files=list(files),
+        renamed={ours: theirs for ours, theirs in names.items() if ours != theirs},
+        as_pairs={
+            tensor.name: tensor.dtype for tensor in selection.tensors if tensor.dtype in ("complex128", "complex32")
+        },
+    )
+
+
+def _finish(folder: Path, dst: Path, files: Sequence[str], beside: ModelFiles | None, topology: Topology) -> None:
+    """Write the index of several files, copy the files beside them, and make the folder durable. The lead."""
+    sizes = dict.fromkeys(files, 0)  # on the disk already
+    if len(files) > 1:
+        sizes[INDEX_NAME] = (folder / INDEX_NAME).write_bytes(index_bytes(folder, files, topology.progress))
+    if beside is not None:
+        copies = write_pieces(_pieces_beside(beside, folder), topology.progress)
+        require_read_back(copies, dst, topology.progress)
+    make_durable(folder, sizes, [folder], topology.progress)
+
+
+def _pieces_beside(beside: ModelFiles, folder: Path) -> Iterator[PlacedBytes]:
+    """Yield the bytes of files, piece by piece."""
+    with CheckpointFolder(beside.root) as source:
+        for name, place in beside.places.items():
+            with source.stream(place) as stream:
+                at, data = 0, stream.read(_COPIED_BYTES)
+                while data or at == 0:  # an empty file, too
+                    yield PlacedBytes(folder / name, at, memoryview(data))
+                    at += max(len(data), 1)
+                    data = stream.read(_COPIED_BYTES)
+
+
+def _cut(tensors: Sequence[ExportedTensor], most: int) -> Iterator[list[ExportedTensor]]:
+    """Split tensors, in order, into files of at most `most` bytes and at least one tensor."""
+    few: list[ExportedTensor] = []
+    size = 0
+    for tensor in tensors:
+        if few and size + tensor.num_bytes > most:
+            yield few
+            few, size = [], 0
+        few.append(tensor)
+        size += tensor.num_bytes
+    yield few
+
+
+def _file_name(number: int, of: int) -> str:
+    return "model.safetensors" if of == 1 else f"model-{number:05d}-of-{of:05d}.safetensors"
+
+
+def _in_order(tensors: Sequence[ExportedTensor]) -> list[ExportedTensor]:
+    """Sort by element size, largest first: readers need each tensor to begin at a multiple of its element size."""
+    return sorted(tensors, key=lambda tensor: -item_bytes(tensor.dtype))
+
+
+def _header(file: str, tensors: Sequence[ExportedTensor]) -> bytes:
+    starts = accumulate((tensor.num_bytes for tensor in tensors), initial=0)
+    entries: list[tuple[int, list[Entry]]] = [
+        (start, entries_of(tensor.dtype, [Content(tensor.name, tensor.shape, whole(tensor.shape))], 0))
+        for start, tensor in zip(starts, tensors, strict=False)
+    ]
+    header = Header(entry for _, few in entries for entry in few)
+    if header.num_bytes - 8 > MOST_HEADER_BYTES:
+        raise ConfigurationError(
+            f"{file} would hold {len(tensors)} tensors, whose names and places take {header.num_bytes} bytes; readers of safetensors "
+            f"take {MOST_HEADER_BYTES}: set a smaller max_shard_size"
+        )
+    return header.to_bytes(entries)
+
+
+class _Section(NamedTuple):
+    """Consecutive elements of a tensor, or the header of a file.
+
+    Attributes:
+        start: first byte in the file.
+        first: number of the first element.
+        header: no elements; the header.
+    """
+
+    file: str
+    start: int
+    num_bytes: int
+    tensor: ExportedTensor | None
+    first: int = 0
+    header: bytes = b""
+
+
+def _sections(file: str, tensors: Sequence[ExportedTensor]) -> Iterator[_Section]:
+    """Yield everything in a file, in order: its header, and its tensors in ranges that are read at once."""
+    header = _header(file, tensors)
+    yield _Section(file, 0, len(header), None, header=header)
+    start = len(header)
+    for tensor in tensors:
+        width, at_once = item_bytes(tensor.dtype), _elements_at_once(tensor)
+        for first in range(0, math.prod(tensor.shape), at_once):
+            num_elements = min(at_once, math.prod(tensor.shape) - first)
+            yield _Section(file, start + first * width, num_elements * width, tensor, first)
+        start += tensor.num_bytes
+
+
+def _pieces(
+    prepare: Callable[[Sequence[ReadRequest]], Reading], folder: Path, ranges: Sequence[_Section]
+) -> Iterator[PlacedBytes]:
+    """Yield the checked bytes of ranges, in order. While a piece is used, the next is read; each is valid until the next."""
+    memories = Scratch(), Scratch()
+    jobs = (partial(_read, prepare, memories[number % 2], run) for number, run in enumerate(ranges))
+    return (PlacedBytes(folder / run.file, run.start, data) for run, data in zip(ranges, ahead(jobs), strict=True))
+
+
+def _read(prepare: Callable[[Sequence[ReadRequest]], Reading], memory: Scratch, one: _Section) -> memoryview:
+    """Read consecutive elements of a tensor into memory."""
+    if one.tensor is None:
+        return memoryview(one.header)
+    tensor, dtype = one.tensor, torch_dtype(one.tensor.dtype)
+    flat = memory.empty((one.num_bytes // dtype.itemsize,), dtype)
+    label = tensor.stored.replace("/", ": ", 1)
+    requests = [
+        ReadRequest(tensor.stored, label, box, flat[at : at + box.num_elements].view(box.shape))
+        for box, at in flat_boxes(tensor.shape, one.first, one.first + len(flat))
+    ]
+    prepare(requests).run()
+    bits: Any = raw_bytes(flat).numpy()
+    return memoryview(bits)
+
+
+def _elements_at_once(tensor: ExportedTensor) -> int:
+    """Return the elements to read at once: whole rows of chunks if they fit `AT_ONCE_BYTES`, else whole rows, else a part of a row."""
+    most = AT_ONCE_BYTES // item_bytes(tensor.dtype)
+    row = max(math.prod(tensor.shape[1:]), 1)
+    for unit in (row * tensor.rows, row):
+        if unit <= most:
+            return most // unit * unit
+    return most

@@ -1,0 +1,205 @@
+"""The program `ckpt`, as a person types it: words, what is printed, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ckpt import StateComponent
+from ckpt.catalog.catalog import catalog_at
+from ckpt.cli import removing
+from ckpt.cli.arguments import argument, as_key, as_option, spelled
+from ckpt.cli.listing import age_of
+from ckpt.cli.main import COMMANDS, run
+from ckpt.format.manifest import MANIFEST_NAME
+from ckpt.ranks.topology import Topology
+from tests.support.states import Held, coordinator
+
+
+def saved(root: Path, steps: int = 3, *, seed: int = 0, losses: tuple[float, ...] = ()) -> Path:
+    """A root with checkpoints of a model whose weights are other ones at each step."""
+    held = Held({})
+    with coordinator(Topology.alone(), root, [StateComponent("model", held, "replicated")]) as run:
+        for step in range(1, steps + 1):
+            generator = torch.Generator().manual_seed(seed if step > 1 else 0)
+            held.state = {"w": torch.randn(50, 40, generator=generator), "b": torch.arange(7.0) + step, "step": step}
+            metrics = {"loss": losses[step - 1]} if losses else None
+            run.save_checkpoint(checkpoint_id=f"{step:08d}", metrics=metrics)
+    return root
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return saved(tmp_path / "run" / "checkpoints", losses=(0.5, 0.2, 0.3))
+
+
+def called(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
+    capsys.readouterr()
+    code = run([str(word) for word in words])
+    return code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_has_a_page_with_every_option_and_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = called(capsys, name, "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"Usage: ckpt {name} ") and COMMANDS[name].short.split()[0] in out and f"$ ckpt {name} " in out
+    assert all(len(line) <= 100 for line in out.splitlines())
+
+
+def test_the_list_of_commands_needs_no_torch() -> None:
+    program = "import sys; from ckpt.cli.main import run; code = run(['--help']); assert 'torch' not in sys.modules; sys.exit(code)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "") and all(f"  {name} " in done.stdout for name in COMMANDS)
+
+
+def test_python_minus_m_is_the_same_program(root: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "ckpt", "ls", root, "--json"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and [row["step"] for row in json.loads(done.stdout)["checkpoints"]] == [1, 2, 3]
+
+
+def test_a_listing_has_a_line_for_each_checkpoint_within_80_columns(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = called(capsys, "ls", root)
+    head, _, *rows = (line.split() for line in out.splitlines())
+    assert code == 0 and head == ["step", "age", "size", "layout", "format", "marks"]
+    assert [row[0] for row in rows] == ["1", "2", "3"] and [row[-3:] for row in rows][1] == ["best", "(loss", "0.2)"]
+    assert rows[2][-1] == "newest" and all("zarr" in row and "rank" in row for row in rows)
+    assert all(len(line) <= 80 for line in out.splitlines())
+
+
+def test_the_best_checkpoint_is_that_of_the_metric_and_direction_asked_for(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert json.loads(called(capsys, "ls", root, "--json")[1])["best"] == "00000002"
+    assert json.loads(called(capsys, "ls", root, "--json", "--greater")[1])["best"] == "00000001"
+    assert json.loads(called(capsys, "ls", root, "--json", "--best", "accuracy")[1])["best"] is None
+
+
+def test_a_checkpoint_whose_manifest_is_damaged_is_marked_and_the_exit_code_says_so(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = root / "checkpoint-00000002" / MANIFEST_NAME
+    manifest.write_bytes(manifest.read_bytes().replace(b"float32", b"float16", 1))
+    code, out, _ = called(capsys, "ls", root)
+    assert code == 1 and "damaged" in out.splitlines()[3] and out.splitlines()[-1].startswith("checkpoint-00000002: ")
+
+
+def test_a_folder_of_runs_is_listed_by_its_folders_of_checkpoints(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = called(capsys, "ls", root.parent.parent, "--json")
+    assert code == 0 and json.loads(out)["folders"] == [{"path": str(root), "checkpoints": 3, "newest": "00000003"}]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (59, "59 s"), (60, "1 min"), (3599, "59 min"), (7200, "2 h"), (86400 * 3, "3 d"), (-5, "0 s")]
+)
+def test_an_age_has_one_unit(seconds: int, text: str) -> None:
+    now = datetime(2026, 1, 5, tzinfo=UTC)
+    assert age_of(now - timedelta(seconds=seconds), now) == text
+
+
+def test_damage_and_differences_are_exit_code_1_and_trouble_is_2(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = root / "checkpoint-00000001", root / "checkpoint-00000002"
+    assert called(capsys, "verify", root)[0] == called(capsys, "diff", first, first)[0] == 0
+    assert called(capsys, "diff", first, second)[0] == 1
+    code, out, err = called(capsys, "diff", first, root / "no")
+    assert (code, out) == (2, "") and err.startswith("error: ") and len(err.splitlines()) == 1
+    assert called(capsys, "diff", first)[0] == called(capsys, "nope")[0] == called(capsys, "ls", root, "--nope")[0] == 2
+    file = max((path for path in first.rglob("*") if path.is_file() and path.suffix != ".json"), key=lambda path: path.stat().st_size)
+    file.write_bytes(bytes(file.stat().st_size))
+    code, out, _ = called(capsys, "verify", root, "--json")
+    assert code == 1 and [bool(one["problems"]) for one in json.loads(out)["checkpoints"]] == [True, False, False]
+
+
+def test_sentences_name_options_here_and_keys_in_a_recipe(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert called(capsys, "show", root / "checkpoint-00000001", "--limit", "1")[1].endswith(
+        "give --filter <part of its name> or --all to see it\n"
+    )
+    assert called(capsys, "show", root, "--limit", "0")[2] == "error: --limit 0: expected at least 1, or --limit none for all\n"
+    assert argument("load.allow_pickle") == "allow_pickle=True"
+    with spelled(as_key):
+        assert (argument("load.allow_pickle"), argument("limit", None)) == ("load.allow_pickle=true", "limit=null")
+        with spelled(as_option):
+            assert argument("load.allow_pickle") == "--allow-pickle"
+        assert argument("to", "zarr") == "to=zarr"
+
+
+def test_an_error_of_the_library_names_the_option_that_helps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"w": torch.arange(3)}, tmp_path / "w.pt")
+    code, _, err = called(capsys, "show", tmp_path / "w.pt")
+    assert code == 2 and err.endswith("without running any code in it, load with --allow-pickle.\n")
+    assert called(capsys, "show", tmp_path / "w.pt", "--allow-pickle")[0] == 0
+
+
+def test_a_checkpoint_is_converted_to_files_that_safetensors_reads(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = called(capsys, "convert", root / "checkpoint-00000003", tmp_path / "plain", "--to", "safetensors")
+    assert (code, err) == (0, "") and out.startswith(f"{root / 'checkpoint-00000003'} is now {tmp_path / 'plain'}, in safetensors; ")
+    found = load_file(tmp_path / "plain" / "model.safetensors")
+    assert torch.equal(found["b"], torch.arange(7.0) + 3) and called(capsys, "show", tmp_path / "plain")[0] == 0
+    code, _, err = called(capsys, "convert", root / "checkpoint-00000003", tmp_path / "x", "--to", "pickle")
+    assert code == 2 and "zarr" in err and not (tmp_path / "x").exists()
+
+
+def test_two_runs_part_at_the_first_checkpoint_that_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, bad = saved(tmp_path / "good"), saved(tmp_path / "bad", seed=1)
+    code, out, _ = called(capsys, "bisect", good, bad)
+    assert code == 1 and out.startswith("the runs differ at step 2, and are equal at step 1, the one before: 1 difference, in model\n")
+    assert called(capsys, "bisect", good, good)[0] == 0 and called(capsys, "bisect", good, tmp_path)[0] == 2
+
+
+def test_checkpoints_are_removed_when_it_is_said_so_and_no_others(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    beside = root / "checkpoint-00000001" / "mine.txt"
+    beside.write_text("kept")
+    code, out, err = called(capsys, "rm", root / "checkpoint-00000001", root / "checkpoint-00000002")
+    assert (code, out) == (2, "") and err.startswith("error: remove 2 checkpoints, ") and err.endswith("give --yes\n")
+    assert len(catalog_at(root).committed()) == 3
+    assert called(capsys, "rm", "--yes", root / "checkpoint-00000001", root / "checkpoint-00000002")[0] == 0
+    assert [one.id for one in catalog_at(root).committed()] == ["00000003"] and beside.read_text() == "kept"
+    assert {path.name for path in root.iterdir() if path.name[0] != "."} == {"checkpoint-00000001", "checkpoint-00000003"}
+
+
+def test_a_no_removes_nothing(root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(removing, "_asked", lambda question: False)
+    assert called(capsys, "rm", root / "checkpoint-00000001")[0] == 1 and (root / "checkpoint-00000001").is_dir()
+
+
+def test_what_is_no_checkpoint_a_link_and_one_of_a_run_that_saves_are_not_removed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "notes").mkdir()
+    (root / "link").symlink_to("checkpoint-00000001")
+    for path, reason in {"notes": "is not a checkpoint", "link": "is a symbolic link", "no": "does not exist"}.items():
+        code, _, err = called(capsys, "rm", "--yes", root / "checkpoint-00000002", root / path)
+        assert code == 2 and reason in err
+    program = (
+        "import sys, torch\nfrom ckpt import Checkpointer\nrun = Checkpointer(sys.argv[1], model=torch.nn.Linear(2, 2))\n"
+        "run.save(1)\nrun.save(2)\nprint('saved', flush=True)\ninput()"
+    )
+    other = root.parent / "other"
+    words = [sys.executable, "-c", program, str(other)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": "."}) as living:
+        assert living.stdout is not None and living.stdout.readline() == "saved\n"
+        first = catalog_at(other).committed()[0].path
+        code, _, err = called(capsys, "rm", "--yes", first)
+        living.communicate("\n")
+    assert code == 2 and "a run is saving in" in err and first.is_dir()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_gets_the_code_of_its_completion(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = called(capsys, "completion", shell)
+    assert code == 0 and "_CKPT_COMPLETE" in out
+    words = {"COMP_WORDS": "ckpt ver", "COMP_CWORD": "1", "_CKPT_COMPLETE": "bash_complete"}
+    if shell == "bash":
+        done = subprocess.run([sys.executable, "-m", "ckpt"], env=os.environ | words, capture_output=True, text=True, timeout=120)
+        assert "verify" in done.stdout
+
+
+def test_a_reader_that_ends_is_no_error(root: Path) -> None:
+    command = f"{sys.executable} -m ckpt show {root / 'checkpoint-00000001'} --all | head -1 > /dev/null; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("0\n", "")
