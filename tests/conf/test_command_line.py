@@ -349,7 +349,7 @@ def test_the_same_command_twice_is_refused_with_three_ways_out(command: Command)
     assert command(*SMALL, "train.steps=1", "run_name=another").code == 0
 
 
-def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside_before_step_1_if_that_was_asked_for(
+def test_going_on_from_an_older_checkpoint_sets_newer_ones_aside_if_that_was_asked_for(
     command: Command,
 ) -> None:
     command(*SMALL, "train.steps=4", "save.every=1", "~components.rng")

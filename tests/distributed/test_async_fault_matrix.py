@@ -195,7 +195,7 @@ def _require_all(root: Path, patterns: Sequence[str], faults: Sequence[str] | No
     assert not wrong, f"{len(wrong)} of {len(cases)} cases: " + "\n".join(wrong)
 
 
-def test_every_phase_in_the_background_that_goes_wrong_on_one_rank_raises_one_error_that_names_both(
+def test_a_phase_in_the_background_that_fails_on_one_rank_raises_one_error_naming_both(
     tmp_path: Path,
 ) -> None:
     _require_all(tmp_path, ["replicated", "sharded"], None, 10)

@@ -298,7 +298,7 @@ KILLS_IN_FULL = rows({"store": BACKENDS, "victim": [0, 1], "call": ["wait", "sav
 
 
 @and_in_full(("store", "victim", "call"), KILLS, KILLS_IN_FULL)
-def test_a_rank_killed_while_it_saves_in_the_background_is_named_by_all_others_at_their_next_call(
+def test_a_rank_killed_while_it_saves_in_the_background_is_named_at_the_others_next_call(
     tmp_path: Path, store: str, victim: int, call: str
 ) -> None:
     root, notes = tmp_path / "root", tmp_path / "notes"
@@ -575,7 +575,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_program_that_never_closes_its_coordinator_makes_its_last_save_durable_before_it_ends(tmp_path: Path) -> None:
+def test_a_program_that_never_closes_its_coordinator_ends_with_its_last_save_durable(tmp_path: Path) -> None:
     root, notes = tmp_path / "root", tmp_path / "notes"
     notes.mkdir()
     program = tmp_path / "program.py"

@@ -459,9 +459,7 @@ def _save_without_space(topology: Topology, folder: Path, save: Any) -> tuple[An
 
 
 @both_formats
-def test_what_fails_in_the_background_fails_on_all_ranks_and_the_folder_can_be_saved_into_again(
-    tmp_path: Path, save: Any
-) -> None:
+def test_what_fails_in_the_background_fails_on_all_ranks_and_the_folder_stays_usable(tmp_path: Path, save: Any) -> None:
     """S1.18, S1.66, S1.67: no metadata.json, and the next save removes what is left."""
     kind, message = the_one(threads(2, _save_without_space, tmp_path, save))
     assert issubclass(kind, CheckpointError)

@@ -149,7 +149,7 @@ def _require_survives_interruptions(folder: Path, save: Any, victim: int, when: 
 
 
 @pytest.mark.parametrize(("victim", "when"), [(0, "after"), (1, "before")])
-def test_wherever_a_save_is_interrupted_there_is_no_checkpoint_and_the_next_save_makes_a_sound_one(
+def test_an_interrupted_save_leaves_no_checkpoint_and_the_next_save_makes_a_sound_one(
     tmp_path: Path, victim: int, when: str
 ) -> None:
     """S1.66, S1.67: each phase fails in turn, on one rank; all ranks raise, and what is left is removed by the next save."""
@@ -229,7 +229,7 @@ def _save_where_nothing_may_be(topology: Topology, folder: Path) -> tuple[Any, .
     return error_of(lambda: dist_checkpointing.save(training_state(topology), folder))
 
 
-def test_a_folder_that_is_missing_or_holds_a_checkpoint_is_refused_by_all_ranks_and_left_as_it_is(
+def test_a_folder_that_is_missing_or_holds_a_checkpoint_is_refused_by_all_and_left_alone(
     tmp_path: Path,
 ) -> None:
     """S1.67: the user makes the folder; what is whole is never written over, whoever wrote it."""
@@ -409,7 +409,7 @@ def test_a_checkpoint_of_a_strategy_alone_that_was_killed_at_its_very_end_stays(
 
 
 @pytest.mark.parametrize("number", range(1, 60, 7))
-def test_a_removal_of_the_rest_of_a_killed_save_that_is_killed_itself_is_ended_by_the_next_save(
+def test_a_killed_removal_of_the_rest_of_a_killed_save_is_ended_by_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     with killed(tmp_path):

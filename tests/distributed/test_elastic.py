@@ -323,7 +323,7 @@ CHANGED |= dict.fromkeys(("global", "replicated", "sharded"), CHANGED["per_rank"
 
 
 @pytest.mark.parametrize("pattern", CHANGED)
-def test_what_is_to_be_rebuilt_keeps_what_its_object_has_built_where_ranks_nodes_or_groups_have_changed(
+def test_what_is_to_be_rebuilt_stays_as_built_where_ranks_nodes_or_groups_have_changed(
     tmp_path: Path, pattern: str
 ) -> None:
     run_threads(4, _save_one, tmp_path, pattern, None, "zarr", nodes=[2, 2])

@@ -367,7 +367,7 @@ TROUBLES = {
     [[*TROUBLES][:4], pytest.param([*TROUBLES][4:], marks=pytest.mark.full)],
     ids=["of workers that are there", "of others"],
 )
-def test_workers_that_fail_end_or_stand_still_fail_the_update_in_a_sentence_and_the_next_one_works(
+def test_workers_that_fail_end_or_hang_fail_the_update_in_a_sentence_and_the_next_one_works(
     troubles: list[str],
 ) -> None:
     found, *workers = run_ranks(3, _troubles, troubles, timeout_s=60)

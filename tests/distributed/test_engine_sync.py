@@ -372,7 +372,7 @@ def _publish_layout(
             require_same(live.state_dict(), _net(step).state_dict())
 
 
-def test_whole_weights_name_what_is_tied_across_pipeline_stages_and_refuse_what_they_cannot_gather() -> None:
+def test_whole_weights_name_what_is_tied_across_stages_and_refuse_what_they_cannot_gather() -> None:
     assert run_ranks(2, _whole_weights, process_group=True) == [None, None]
 
 

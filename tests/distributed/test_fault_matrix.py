@@ -344,7 +344,7 @@ def _call_different_things(topology: Topology, root: Path) -> list[tuple[Any, bo
     return [one for row in told for one in row]
 
 
-def test_a_rank_that_calls_nothing_or_something_else_is_named_by_all_and_takes_part_in_the_next_save(
+def test_a_rank_that_calls_nothing_or_something_else_is_named_and_joins_the_next_save(
     tmp_path: Path,
 ) -> None:
     outcomes = run_ranks(sum(NODES), _call_different_things, tmp_path, nodes=list(NODES))

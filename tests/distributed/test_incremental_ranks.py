@@ -272,7 +272,7 @@ def _fall_back_and_save(topology: Topology, root: Path, backend: str, sound: int
     assert run.last_save.written_bytes < run.last_save.bytes  # linked to the sound one
 
 
-def test_a_previous_checkpoint_that_proves_damaged_while_it_is_rewritten_fails_one_save_and_no_more(
+def test_a_previous_checkpoint_that_proves_damaged_fails_one_save_and_no_more(
     tmp_path: Path,
 ) -> None:
     run_ranks(RANKS, _rewrite_what_is_damaged, tmp_path, process_group=True)

@@ -347,7 +347,7 @@ def require_common(loaded: Any, expected: Truth) -> None:
     assert same_values(loaded, expected.common)
 
 
-def test_objects_and_common_state_come_when_pickles_are_allowed_and_else_one_sentence_on_every_rank() -> None:
+def test_objects_come_when_pickles_are_allowed_and_else_one_sentence_on_every_rank() -> None:
     """S1.75, S1.76: also under the names of old files; beside an enum of the old program, which cannot be imported here."""
     first, second = run_ranks(2, _load_pickled)
     assert first == second

@@ -293,7 +293,7 @@ def _load_with_other_declarations(topology: Topology, root: Path) -> None:
     assert same_bits(w, global_index((5, 4)))
 
 
-def test_a_changed_world_size_is_an_error_only_where_each_rank_has_its_own_and_a_changed_declaration_is_refused(
+def test_a_changed_world_size_is_an_error_for_per_rank_state_only_a_changed_pattern_for_all(
     tmp_path: Path,
 ) -> None:
     run_ranks(2, _save_by_every_pattern, tmp_path)

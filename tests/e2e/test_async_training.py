@@ -81,7 +81,7 @@ def test_one_rank_alone_saves_in_the_background_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_write_error_in_the_background_is_one_sentence_and_the_run_goes_on_from_the_checkpoint_before(
+def test_a_write_error_in_the_background_is_one_sentence_and_the_run_can_be_resumed(
     tmp_path: Path,
 ) -> None:
     run_dir = tmp_path / "run"

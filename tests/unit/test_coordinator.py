@@ -363,7 +363,7 @@ def test_a_root_that_was_removed_is_not_made_anew(tmp_path: Path) -> None:
     assert not root.exists()
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_loudly_then_quarantined_by_the_save_that_needs_its_name(
+def test_a_damaged_newest_checkpoint_is_passed_over_then_quarantined_by_the_next_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = {"w": global_index((200, 100)), "n": 1}

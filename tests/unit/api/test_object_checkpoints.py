@@ -166,7 +166,7 @@ def test_a_bit_that_flips_on_the_way_is_found(server: ObjectServer) -> None:
         ckpt.load("s3://bucket/f")
 
 
-def test_a_missing_object_is_named_and_a_store_that_fails_is_not_taken_for_one_without_checkpoints(server: ObjectServer) -> None:
+def test_a_missing_object_is_named_and_a_store_that_fails_is_not_taken_for_an_empty_one(server: ObjectServer) -> None:
     Loop().run("s3://bucket/m", 2)
     (gone,) = [key for key in server.objects["bucket"] if key.endswith("model/packed-float32-00000/c/0")]
     kept = server.objects["bucket"].pop(gone)

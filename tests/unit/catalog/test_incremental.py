@@ -543,9 +543,7 @@ def test_an_array_of_another_shape_type_or_grid_is_written_again_and_one_that_is
 
 
 @pytest.mark.parametrize("store", RAW)
-def test_a_chunk_of_the_same_number_and_bytes_is_not_linked_under_the_name_that_another_one_had(
-    tmp_path: Path, store: str
-) -> None:
+def test_a_chunk_of_the_same_number_and_bytes_is_not_linked_under_another_ones_name(tmp_path: Path, store: str) -> None:
     shelf = Shelf(tmp_path, made(store), ranks=(0,), min_live=0.01)
     wide = torch.arange(24, dtype=torch.int32).reshape(4, 6)  # two by three chunks
     tall = torch.empty(6, 4, dtype=torch.int32)  # three by two, the first with the bytes of the first, and so on

@@ -175,7 +175,7 @@ def test_checkpoints_of_old_versions_are_a_runs_own_once_it_has_loaded_one(tmp_p
     assert names(tmp_path) == ["checkpoint-3", "checkpoint-fresh"]
 
 
-def test_restarts_count_the_checkpoints_of_all_lives_up_to_the_loaded_ones_and_each_saves_under_its_own_id(
+def test_restarts_count_the_checkpoints_of_all_lives_and_each_saves_under_its_own_id(
     tmp_path: Path,
 ) -> None:
     for life in range(1, 5):

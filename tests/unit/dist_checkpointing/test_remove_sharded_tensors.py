@@ -170,9 +170,7 @@ def _lasting(files: Iterable[str]) -> set[str]:
 
 
 @in_files
-def test_descriptions_that_an_older_save_has_listed_in_the_manifest_go_and_stay_like_those_in_indexes(
-    folder: Path, save: Any
-) -> None:
+def test_descriptions_listed_in_the_manifest_of_an_older_save_go_like_those_in_indexes(folder: Path, save: Any) -> None:
     manifest = read_manifest(folder)
     for index in indexes_of(folder):
         for path in [path for path in index.files if path.endswith("zarr.json")]:
@@ -336,7 +334,7 @@ def require_whole_whether_or_not_removed(folder: Path, manifest_before: bytes) -
 
 @pytest.mark.parametrize("save", [SAVES["zarr"], SAVES["tensorstore, ocdbt"]], ids=["zarr", "ocdbt"])
 @pytest.mark.parametrize("call", ["fsync", "replace", "unlink", "rmdir"])
-def test_whenever_a_removal_is_interrupted_there_is_a_whole_checkpoint_and_the_next_one_ends_it(
+def test_an_interrupted_removal_leaves_a_whole_checkpoint_and_the_next_one_ends_it(
     folder: Path, save: Any, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """S1.14: before the manifest's rename nothing is changed, after it only files are left that belong to nothing."""

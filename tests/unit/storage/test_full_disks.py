@@ -74,9 +74,7 @@ def _save(disk: Path, backend: Any, num_bytes: int, id: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_save_that_fits_is_saved_and_one_that_does_not_says_how_much_it_needs_and_what_is_free(
-    disk: Path, backend: str
-) -> None:
+def test_a_save_that_does_not_fit_says_how_much_it_needs_and_what_is_free(disk: Path, backend: str) -> None:
     """OCDBT's files reserve space ahead; on ext4 a reservation that is refused keeps all there is."""
     made = BACKENDS[backend]()
     _save(disk, made, 2 << 20, "1")
