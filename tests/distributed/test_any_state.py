@@ -395,7 +395,7 @@ any_size = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter
 
 
 @given(examples())
-@settings(max_examples=20, suppress_health_check=any_size)
+@settings(max_examples=8, suppress_health_check=any_size)
 def test_what_was_saved_is_what_is_loaded_and_lies_in_the_checkpoint_once(example: Example) -> None:
     _survives(example)
 

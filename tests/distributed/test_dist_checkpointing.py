@@ -236,7 +236,7 @@ def _require_arrival(folder: Path, journey: Journey, save: Any) -> None:
 
 
 @given(journey=journeys(), save=st.sampled_from(list(SAVES.values())))
-@settings(max_examples=20)
+@settings(max_examples=6)
 def test_any_tiling_and_any_flattened_split_loads_into_any_other(
     tmp_path_factory: pytest.TempPathFactory, journey: Journey, save: Any
 ) -> None:

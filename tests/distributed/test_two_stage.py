@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -32,6 +33,7 @@ from ckpt.ranks.topology import Topology
 from ckpt.storage.stored import read_index, read_manifest
 from ckpt.storage.wanted_bytes import WantedBytes
 from recipes.benchmark.measuring import PeakMemory
+from tests.support.covering import and_in_full, sampled
 from tests.support.ranks import Dead, run_ranks
 from tests.support.states import (
     ALL_DTYPES,
@@ -132,17 +134,14 @@ def saved_and_loaded(
     return report.bytes_read, report.bytes_needed, counting.num_bytes
 
 
-def _small_and_large(hosts: str, pattern: str) -> list[Any]:
-    """By default one with an array of two chunks, the way to spread it that has both: within a host and between hosts."""
-    both = (hosts, pattern) == ("one and three", "replicated")
-    return [
-        pytest.param(hosts, pattern, large, marks=[] if large == both else pytest.mark.full) for large in (False, True)
-    ]
+SPREAD = [
+    ("one and three", "replicated", True),  # an array of two chunks, within a host and between hosts
+    ("two and two", "per_group", False),
+]
 
 
-@pytest.mark.parametrize(
-    ("hosts", "pattern", "is_large"),
-    [case for hosts in HOSTS for pattern in ("replicated", "per_group") for case in _small_and_large(hosts, pattern)],
+@and_in_full(
+    ("hosts", "pattern", "is_large"), SPREAD, itertools.product(HOSTS, ("replicated", "per_group"), (False, True))
 )
 def test_all_ranks_get_every_bit_and_each_byte_is_read_once(
     tmp_path: Path, hosts: str, pattern: str, is_large: bool
@@ -177,7 +176,7 @@ def test_every_pattern_backend_and_way_to_spread(
     )
 
 
-@pytest.mark.parametrize("backend", ["ocdbt", "file", "safetensors"])
+@sampled("backend", ["ocdbt", "file", "safetensors"])
 def test_other_backends_and_collectives_of_the_device(tmp_path: Path, backend: str) -> None:
     options = {"cpu_transfer": backend == "file", "max_in_flight_mib": 8}
     outcomes = run_ranks(3, saved_and_loaded, tmp_path, "replicated", backend, options, process_group=True)
@@ -231,14 +230,14 @@ def _cached(
 ) -> tuple[int, int, str]:
     """Load what the page cache has, but on some ranks, who are told that it has not; return the bytes read, blocks read by this rank
     to be spread, and the error."""
-    held, parts = components("replicated", topology, is_large=True)
+    held, parts = components("replicated", topology)
     made = coordinator(topology, root, parts, backend=backend, strategy=TwoStageLoad())
     path = Path(made.save_checkpoint(checkpoint_id="1"))
     with topology.phase("damage, and read all"):
         if topology.is_lead:
             *_, file = sorted(path.rglob("*"), key=lambda one: one.stat().st_size if one.is_file() else 0)
             data = bytearray(file.read_bytes())
-            data[20_000_000] ^= damaged
+            data[5_000_000] ^= damaged
             file.write_bytes(data)
             assert all(one.read_bytes() is not None for one in path.rglob("*") if one.is_file())
     saved = emptied(held)
@@ -258,27 +257,29 @@ def _cached(
     return made.last_load.bytes_read, len(spread), ""
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@sampled("backend", BACKENDS)
 def test_what_the_page_cache_has_goes_through_no_slot(tmp_path: Path, backend: str) -> None:
     outcomes = run_ranks(3, _cached, tmp_path, backend, (), False)
     assert outcomes == [(stored_bytes(tmp_path / "checkpoint-1"), 0, "")] * 3
 
 
-@pytest.mark.parametrize(
-    ("nodes", "not_here", "spreading", "copies"), [([4], [2], [0, 1, 2, 3], 1), ([2, 2], [3], [2, 3], 2), ([1, 3], [3], [1, 2, 3], 2)]
+@sampled(
+    ("nodes", "not_here", "spreading", "copies"),
+    [([3], [2], [0, 1, 2], 1), ([2, 2], [3], [2, 3], 2), ([1, 3], [3], [1, 2, 3], 2)],
+    2,
 )
 def test_ranks_of_a_host_that_do_not_all_find_it_in_the_page_cache_spread_it(
     tmp_path: Path, nodes: list[int], not_here: list[int], spreading: list[int], copies: int
 ) -> None:
     """Each host with a page cache counts what it has once, and so do the others together."""
-    outcomes = run_ranks(4, _cached, tmp_path, "zarr", not_here, False, nodes=nodes, process_group=True)
+    outcomes = run_ranks(sum(nodes), _cached, tmp_path, "zarr", not_here, False, nodes=nodes, process_group=True)
     assert {read for read, _, _ in outcomes} == {copies * stored_bytes(tmp_path / "checkpoint-1")}
     assert [rank for rank, (_, spread, _) in enumerate(outcomes) if spread] == spreading
 
 
 def test_damage_that_is_in_the_page_cache_is_found_on_every_rank(tmp_path: Path) -> None:
     first, *others = run_ranks(3, _cached, tmp_path, "zarr", (), True)
-    assert first[1] == 0 and "large: bytes 16777216 to 20971520 of" in first[2]
+    assert first[1] == 0 and "large: bytes 4194304 to 8388608 of" in first[2]
     assert others == [first, first]
 
 
