@@ -20,7 +20,6 @@ from tests.e2e.conftest import STEPS, Run
 from tests.e2e.processes import a_second, left_after, mark, marked
 from tests.e2e.runs import TEXT, Command, checkpoint, committed, root_of, run, start, summary_of
 from tests.support.async_runs import SETTINGS, Left
-from tests.support.covering import and_in_full
 from tests.support.pace import patience
 
 RANKS = 2
@@ -108,7 +107,8 @@ def test_the_last_step_is_saved_though_the_save_before_it_is_under_way_and_other
     assert committed(tmp_path / "run") == [checkpoint(tmp_path / "run", step) for step in saved]
 
 
-@and_in_full(("fault",), [("killed",)], [("full_disk",), ("hung",), ("ended",)])
+@pytest.mark.full
+@pytest.mark.parametrize("fault", ["killed", "full_disk", "hung", "ended"])
 def test_each_fault_in_the_background_ends_the_command_with_one_line(tmp_path: Path, fault: str) -> None:
     run_dir = tmp_path / "run"
     faulty = ["ckpt._target_=tests.e2e.misbehaving.FaultyZarr", f"+ckpt.fault={fault}"]

@@ -63,6 +63,7 @@ def test_kimi_gives_weights_from_one_npu_to_another(tmp_path: Path) -> None:
     assert summary["trainer"]["version"] == 2
 
 
+@pytest.mark.full
 def test_the_card_runs_as_it_is_and_any_device_goes_on_from_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,6 +21,7 @@ from tests.e2e.runs import BACKENDS, Command, committed, root_of, run, start
 RANKS = 2
 
 
+@pytest.mark.full
 def test_a_run_whose_launcher_is_killed_in_a_save_goes_on_to_the_same_end(tmp_path: Path, straight: Run) -> None:
     _killed_then_resumed(tmp_path / "run", straight.summary, "launcher", Random(), BACKENDS["zarr"])
 
