@@ -36,7 +36,7 @@ from ckpt.state.state_digest import state_digest
 from tests.device.devices import ADVERSARY, CUDA, NPU, why_too_many
 from tests.device.memory import AWKWARD, Kind, Memory, require_same, state_of, tiny, values_of
 from tests.device.saves import Saved, coordinator, require_saved, torch_device
-from tests.support.covering import covering
+from tests.support.covering import covering, sampled
 from tests.support.ranks import run_ranks
 from tests.support.states import Fitted, random_bits, spreading
 
@@ -436,7 +436,7 @@ FORMATS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("form", "in_background"), [("zarr", False), ("tensorstore", True)])
+@sampled(("form", "in_background"), [("zarr", False), ("tensorstore", True)])
 def test_ckpt_save_and_ckpt_load_wait_alike(tmp_path: Path, device: str, form: str, in_background: bool) -> None:
     run_ranks(
         2, _save_and_load_sharded, tmp_path, device, form, in_background,
