@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
-from _pytest.mark import ParameterSet
 from allpairspy import AllPairs
 
 
@@ -57,7 +56,10 @@ def sampled(
     ids: Iterable[str] | Callable[[Any], str] | None = None,
 ) -> pytest.MarkDecorator:
     """Parametrize a test by rows that differ in degree, not in kind: the first few run by default, the others are marked `full`."""
-    params = [ParameterSet.extract_from(row, force_tuple=isinstance(names, str)) for row in rows]
+    params = [
+        row if isinstance(row, type(pytest.param())) else pytest.param(*([row] if isinstance(names, str) else row))
+        for row in rows
+    ]
     rest = [pytest.param(*one.values, marks=[*one.marks, pytest.mark.full], id=one.id) for one in params[by_default:]]
     return pytest.mark.parametrize(names, [*params[:by_default], *rest], ids=ids)
 
