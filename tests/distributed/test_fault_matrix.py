@@ -43,7 +43,7 @@ AGREE_S = 2.0
 IN_A_ROW = 12  # faults of one call, on the same ranks
 SLACK_S = 15.0  # for a machine that is busy with something else; how long it really took is reported
 ALL_PATTERNS = (*PATTERNS, BY_OTHERS)
-TOGETHER = (ALL_PATTERNS[:2], ALL_PATTERNS[2:4], ALL_PATTERNS[4:])  # in one launch
+TOGETHER = (("sharded",), *((pattern,) for pattern in ALL_PATTERNS if pattern != "sharded"))  # in one launch
 
 KINDS = {"raises": StorageError, "raises before": StorageError, "goes elsewhere": CheckpointError}
 CALLS = "(save|load|search) .*"

@@ -140,6 +140,7 @@ def _two_stage() -> LoadShardedStrategy:
     return TwoStageDataParallelLoadShardedStrategy(dist.group.WORLD)
 
 
+@pytest.mark.full
 def test_two_stages_load_every_tensor_too() -> None:
     """S1.46, S1.57: what megatron-core wrote has no digests, and goes the same way: raw chunks as they are, others decoded once."""
     paths = [(name, truth(name).path) for name in GOLDEN]
