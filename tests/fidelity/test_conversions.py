@@ -97,11 +97,20 @@ def test_parameters_and_what_is_tied_to_them_come_over(to: str, tmp_path: Path) 
     assert found["weight"] is found["list"][0]
 
 
+def _everywhere(value: Any) -> dict[str, Any]:
+    one = torch.arange(3.0)
+    return {"z": value, "list": [value, {"in": value}], "beside": (one, value), "ordered": OrderedDict(x=value, t=one)}
+
+
+def test_plain_values_come_over_wherever_they_are(tmp_path: Path) -> None:
+    state = {f"{number}": _everywhere(value) for number, value in enumerate(PLAIN)}
+    require_same_through(state, ("dcp", "zarr"), tmp_path)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("value", PLAIN, ids=lambda value: f"{type(value).__name__}-{value!r:.20}")
 def test_a_plain_value_comes_over_wherever_it_is(value: Any, tmp_path: Path) -> None:
-    one = torch.arange(3.0)
-    state = {"z": value, "list": [value, {"in": value}], "beside": (one, value), "ordered": OrderedDict(x=value, t=one)}
-    require_same_through(state, ("dcp", "zarr"), tmp_path)
+    require_same_through(_everywhere(value), ("dcp", "zarr"), tmp_path)
 
 
 def _of_kind(given: tuple[torch.dtype, str]) -> torch.Tensor:

@@ -76,7 +76,7 @@ def require_alike(ours: Program, theirs: Program) -> None:
     assert same(run(ours, NEXT), run(theirs, NEXT))
 
 
-@pytest.mark.parametrize("kept", KEPT)
+@sampled("kept", KEPT, 20)
 def test_a_fresh_program_is_given_what_torch_would_give_it(kept: Case, tmp_path: Path) -> None:
     program, ours, theirs = kept.make(1), kept.make(2), kept.make(2)
     run(program, STEPS)
