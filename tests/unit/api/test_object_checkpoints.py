@@ -46,11 +46,12 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
         yield server
 
 
+IN_FULL = [pytest.param(scheme, marks=pytest.mark.full) for scheme in ("gs", "memory")]
 REAL = json.loads(os.environ.get("CKPT_TEST_STORES", "[]"))
 """Stores of others that run beside the tests: see `tests/support/real_stores.py`."""
 
 
-@pytest.fixture(params=["s3", "gs", "memory", *(f"real{number}" for number in range(len(REAL)))])
+@pytest.fixture(params=["s3", *IN_FULL, *(f"real{number}" for number in range(len(REAL)))])
 def root(request: pytest.FixtureRequest, server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> str:
     name = request.node.name.replace("[", "-").rstrip("]")
     address = f"{request.param}://bucket/{name}"

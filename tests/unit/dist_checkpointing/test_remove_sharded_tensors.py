@@ -39,6 +39,7 @@ from ckpt.format.manifest import MANIFEST_NAME, Index
 from ckpt.format.manifest_parsing import parse_index
 from ckpt.ranks.default_topology import use_topology
 from ckpt.storage.stored import read_manifest
+from tests.support.covering import sampled
 from tests.support.ranks import Dead, Topology, run_ranks, run_threads
 from tests.support.sharded_saves import SafetensorsSaveShardedStrategy
 from tests.support.states import random_bits, same_bits
@@ -332,7 +333,7 @@ def require_whole_whether_or_not_removed(folder: Path, manifest_before: bytes) -
     assert odd == []
 
 
-@pytest.mark.parametrize("save", [SAVES["zarr"], SAVES["tensorstore, ocdbt"]], ids=["zarr", "ocdbt"])
+@sampled("save", [SAVES["zarr"], SAVES["tensorstore, ocdbt"]], ids=["zarr", "ocdbt"])
 @pytest.mark.parametrize("call", ["fsync", "replace", "unlink", "rmdir"])
 def test_an_interrupted_removal_leaves_a_whole_checkpoint_and_the_next_one_ends_it(
     folder: Path, save: Any, call: str, monkeypatch: pytest.MonkeyPatch

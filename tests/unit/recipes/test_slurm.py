@@ -12,6 +12,7 @@ import pytest
 from ckpt.errors import ConfigurationError
 from ckpt.memory.device import OWN_DEVICE
 from recipes.support.slurm import slurm_variables
+from tests.support.covering import sampled
 
 REPO = Path(__file__).parents[3]
 TASK = {
@@ -56,7 +57,7 @@ def test_elsewhere_nothing_is_set(environment: dict[str, str]) -> None:
     assert slurm_variables(environment) == {}
 
 
-@pytest.mark.parametrize("has_terminal", [True, False], ids=["in the shell", "in a job that was submitted from there"])
+@sampled("has_terminal", [True, False], ids=["in the shell", "in a job that was submitted from there"])
 def test_an_interactive_shell_has_one_task_and_a_terminal(has_terminal: bool) -> None:
     code = f"""
 import os, sys
