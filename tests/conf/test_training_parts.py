@@ -15,7 +15,6 @@ from ckpt.state.sharing import SharingPattern
 from recipes.support.ranks import tracebacks_of_bugs
 from recipes.training.training import Training, learning_rate_factor
 from tests.conf.configs import config
-from tests.support.covering import sampled
 
 
 class Ema:
@@ -138,7 +137,7 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-@sampled("layout", LAYOUTS, 4, ids=lambda layout: layout[0])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout[0])
 def test_one_rank_of_any_layout_trains_without_a_process_group(tmp_path: Path, layout: list[str]) -> None:
     """And as the plain model does, to the bit."""
     assert training(tmp_path, "model.size=nano", *layout).step() == training(tmp_path, "model.size=nano").step()

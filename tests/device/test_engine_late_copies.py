@@ -268,7 +268,7 @@ def _read_late(topology: Topology, device: str) -> None:
 # Buckets on their way
 
 
-@sampled("late", ["trainer", "rollout"])
+@pytest.mark.parametrize("late", ["trainer", "rollout"])
 def test_parts_of_buckets_on_the_host_are_taken_when_they_came_and_replaced_when_they_left(late: str) -> None:
     """What comes late is not put in place before; and a trainer is several messages ahead of a rollout, if it does not wait."""
     run_ranks(2, _slow_parts, late)

@@ -17,7 +17,6 @@ from ckpt.errors import CheckpointError, CorruptCheckpointError, RankAbsentError
 from ckpt.ranks.addresses import LOOPBACK
 from ckpt.ranks.stores import reach, serve, where_is
 from ckpt.ranks.topology import Topology
-from tests.support.covering import sampled
 from tests.support.frozen import Frozen
 from tests.support.ranks import Dead, run_ranks
 
@@ -91,7 +90,7 @@ def test_a_killed_rank_is_named_at_once_also_if_it_was_the_lead(rank: int) -> No
     assert message.endswith(f" on host-0) was killed or ended in phase write of {SAVE}")
 
 
-@sampled("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_rank_is_named_when_its_heartbeat_has_been_silent_for_long_enough(rank: int) -> None:
     outcomes = run_ranks(3, _signal_on, rank, signal.SIGSTOP, expect_dead={rank}, agree_s=2.0)
     kind, message, named, _ = _one_error(outcomes, within_s=6)

@@ -53,9 +53,7 @@ def _saved_and_loaded(topology: Topology, root: Path, saves: Sequence[Sequence[V
             assert equal(own.loaded, by_rank[topology.rank]), number
 
 
-_SAVES = st.integers(2, 4).flatmap(
-    lambda n: st.lists(st.lists(values, min_size=n, max_size=n), min_size=1, max_size=3)
-)
+_SAVES = st.integers(2, 4).flatmap(lambda n: st.lists(st.lists(values, min_size=n, max_size=n), min_size=1, max_size=3))
 
 
 @settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])

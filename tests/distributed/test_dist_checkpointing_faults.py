@@ -205,7 +205,8 @@ def _save_and_die(topology: Topology, folder: Path, victim: int, where: str) -> 
 
 @sampled(
     ("victim", "where"),
-    [(1, "count objects"), (1, "write"), (0, "record"), (0, "checkpoint_manifest.json"), (0, "metadata.json")], 3,
+    [(1, "write"), (0, "checkpoint_manifest.json"), (0, "metadata.json"), (1, "count objects"), (0, "record")],
+    3,
 )
 def test_a_rank_that_is_killed_leaves_no_checkpoint_and_a_folder_that_can_be_saved_into(
     tmp_path: Path, victim: int, where: str

@@ -370,7 +370,7 @@ def _train_save_and_go_on(topology: Topology, root: Path, shape: str) -> None:
         grid.train()
 
 
-@sampled("shape", GRIDS, 2)
+@sampled("shape", ["dp x tp", "dp x pp, wide", "dp x tp, wide", "dp x pp"], 2)
 def test_a_grid_of_plain_modules_goes_on_to_the_bit_with_the_group_whose_members_are_equal(
     tmp_path: Path, shape: str
 ) -> None:

@@ -236,9 +236,7 @@ def test_retention_beside_incremental_saves_frees_what_nobody_uses(tmp_path: Pat
 IN_SAFETENSORS = [pytest.param("safetensors", how, marks=pytest.mark.full) for how in ("changed", "shorter")]
 
 
-@sampled(
-    ("backend", "damage"), [("zarr", "changed"), ("ocdbt", "changed"), ("ocdbt", "shorter"), *IN_SAFETENSORS]
-)
+@sampled(("backend", "damage"), [("zarr", "changed"), ("ocdbt", "changed"), ("ocdbt", "shorter"), *IN_SAFETENSORS])
 def test_a_damaged_shared_file_condemns_all_that_link_it_and_the_next_save_moves_them_away(
     tmp_path: Path, backend: str, damage: str
 ) -> None:

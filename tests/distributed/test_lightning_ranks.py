@@ -246,7 +246,7 @@ _REFUSALS = [
 ]
 
 
-@sampled(("kind", "num_ranks", "steps"), [("ddp", 2, 0), ("fsdp", 2, 0), ("plugin alone", 1, 2)])
+@sampled(("kind", "num_ranks", "steps"), [("ddp", 2, 0), ("plugin alone", 1, 2), ("fsdp", 2, 0)], 2)
 def test_hyperparameters_that_are_not_plain_are_refused_by_name_as_training_begins(
     run: RunForked, tmp_path: Path, kind: str, num_ranks: int, steps: int
 ) -> None:

@@ -139,7 +139,8 @@ def _load_dtensors(topology: Topology, root: Path, layout: str, pattern: str) ->
         ("2d-hsdp", 4, "rows", 3),
         ("copies", 2, "2d-hsdp", 4),
         ("columns", 3, "copies", 2),
-    ], 3,
+    ],
+    3,
 )
 def test_dtensors_move_between_placements_bit_for_bit(
     tmp_path: Path, saved_as: str, by: int, loaded_as: str, on: int

@@ -28,9 +28,7 @@ RANKS = 2
 
 
 @pytest.mark.parametrize("count", [ENOUGH, pytest.param(MANY, marks=pytest.mark.full)])
-@sampled(
-    ("pattern", "backend"), [("replicated", "zarr"), ("sharded", "ocdbt"), ("sharded", "safetensors")]
-)
+@sampled(("pattern", "backend"), [("replicated", "zarr"), ("sharded", "ocdbt"), ("sharded", "safetensors")])
 def test_thousands_of_tensors_cost_neither_thousands_of_files_nor_of_opens(
     tmp_path: Path, pattern: str, backend: str, count: int
 ) -> None:

@@ -566,7 +566,8 @@ def test_a_chunk_of_the_same_number_and_bytes_is_not_linked_under_another_ones_n
         ("zarr", "zstd"),
         ("safetensors", "zarr"),
         ("ocdbt", "safetensors"),
-    ], 3,
+    ],
+    3,
 )
 def test_nothing_is_linked_from_a_checkpoint_that_is_stored_otherwise(tmp_path: Path, before: str, after: str) -> None:
     shelf = Shelf(tmp_path, made(before))

@@ -139,7 +139,7 @@ SOUND: dict[str, Callable[[], Any]] = {
 }
 
 
-@sampled("protocol", range(6), 3)
+@sampled("protocol", [2, 4, 5, 0, 1, 3], 3)
 @pytest.mark.parametrize("name", SOUND)
 def test_what_picklers_write_is_read(name: str, protocol: int) -> None:
     require_bounded(pickle.dumps(SOUND[name](), protocol))

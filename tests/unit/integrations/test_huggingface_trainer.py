@@ -47,14 +47,14 @@ def stopped_at(step: int, folder: Path, **arguments: Any) -> None:
         trainer(folder, Seen(step, stop), **arguments).train(resume_from_checkpoint="latest")
 
 
-@sampled(
+@pytest.mark.parametrize(
     ("arguments", "ckpt_options"),
     [
         ({}, {"mode": "async", "format": "tensorstore", "load": "two-stage"}),
         ({"gradient_accumulation_steps": 3, "save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 3}, {}),
         ({"ignore_data_skip": True, "logging_steps": 1}, {"format": "kimi-engine"}),
         ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 2}, {}),
-    ], 2,
+    ],
     ids=["async", "accumulation-and-epochs", "ignore_data_skip", "plateau"],
 )
 def test_it_goes_on_to_the_same_bits_as_trainer_with_its_own_checkpoints(

@@ -65,7 +65,7 @@ def trained_adam() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
-@sampled("shape", [(), (1,), LARGE], 2, ids=str)
+@sampled("shape", [LARGE, (), (1,)], 2, ids=str)
 def test_one_bit_of_any_type_is_seen_by_tensor_and_one_element_that_is_sampled_by_quick(
     dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
