@@ -7,8 +7,10 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,7 +31,9 @@ from ckpt.loading.two_stage.timing import summarize
 from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.memory.copies import Filling
 from ckpt.memory.device import Device
+from ckpt.planning.plan import CHUNK_MAX_BYTES, plan_save
 from ckpt.ranks.topology import Topology
+from ckpt.saving import planner
 from ckpt.storage.stored import read_index, read_manifest
 from ckpt.storage.wanted_bytes import WantedBytes
 from recipes.benchmark.measuring import PeakMemory
@@ -51,8 +55,8 @@ HOSTS = {"one host": [4], "two and two": [2, 2], "one and three": [1, 3], "each 
 _PATTERNS = ("replicated", "per_rank", "global", "per_group")
 
 
-def state(seed: int, *, is_large: bool) -> dict[str, Any]:
-    """Every data type, shapes that no cut divides, none and one element, and an array of three blocks, or one of two chunks."""
+def state(seed: int) -> dict[str, Any]:
+    """Every data type, shapes that no cut divides, none and one element, and an array of three blocks."""
     tensors = {f"{dtype}": random_bits((37, 1001), dtype, seed + n) for n, dtype in enumerate(ALL_DTYPES)}
     small = {f"small {n}": random_bits((n,), torch.float32, seed + n) for n in range(12)}
     return {
@@ -60,7 +64,7 @@ def state(seed: int, *, is_large: bool) -> dict[str, Any]:
         **small,
         "0-dim": torch.tensor(seed + 0.5),
         "empty": torch.empty(0, 7),
-        "large": random_bits((70 if is_large else 9, 1 << 18), torch.float32, seed),
+        "large": random_bits((9, 1 << 18), torch.float32, seed),
     }
 
 
@@ -76,9 +80,9 @@ class Counting:
         return got
 
 
-def components(pattern: str, topology: Topology, *, is_large: bool = False) -> tuple[Held, list[StateComponent]]:
+def components(pattern: str, topology: Topology) -> tuple[Held, list[StateComponent]]:
     seed = {"per_rank": topology.rank, "per_group": topology.rank // 2}.get(pattern, 0)
-    held = Held(state(1000 * seed, is_large=is_large))
+    held = Held(state(1000 * seed))
     group = "pairs" if pattern == "per_group" else None
     return held, [StateComponent("model", held, pattern, process_group_name=group)]
 
@@ -116,16 +120,21 @@ def saved_and_loaded(
     pattern: str,
     backend: str | Backend,
     options: dict[str, Any],
-    is_large: bool = False,
+    in_chunks: bool = False,
 ) -> tuple[int, int, int]:
-    """Save, load by two stages, compare every bit; return the bytes read, needed, and read by this rank."""
-    held, parts = components(pattern, topology, is_large=is_large)
+    """Save, load by two stages, compare every bit; return the bytes read, needed, and read by this rank.
+
+    `in_chunks`: arrays are cut as those of gigabytes are.
+    """
+    held, parts = components(pattern, topology)
     counting = Counting()
     strategy = TwoStageLoad(read_at=counting.read_at, **options)
     made = coordinator(
         topology, root, parts, backend=backend, strategy=strategy, process_groups=pairs(topology), pattern_check="off"
     )
-    path = made.save_checkpoint(checkpoint_id="1")
+    max_bytes = CHUNK_MAX_BYTES >> 4 if in_chunks else CHUNK_MAX_BYTES
+    with patch.object(planner, "plan_save", partial(plan_save, chunk_max_bytes=max_bytes)):
+        path = made.save_checkpoint(checkpoint_id="1")
     saved = emptied(held)
     made.load_checkpoint(path)
     require_loaded(held, saved)
@@ -135,25 +144,26 @@ def saved_and_loaded(
 
 
 SPREAD = [
-    ("one and three", "replicated", True),  # an array of two chunks, within a host and between hosts
+    ("one and three", "replicated", True),  # an array of several chunks, within a host and between hosts
     ("two and two", "per_group", False),
 ]
 
 
 @and_in_full(
-    ("hosts", "pattern", "is_large"), SPREAD, itertools.product(HOSTS, ("replicated", "per_group"), (False, True))
+    ("hosts", "pattern", "in_chunks"), SPREAD, itertools.product(HOSTS, ("replicated", "per_group"), (False, True))
 )
 def test_all_ranks_get_every_bit_and_each_byte_is_read_once(
-    tmp_path: Path, hosts: str, pattern: str, is_large: bool
+    tmp_path: Path, hosts: str, pattern: str, in_chunks: bool
 ) -> None:
     """S1.57: storage gives each byte once, whoever wants it; S1.49: groups between hosts are made by all ranks in one order."""
     outcomes = run_ranks(
-        4, saved_and_loaded, tmp_path, pattern, "zarr", {}, is_large, nodes=HOSTS[hosts], process_group=True, agree_s=30
+        4, saved_and_loaded, tmp_path, pattern, "zarr", {}, in_chunks, nodes=HOSTS[hosts], process_group=True, agree_s=30
     )
     unique = stored_bytes(tmp_path / "checkpoint-1")
     assert {read for read, _, _ in outcomes} == {unique}
     assert sum(mine for _, _, mine in outcomes) == unique
     assert max(mine for _, _, mine in outcomes) < unique / 2  # nobody reads it all
+    assert bool([*tmp_path.glob("checkpoint-1/model/**/large/c/1")]) == in_chunks
 
 
 @pytest.mark.full
