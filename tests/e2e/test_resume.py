@@ -103,7 +103,7 @@ def test_each_backend_goes_on_from_what_each_other_saved(tmp_path: Path, saved_b
     assert again["loaded_digest"] == straight["state_digest"]
 
 
-def test_a_run_resumed_at_its_last_step_trains_and_saves_nothing_and_writes_a_summary_only_where_there_is_none(
+def test_a_run_resumed_at_its_last_step_saves_nothing_and_writes_a_missing_summary(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = run(tmp_path / "run", "train.steps=2")
