@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from click import Context
 from omegaconf import OmegaConf
 
+from ckpt.cli.main import COMMANDS, ckpt
 from tests.support.covering import and_in_full
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -44,6 +47,21 @@ def _commands() -> list[tuple[str, ...]]:
                 words.append(word[1:-1] if word.startswith("[") else word)  # brackets: it may be left out
             found.add((shown[1].rstrip("."), *words))
     return sorted(found)
+
+
+def _commands_of_ckpt() -> list[str]:
+    """Every shown command of `ckpt` with its arguments."""
+    texts = [file.read_text() for file in PAGES if file.name != "ckpt.md"] + [entry.text for entry in COMMANDS.values()]
+    shown = (found for text in texts for found in re.findall(r"(?m)^\s*(?:\$ )?(ckpt [a-z]+ [^\n#|]*)$|`(ckpt [a-z]+ [^`]*)`", text))
+    return sorted({" ".join((line or code).split("||")[0].split()) for line, code in shown})
+
+
+@pytest.mark.parametrize("command", _commands_of_ckpt())
+def test_a_shown_command_of_ckpt_has_the_arguments_that_it_takes(command: str) -> None:
+    _, name, *words = shlex.split(command)
+    found = ckpt.get_command(Context(ckpt), name)
+    assert found is not None, f"there is no ckpt {name}"
+    found.make_context(name, words)
 
 
 def _with_new_keys(commands: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
