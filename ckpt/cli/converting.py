@@ -325,7 +325,7 @@ def _export(keys: ConvertKeys, source: CheckpointSource | None, topology: Topolo
         "tensor_bytes": tensor_bytes,
     }
     held |= {"files": list(done.files), "left_out": left_out, "changed": changed}
-    of = "of everything" if keys.component is None else f"of {argument('component', keys.component)}"
+    of = "of everything" if keys.component is None else f"of component {keys.component}"
     lines = [f"  tensors  {len(selection.tensors)}, {decimal(tensor_bytes)}, {of}"]
     if beside is not None and beside.places:
         held["copied"] = list(beside.places)

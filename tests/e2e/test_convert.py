@@ -340,7 +340,7 @@ def test_a_model_becomes_a_plain_file_that_a_model_is_made_of(convert: Command, 
     assert first.startswith(f"{src} is now {dst}, in safetensors; 1 file, ") and first.endswith(
         ", read back and right"
     )
-    assert tensors.startswith("  tensors  ") and tensors.endswith(", of component=model")
+    assert tensors.startswith("  tensors  ") and tensors.endswith(", of component model")
     assert others == []
     found = load_file(dst / "model.safetensors")
     for name, entry in read_manifest(src).arrays_of("model").items():
