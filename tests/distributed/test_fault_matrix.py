@@ -248,7 +248,8 @@ OTHER_WAY_IN = (
     "dist_checkpointing",  # see test_dist_checkpointing_faults.py
     "api",
     "integrations",  # see test_checkpointer_ranks.py
-    "convert",  # see test_importing.py and test_exporting_dcp.py
+    "interop",  # see test_importing.py and test_exporting_dcp.py
+    "cli",
 )
 NO_CHECKPOINT = ("engine",)  # see test_engine_faults.py
 ONLY_WHERE_COPIES_DIFFER = {"values", "distances"}  # and are compared number by number: the save fails anyway

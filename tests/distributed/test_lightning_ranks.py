@@ -236,7 +236,7 @@ _REFUSALS = [
     "ConfigurationError: map_location is a function; expected a device, or None",
     "ConfigurationError: saves.when_busy=skip: the framework would count a skipped checkpoint as saved",
     "ConfigurationError: saves.incremental=True has no effect where a framework gives the state",
-    "ConfigurationError: backend is 'pt'; expected one of",
+    "ConfigurationError: format is 'pt'; expected one of",
     "ConfigurationError: CkptModelParallelStrategy saves by CkptCheckpointIO; found AsyncCheckpointIO",
     "ConfigurationError: CkptModelParallelStrategy(save_distributed_checkpoint=False): every rank saves its part",
     "ConfigurationError: saves.grace_s=60 has no effect: Lightning handles SIGTERM",
