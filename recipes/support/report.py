@@ -51,6 +51,7 @@ class Summary:
         skipped: steps whose save was skipped, because the one before was still being written (`save.when_busy=skip`).
         load_s: of the last load of this process, that of `load.reread` included.
         requests: of that load to the object store, of all ranks: kind -> their number, and the bytes that they carried.
+        tags: of the config.
     """
 
     world_size: int
@@ -67,6 +68,7 @@ class Summary:
     bytes_read: int | None = None
     bytes_needed: int | None = None
     requests: dict[str, dict[str, int]] = field(default_factory=dict)
+    tags: list[str] = field(default_factory=list)
 
     def add_resume(self, loaded: LoadReport, digest: str) -> None:
         step = int(loaded.checkpoint_id)
@@ -94,8 +96,8 @@ class Summary:
         return new
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all, `requests` if there were any."""
-        return {name: value for name, value in asdict(self).items() if name != "requests" or value}
+        """Return all, `requests` and `tags` if there are any."""
+        return {name: value for name, value in asdict(self).items() if name not in ("requests", "tags") or value}
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
@@ -234,6 +236,11 @@ class Report:
     def reread(self, loaded: LoadReport) -> None:
         self._add_load(loaded)
         self._say(f"read back {Path(loaded.path).name}, bit for bit: {loaded.figures()}")
+
+    def ended(self, step: int, *, by_callback: bool) -> None:
+        """Say why a run ends before its last step, if nothing else says it."""
+        if by_callback and step < self.steps:
+            self._say(f"callbacks end the run at step {step}")
 
     def done(self, summary: Summary, path: Path) -> None:
         took = time.monotonic() - self._started

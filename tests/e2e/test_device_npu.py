@@ -13,6 +13,7 @@ from tests.conf.configs import composed
 from tests.device.devices import STAND_IN, environment, prepare
 from tests.device.test_resume_on_device import STRATEGIES, Run, runs_on
 from tests.e2e.runs import REPO, TEXT, Command, Forked, checkpoint, committed, start, summary_of
+from tests.support.covering import sampled
 
 pytestmark = pytest.mark.npu
 
@@ -63,11 +64,16 @@ def test_kimi_gives_weights_from_one_npu_to_another(tmp_path: Path) -> None:
     assert summary["trainer"]["version"] == 2
 
 
+@sampled("typed", [False, True])
 def test_the_card_runs_as_it_is_and_any_device_goes_on_from_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], typed: bool
 ) -> None:
     """`python -m recipes.train ckpt=tensorstore device=npu`, but for the text and the number of steps and samples."""
-    done(Command(["-m", "recipes.train"], ("ckpt=tensorstore", *CARD), tmp_path, with_stand_in({})))
+    words = ("ckpt=tensorstore", *CARD)
+    if typed:
+        done(Command(["-m", "recipes.train"], words, tmp_path, with_stand_in({})))
+    else:
+        done(Forked("recipes.train", words, tmp_path, device="npu"))
     card = tmp_path / "outputs" / "dev"
     assert [path.name for path in committed(card)] == ["checkpoint-00000001", "checkpoint-00000002"]
     path = checkpoint(card, 2)
