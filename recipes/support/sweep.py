@@ -100,7 +100,7 @@ def row_of(job: JobReturn) -> dict[str, Any]:
         "bytes_needed": summary["bytes_needed"],
         "save_s_each": [save["save_s"] for save in saves],
         "blocked_s_each": [save["blocked_s"] for save in saves],
-        "state_digest": summary["state_digest"],
+        "state_digest": summary["state_digest"] or "",  # of a sync_weights without checkpoints
         "run_dir": str(run_dir),
     }
 
@@ -178,11 +178,12 @@ def _shared(overrides: Iterable[str]) -> list[str]:
 
 
 def _ending(row: dict[str, Any]) -> str:
-    """Such as "save 0.125 s, load 0.046 s, digest 6b076312", or why it has failed."""
+    """Such as "save 0.125 s, load 0.046 s, digest 6b076312", or why the job has failed."""
     if row["error"]:
         return f"failed: {row['error']}"
     times = [f"{name} {row[key]:.3f} s" for name, key in (("save", "save_s"), ("load", "load_s")) if row[key] is not None]
-    return ", ".join([*times, f"digest {row['state_digest'][:8]}"] if row["state_digest"] else times)
+    digest = [f"digest {row['state_digest'][:8]}"] if row["state_digest"] else []
+    return ", ".join([*times, *digest]) or "done, nothing was saved"
 
 
 def _on_terminal() -> bool:

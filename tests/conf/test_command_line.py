@@ -458,6 +458,15 @@ def test_a_sweep_ends_with_one_table_in_which_a_failed_job_is_a_row(command: Com
     assert sorted(folders) == ["0", "2"], "a refused job leaves no folder"
 
 
+def test_a_sweep_of_jobs_without_checkpoints_has_a_table(command: Command) -> None:
+    small = [key for key in SMALL if not key.startswith("launch.")]
+    outcome = command(*small, "-m", "train.steps=1", "train.seed=0,1", "output_dir=s", main=recipes.sync_weights.main)
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.splitlines()[:2] == [f"job {seed} train.seed={seed}: done, nothing was saved" for seed in (0, 1)]
+    assert [row["state_digest"] for row in json.loads(Path("s/sweep.json").read_text())] == ["", ""]
+    assert "published" in Path("s/0/job.log").read_text()
+
+
 def test_a_verbose_sweep_shows_what_each_job_says(command: Command) -> None:
     outcome = command(*SMALL, "-m", "train.seed=0,1", "train.steps=1", "resume=latest", "hydra.verbose=recipes")
     assert outcome.code == 0, outcome.err
