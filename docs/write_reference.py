@@ -154,7 +154,7 @@ def _options(group: str) -> list[str]:
 
 
 def _prefixed(group: str, keys: Iterable[Key]) -> list[Key]:
-    return [Key(f"{group}.{key.name}", key.value, key.phrase) for key in keys if key.name.split(".")[-1] != TARGET]
+    return [Key(f"{group}.{key.name}", key.value, key.phrase) for key in keys if key.name != TARGET]
 
 
 def _table_of_keys(keys: Iterable[Key]) -> str:

@@ -11,14 +11,15 @@ from recipes.support.cli import recipe
 
 
 @recipe("train")
-def main(cfg: DictConfig) -> None:
+def main(cfg: DictConfig) -> float | None:
     from recipes.support.config import checked
     from recipes.support.launch import launch
     from recipes.support.ranks import num_existing
     from recipes.support.run_folder import RunFolder
     from recipes.training.training import settle_start, train
 
-    launch(train, checked(cfg, num_ranks=num_existing()), RunFolder(cfg, settle_start))
+    summary = launch(train, checked(cfg, num_ranks=num_existing()), RunFolder(cfg, settle_start))
+    return summary["losses"][-1] if summary and summary["losses"] else None  # what a sweeper of hparams_search= makes small
 
 
 if __name__ == "__main__":

@@ -123,7 +123,8 @@ class Checkpointer:
     Every rank makes one with the same arguments, and calls its methods in the same order. Ranks are those of `torch.distributed`, if it is
     initialized, else this process alone.
 
-    Rank 0 logs one line for each committed save and each restore (logger "ckpt", INFO), and warns of what was not restored.
+    Rank 0 logs one line for each committed save and each restore (logger "ckpt", INFO; recipes print the same), and warns of what was not
+    restored.
 
     Leaving the block saves the last step, if it was not saved. SIGTERM to any rank inside the block saves one step on all ranks, and ends
     the program with exit code 143.
@@ -273,8 +274,7 @@ class Checkpointer:
         self._step = self._saved_step = step
         self._unsaved = None
         self._next_look, self._last_look = 0, (self._step, time.monotonic())
-        size = f"{report.bytes_needed / 1e9:.4g} GB in {report.load_s:.3g} s"
-        self._tell("step %d is restored: %s: %s", self._step, report.path, size)
+        self._tell("%s", report)
         return Restored(self._step, report)
 
     def step(
@@ -452,7 +452,7 @@ class Checkpointer:
             yield
         finally:
             for report in self.coordinator.reports[known:]:
-                self._tell("step %d is saved: %s", int(report.checkpoint_id), report)
+                self._tell("%s", report)
 
     def _tell(self, text: str, *values: Any) -> None:
         if self._topology.is_lead:

@@ -63,7 +63,7 @@ def save(
     Example:
         >>> report = ckpt.save({"weight": torch.arange(6.0), "step": 7}, "checkpoint")
         >>> print(report)  # doctest: +ELLIPSIS
-        checkpoint: ... GB/s
+        saved checkpoint: ... GB/s
     """
     folder = as_location("path", path)
     run = as_run((), process_groups, topology, as_backend(format, "format"), device_of(()))
@@ -150,7 +150,7 @@ def load(
     report = loader.load(
         folder, strict=strict, cast=cast, leave_out=sharing.keys() - objects.keys(), may_be_old=True
     )
-    _log.info("%s: %.4g GB in %.3g s", folder, report.bytes_needed / 1e9, report.load_s)
+    _log.info("%s", report)
     for component in report.components:
         _log.info("%s", component)
     loaded = {component.key: objects[component.key].loaded for component in report.components if goes_on(component)}

@@ -42,7 +42,7 @@ def bisect(keys: BisectKeys) -> int:
     equal, step, differences = first_difference(run, bad)
     if step is None and equal is None:
         raise CheckpointNotFoundError(f"{keys.run} and {keys.bad} have no step in common")
-    configs = [] if step is None else list(of_configs(*(values_of(_opened(one[step]).config_text) for one in (run, bad))))
+    configs = [] if step is None else list(of_configs(*(values_of(_opened(steps[step]).config_text) for steps in (run, bad))))
     sentence = _sentence(equal, step, differences)
     if keys.json:
         told = {"run": keys.run, "bad": keys.bad, "equal": step is None, "equal_up_to": equal, "differ_at": step}

@@ -30,8 +30,9 @@ from ckpt.interop.megatron.zarr import is_megatron_zarr
 from ckpt.interop.new_files import require_free
 from ckpt.interop.opened import Opened
 from ckpt.interop.other_source import OtherSource
+from ckpt.interop.programs import PROGRAMS, format_at
 from ckpt.interop.recognised import recognised
-from ckpt.interop.registry import PROGRAMS, format_at, source_at
+from ckpt.interop.registry import source_at
 from ckpt.interop.rewriting import rewrite
 from ckpt.interop.safetensors.writing import (
     export,
@@ -324,7 +325,7 @@ def _export(keys: ConvertKeys, source: CheckpointSource | None, topology: Topolo
         "tensor_bytes": tensor_bytes,
     }
     held |= {"files": list(done.files), "left_out": left_out, "changed": changed}
-    of = "of everything" if keys.component is None else f"of {argument('component', keys.component)}"
+    of = "of everything" if keys.component is None else f"of component {keys.component}"
     lines = [f"  tensors  {len(selection.tensors)}, {decimal(tensor_bytes)}, {of}"]
     if beside is not None and beside.places:
         held["copied"] = list(beside.places)

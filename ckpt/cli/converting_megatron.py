@@ -31,7 +31,7 @@ from ckpt.interop.megatron.reading import is_at as is_torch_dist
 from ckpt.interop.megatron.writing import ShardedParts
 from ckpt.interop.new_files import shared_directory
 from ckpt.interop.opened import share_of
-from ckpt.interop.registry import PROGRAMS
+from ckpt.interop.programs import PROGRAMS
 from ckpt.loading.other_checkpoint import OtherCheckpoint
 from ckpt.loading.report import some_of
 from ckpt.ranks.default_topology import use_topology

@@ -57,12 +57,12 @@ def _pairs(src: Place, dst: Place, keys: CopyKeys) -> Sequence[tuple[Place, Plac
         return [(src, dst)]
     committed = committed_below(src)[-keys.last if keys.last else 0 :]
     there: dict[str, Committed[Place]] = {checkpoint.id: checkpoint for checkpoint in catalog_at(dst).committed()}
-    if others := [one.id for one in committed if one.id in there and not _is_copy(one.path, there[one.id].path)]:
+    if others := [old.id for old in committed if old.id in there and not _is_copy(old.path, there[old.id].path)]:
         raise CheckpointExistsError(
             f"{dst} has {counted(len(others), 'checkpoint')} of the same name with another content, the first is {others[0]}; "
             "give another folder, nothing was copied"
         )
-    return [(one.path, dst / one.path.name) for one in committed]
+    return [(old.path, dst / old.path.name) for old in committed]
 
 
 def _is_copy(old: Place, new: Place) -> bool:

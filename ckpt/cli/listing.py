@@ -21,7 +21,7 @@ from ckpt.errors import CheckpointError, CheckpointNotFoundError, sentence
 from ckpt.format.manifest import MANIFEST_NAME, CheckpointManifest
 from ckpt.format.names import step_of
 from ckpt.format.places import Place, as_place
-from ckpt.interop.registry import format_at
+from ckpt.interop.programs import format_at
 from ckpt.storage.stored import read_manifest
 
 NAMES = {"ocdbt": "tensorstore", "safetensors": "kimi-engine"}

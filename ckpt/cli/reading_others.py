@@ -17,7 +17,8 @@ from ckpt.format.places import Place
 from ckpt.interop.megatron.zarr import MegatronZarr, is_megatron_zarr
 from ckpt.interop.opened import PIECE_BYTES, Opened, Piece, batches, read_into, slabs
 from ckpt.interop.other_source import OtherSource
-from ckpt.interop.registry import format_at, source_at
+from ckpt.interop.programs import format_at
+from ckpt.interop.registry import source_at
 from ckpt.interop.torch_save.old_folders import old_files
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.sources import CheckpointSource

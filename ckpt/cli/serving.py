@@ -128,7 +128,7 @@ class Site:
         return Page([runs, tables], lambda served: page("site.html", title, lead, served, runs=runs, sweeps=tables))
 
     def _run(self, root: Place, above: Sequence[tuple[str, str]]) -> Page:
-        seen = [(one.path.name, one.timestamp) for one in catalog_at(root).committed()]
+        seen = [(commit.path.name, commit.timestamp) for commit in catalog_at(root).committed()]
         return Page(seen, partial(folder_page, root), above)
 
     def _checkpoint(self, checkpoint: Committed[Place], above: Sequence[tuple[str, str]]) -> Page:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Self
@@ -177,10 +176,3 @@ def _shown(text: str) -> str:
     scheme, mark, rest = text.partition("://")
     host, slash, path = rest.partition("/")
     return f"{scheme}{mark}{'...@' if '@' in host else ''}{host.rpartition('@')[2]}{slash}{re.split('[?#]', path)[0]}"
-
-
-def parents_of(place: ObjectPath) -> Iterator[ObjectPath]:
-    """Yield the addresses above one, the nearest first."""
-    while place.key:
-        place = place.parent
-        yield place

@@ -51,7 +51,8 @@ class CkptAccelerator(Accelerator):
     rank, objects of `register_for_checkpointing`, `step`, and of data loaders the epoch, the seed of a seedable sampler, and the state of a
     stateful one. Of objects that differ between ranks, each rank's state is saved. Nothing is pickled.
 
-    The position within an epoch is the program's, as ever: `skip_first_batches`. Two things make the batches and the numbers drawn after
+    The position within an epoch is the program's, as ever: `skip_first_batches`; or the loader's, with
+    `DataLoaderConfiguration(use_stateful_dataloader=True)`. Two things make the batches and the numbers drawn after
     it those of the run that was killed: `set_epoch` before each epoch, and a `DataLoader(generator=...)` of its own, since a loader draws
     from the default generator whenever it begins. Saves are synchronous; `ckpt.Checkpointer` takes prepared objects, too, and can save
     beside training.
@@ -122,6 +123,8 @@ class CkptAccelerator(Accelerator):
     ) -> None:
         """Load a checkpoint in place, random generators last. Collective.
 
+        A program that both starts and resumes: `if accelerator.find_latest() is not None: accelerator.load_state()`.
+
         Args:
             input_dir: of a checkpoint; also one that Accelerate itself saved. None: the newest of `automatic_checkpoint_naming`. A
                 checkpoint of that folder sets `ProjectConfiguration.iteration` to the number after it.
@@ -138,7 +141,10 @@ class CkptAccelerator(Accelerator):
         with run.topology.operation("load_state"), run.topology.phase("find") as phase:
             found = given or (self.find_latest() if run.topology.is_lead else None)
             if found is None and run.topology.is_lead:
-                raise CheckpointNotFoundError(f"there is no checkpoint in {self._ckpt_root}")
+                raise CheckpointNotFoundError(
+                    f"there is no checkpoint in {self._ckpt_root} yet: a program that both starts and resumes calls load_state() only if "
+                    "find_latest() is not None"
+                )
             phase.from_lead = str(found)
         path = place_of(phase.from_lead)
         with run.topology.operation("load_state"), run.topology.phase("look") as phase:

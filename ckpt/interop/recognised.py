@@ -12,7 +12,7 @@ from ckpt.format.file_kinds import kind_of
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.format.places import Place
 from ckpt.interop.megatron.layout import is_megatron_zarr
-from ckpt.interop.registry import PROGRAMS, format_at
+from ckpt.interop.programs import PROGRAMS, format_at
 from ckpt.interop.safetensors.hub import opened, weights_at
 from ckpt.loading.report import some_of
 from ckpt.storage.files_of import is_file

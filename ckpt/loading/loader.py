@@ -46,7 +46,7 @@ from ckpt.loading.compatibility import (
     rows_for_object,
 )
 from ckpt.loading.parts_of_state import by_component_of
-from ckpt.loading.programs import programs
+from ckpt.loading.programs import Opening, programs
 from ckpt.loading.report import ComponentReport, LoadReport, Status
 from ckpt.loading.sources import CheckpointSource, CommittedSource, Rows
 from ckpt.loading.state_matching import (
@@ -229,7 +229,9 @@ class Loader:
                             phase.from_lead["config"] = config.decode()
         found = phase.from_lead
         if (other := found.get("other")) is not None:
-            return programs().opened(path, other, self)
+            is_state_alone = [component.key for component in self.components] == [STATE]
+            opening = Opening(self.strategy, self.device, self.allow_pickle, is_state_alone)
+            return programs().opened(path, other, self.topology, opening)
         if checked is None and (place := phase.payloads[ranks_here[0]]) is not None:
             checked = CheckedBlocks.join(MemoryFile(*place))
         data = found["manifest"].encode()

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ckpt.format.places import Place
+from ckpt.loading.sources import CheckpointSource
+from ckpt.loading.strategy import LoadingStrategy
+from ckpt.memory.device import Device
+from ckpt.ranks.topology import Topology
 
-if TYPE_CHECKING:
-    from ckpt.loading.loader import Loader
-    from ckpt.loading.sources import CheckpointSource
+
+class Opening(NamedTuple):
+    """How a load opens a checkpoint.
+
+    Attributes:
+        is_state_alone: the load is of one state dict, not of components.
+    """
+
+    strategy: LoadingStrategy
+    device: Device
+    allow_pickle: bool
+    is_state_alone: bool
 
 
 class Programs(Protocol):
@@ -21,7 +34,7 @@ class Programs(Protocol):
             CheckpointNotFoundError: it holds pickles, and these are not allowed.
         """
 
-    def opened(self, path: Place, found: Any, loader: Loader) -> CheckpointSource:
+    def opened(self, path: Place, found: Any, topology: Topology, opening: Opening) -> CheckpointSource:
         """Open what the lead has found, on every rank. Collective.
 
         Raises:

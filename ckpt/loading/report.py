@@ -1,4 +1,4 @@
-"""Report of a load, component by component: pure data, and the lines for people."""
+"""Report of a load, component by component: pure data, and the lines for people; the figures in the line of a save, too."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from ckpt.errors import CheckpointError, leave_out, printable
+from ckpt.format.names import step_of
 
 Refusal = TypeVar("Refusal", bound=CheckpointError)
 
 MAX_NAMED = 5
 """Keys that a sentence names; of the others it gives the number."""
+_SLOWEST_NAMED_AFTER_S = 2.0
+"""Shorter saves and loads do not name the rank that took longest."""
 
 
 class Status(Enum):
@@ -142,6 +145,20 @@ class LoadReport:
     slowest_rank: int | None = None
     requests: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        """One line.
+
+        Example:
+            >>> print(LoadReport("runs/checkpoint-2", "2", 0.5, 4_800_000, 4_800_000, ""))
+            restored runs/checkpoint-2 at step 2: 0.500 s, 4.8 MB, 0.01 GB/s
+        """
+        step = step_of(self.checkpoint_id)
+        return f"restored {self.path}{'' if step is None else f' at step {step}'}: {self.figures()}"
+
+    def figures(self) -> str:
+        """Seconds, bytes read, their rate, and requests to the object store."""
+        return transfer_figures(self.bytes_read, self.load_s, self.requests, self.slowest_rank)
+
     def summary(self) -> str:
         """One readable line per component.
 
@@ -153,6 +170,21 @@ class LoadReport:
             ema: skipped: not in the checkpoint
         """
         return "\n".join(printable(str(component)) for component in self.components)
+
+
+def transfer_figures(
+    num_bytes: int, seconds: float, requests: Mapping[str, Sequence[int]], slowest_rank: int | None
+) -> str:
+    """The figures of a save or a load, as all lines about one have them.
+
+    Example:
+        >>> transfer_figures(5_000_000_000, 2.5, {"put": (12, 5_000_000_000)}, 3)
+        '2.500 s, 5000.0 MB, 2.00 GB/s, 12 put, rank 3 slowest'
+    """
+    rate = num_bytes / seconds / 1e9 if seconds > 0 else 0.0
+    counts = "".join(f", {number:,} {kind}" for kind, (number, _) in requests.items())
+    slowest = f", rank {slowest_rank} slowest" if slowest_rank is not None and seconds > _SLOWEST_NAMED_AFTER_S else ""
+    return f"{seconds:.3f} s, {num_bytes / 1e6:.1f} MB, {rate:.2f} GB/s{counts}{slowest}"
 
 
 def refusal(kind: type[Refusal], key: str, *said: str) -> Refusal:

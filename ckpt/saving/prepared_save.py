@@ -20,7 +20,8 @@ import torch
 
 from ckpt.backends.base import Backend, Previous
 from ckpt.errors import StorageError
-from ckpt.format.places import ObjectPath, Place
+from ckpt.format.places import ObjectPath, Place, place_of
+from ckpt.loading.report import transfer_figures
 from ckpt.memory.device import Device
 from ckpt.planning.plan import SavePlan
 from ckpt.ranks.merging import slowest, total
@@ -31,6 +32,9 @@ from ckpt.state.collect import RankState
 from ckpt.storage.objects.store import Counts
 
 To = TypeVar("To", bound="Destination")
+
+_MOST_OF_A_SAVE = 0.9
+"""A save that copies more than this while training waits is not meant to copy beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +67,18 @@ class SaveReport:
     requests: Counts = field(default_factory=dict)
 
     def __str__(self) -> str:
-        rate = f", {self.bytes / self.save_s / 1e9:.3g} GB/s" if self.save_s else ""
-        slowest = f", rank {self.slowest_rank} slowest" if self.slowest_rank is not None else ""
-        return f"{self.path}: {self.bytes / 1e9:.4g} GB in {self.save_s:.3g} s{rate}{slowest}"
+        """One line.
+
+        Example:
+            >>> print(SaveReport("runs/checkpoint-2", "2", 4_800_000, 0.5, 0.125, written_bytes=4_000_000))
+            saved checkpoint-2: 0.500 s, 4.8 MB, 0.01 GB/s, 0.8 MB linked, of which training waited 0.125 s
+        """
+        figures = transfer_figures(self.bytes, self.save_s, self.requests, self.slowest_rank)
+        linked = f", {(self.bytes - self.written_bytes) / 1e6:.1f} MB linked" if self.written_bytes < self.bytes else ""
+        waited = f", of which training waited {self.blocked_s:.3f} s" if self.blocked_s < self.save_s else ""
+        if 0 < self.blocked_bytes < self.bytes * _MOST_OF_A_SAVE:
+            waited += f"; {self.blocked_bytes / 1e6:.1f} MB could not be copied beside it"
+        return f"saved {place_of(self.path).name}: {figures}{linked}{waited}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,11 +193,6 @@ class RankWritePlan:
         """Stored bytes of all items."""
         return sum(map(self.item_bytes, self.items))
 
-    def item_name(self, number: int) -> str:
-        """The name of an item, for errors: that of its array."""
-        item = self.items[number]
-        return item.path if isinstance(item, Pack) else item.name
-
     def item_bytes(self, item: Item) -> int:
         """Stored bytes of one item."""
         if isinstance(item, Pack):

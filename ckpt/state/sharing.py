@@ -237,7 +237,7 @@ def check_component(
 
     def require(is_right: bool, name: str, found: object, otherwise: str) -> None:
         if not is_right:
-            raise ConfigurationError(Argument("component", {key: {name: found}}, f"component {key}: {name}={found}"), otherwise)
+            raise ConfigurationError(Argument("components", {key: {name: found}}, f"component {key}: {name}={found}"), otherwise)
 
     known = [*(pattern.value for pattern in SharingPattern), AUTO]
     require(named in known, "sharing_pattern", named, f": expected one of {', '.join(known)}")

@@ -107,7 +107,7 @@ class Unstarted(Training):
         sizes = self.layout.sizes(self.topology.world_size)
         if sizes.get("pp", 1) > 1:
             stage = self.layout.position(self.topology.rank, self.topology.world_size)["pp"]
-            self.model.keep_stage(stage, sizes["pp"])  # type: ignore[operator]
+            self.layout.keep_stage(self.model, stage, sizes["pp"])  # type: ignore[attr-defined]
         self._complete(Arranged(self.model, backward_of(self.model)))
 
     def components(self) -> list[Any]:

@@ -29,13 +29,15 @@ from ckpt.errors.imports import private_name
 from recipes.support import CONF
 from recipes.support.completion import script
 from recipes.support.help import help_text
+from recipes.support.keys import as_choices
 from recipes.support.path_values import with_literal_paths
 from recipes.support.sentences import sentence_of, sentence_of_arguments, sentence_of_choices
 
-Work = Callable[[DictConfig], int | None]
+Work = Callable[[DictConfig], int | float | None]
 
 _SILENT = ("hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")  # no .hydra/, no log
 _NO_FOLDER = ("hydra.run.dir=.", *_SILENT)
+_SWEEPERS = {"hydra/sweeper/optuna": "hydra-optuna-sweeper"}
 _LAUNCHERS = ("joblib", "submitit")
 _HELP = {"--help", "-h", "--help-all"}
 _COMPLETION = {"--shell-completion", "-sc"}
@@ -43,7 +45,7 @@ _HELP_OR_COMPLETION = _HELP | _COMPLETION
 
 
 def recipe(config_name: str, *, writes: bool = True, trouble: int = 1) -> Callable[[Work], Callable[[], None]]:
-    """Make a command of a function that takes the composed config and returns an exit code or None.
+    """Make a command of a function that takes the composed config and returns an exit code, a figure for a sweeper, or None.
 
     Under torchrun or Slurm every rank calls it. Ranks other than 0 write no Hydra files, and print only errors that
     rank 0 cannot know.
@@ -72,6 +74,7 @@ class _Command:
     def __init__(self, work: Work, config_name: str, writes: bool, trouble: int) -> None:
         self.job = _Job(work, config_name, sys.stderr)
         self.config_name = config_name
+        self.file = CONF / f"{config_name}.yaml"
         self.writes = writes
         self.stderr = sys.stderr
         self.rank = 0
@@ -117,7 +120,7 @@ class _Command:
             with (
                 _environment("PYTHONPATH", paths.strip(os.pathsep)),
                 _environment("HYDRA_FULL_ERROR", "1"),
-                _arguments(overrides),
+                _arguments(self.file, overrides),
                 _own_stderr(self.stderr) as said,
             ):
                 hydra.main(version_base="1.3", config_path=str(CONF), config_name=self.config_name)(self.job)()
@@ -151,7 +154,7 @@ class _Command:
         given, _ = parser.parse_known_args([word for word in words if word not in _HELP])
         folders = [f"hydra.searchpath=[file://{Path(given.config_dir).absolute()}]"] if given.config_dir else []
         name = given.config_name or self.config_name
-        overrides = with_literal_paths(given.overrides, swept=given.multirun)
+        overrides = with_literal_paths(as_choices(given.overrides, self.file), swept=given.multirun)
         return help_text(CONF, name, [*overrides, *folders], everything="--help-all" in words)
 
     def begin(self, folder: Path, hydra_files: Iterable[str]) -> None:
@@ -192,7 +195,7 @@ class _Command:
         if isinstance(cause, BrokenPipeError):  # the reader of stdout has ended, as in `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return
-        text = sentence_of(error, CONF, self.config_name)
+        text = _of_absent_plugin(error) or sentence_of(error, CONF, self.config_name)
         if self.job.calls == 0 and _is_of_system(error):
             text = f"the folder of the run cannot be made: {text}; choose another with output_dir=<folder>"
         # This host lacks a device or a file.
@@ -279,13 +282,13 @@ class _Job:
     def __reduce__(self) -> tuple[Any, ...]:
         return _job_of, (self.home, self.work.__name__, self.config_name)
 
-    def __call__(self, cfg: DictConfig) -> int | None:
+    def __call__(self, cfg: DictConfig) -> int | float | None:
         self.calls += 1
         swept = HydraConfig.get().mode == RunMode.MULTIRUN
         with contextlib.redirect_stderr(self.stderr or sys.stderr), spelled(as_key):
             return self._work(cfg, swept)
 
-    def _work(self, cfg: DictConfig, swept: bool) -> int | None:
+    def _work(self, cfg: DictConfig, swept: bool) -> int | float | None:
         """Run one job. Hydra catches what it raises, so that a job of a sweep fails and the next one begins."""
         import_torch()
         try:
@@ -297,7 +300,8 @@ class _Job:
                 traceback.print_exc()
                 raise JobFailed(sentence_of(error, CONF, self.config_name), os.getpid()) from error
             raise
-        self.code = max(self.code, code or 0)
+        if not isinstance(code, float):
+            self.code = max(self.code, code or 0)
         return code
 
 
@@ -352,6 +356,15 @@ def _user_errors() -> tuple[type[BaseException], ...]:
     return HydraException, OmegaConfBaseException, OSError, CheckpointError
 
 
+def _of_absent_plugin(error: BaseException) -> str | None:
+    """The sentence about a choice of `hparams_search=` whose sweeper is not installed."""
+    missing = str(getattr(error, "missing_cfg_file", None))
+    package = _SWEEPERS.get(missing)
+    return package and (
+        f"hparams_search= needs the package {package}, which is not installed: pip install {package}, or leave hparams_search= out"
+    )
+
+
 def _is_of_system(error: BaseException) -> bool:
     """Whether the operating system raised it. Some of Hydra's errors, and of ckpt's, are OSErrors too."""
     from ckpt.errors import CheckpointError
@@ -382,12 +395,12 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _arguments(overrides: tuple[str, ...]) -> Iterator[None]:
+def _arguments(file: Path, overrides: tuple[str, ...]) -> Iterator[None]:
     """Add overrides to the command line, and put all overrides first: argparse refuses `a=1 -m b=2,3`. Paths are quoted for Hydra."""
     before = sys.argv
     given = [word for word in before[1:] if not word.startswith("-") and ("=" in word or word.startswith("~"))]
     others = [word for word in before[1:] if word not in given]
-    literal = with_literal_paths(given, swept=not {"-m", "--multirun"}.isdisjoint(others))
+    literal = with_literal_paths(as_choices(given, file), swept=not {"-m", "--multirun"}.isdisjoint(others))
     sys.argv = [before[0], *literal, *overrides, *others]
     try:
         yield

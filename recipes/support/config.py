@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
+import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
@@ -22,6 +25,7 @@ from hydra.utils import instantiate
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from ckpt.catalog.retention import Retention
 from ckpt.cli.config_text import by_dotted_key
 from ckpt.errors import ConfigurationError, check_choice
 from ckpt.errors.imports import import_failure
@@ -34,27 +38,40 @@ from ckpt.state.pattern_check import PATTERN_CHECKS
 from ckpt.state.sharing import check_component
 from ckpt.storage.pool import Memories
 from recipes.support.keys import shown
-from recipes.support.metrics import check_report
+from recipes.support.metrics import check_loggers
 from recipes.support.sentences import wrong_value
+from recipes.training.model import seeded
 from recipes.training.parallel.base import Layout
 
 OWN_COMPONENTS = ("model", "optimizer", "scheduler", "dataset", "rng")
 """The components that the recipe makes; any other component names its class by `_target_`."""
 
 AT_RUN_TIME: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("ckpt", "strategy", "device", "parallel", "data"), ()),
-    "model": ("seed",),
+    **dict.fromkeys(("ckpt", "strategy", "device", "parallel", "model", "data"), ()),
     "optimizer": ("params",),
+    "schedule": ("optimizer",),
     "coordinator": ("state_components", "process_groups", "topology", "config_text"),
 }
 """The nodes with a `_target_`, and the arguments that each gets when the ranks run."""
 
+OFFERED: dict[str, tuple[str, ...]] = {
+    "model": ("seed",),
+    "data": ("rank_batch_size", "share", "seed", "model", "device", "topology", "context"),
+}
+"""Arguments that a target gets when the ranks run, if it names them and the config does not give them."""
+
 GIVEN = "given_on_the_command_line"
-"""The key of a checked config that holds `given_keys`; a checkpoint does not store it."""
+"""The key of a checked config that holds `given_keys`."""
+LINES_TO = "file_of_its_lines"
+"""The key of a checked config that holds the file of the run's lines, if it is a job of a sweep; None: stdout."""
+OF_THIS_START = (GIVEN, LINES_TO)
+"""Keys that are of no other start of the run; a checkpoint does not store them."""
+JOB_LOG = "job.log"
 
 _HYDRAS_OWN = ("_target_", "_partial_", "_convert_", "_recursive_")
 
-_OWN_SAVE_KEYS = {"every": "int", "keep_last": "int | None", "on_sigterm": "bool"}
+_SECONDS = {"s": 1, "min": 60, "h": 3600}
+_OWN_SAVE_KEYS: dict[str, Any] = {"every": Any, "keep_last": "int | None", "keep_best": "int | None", "on_sigterm": "bool"}
 
 
 @dataclass
@@ -66,7 +83,7 @@ class TrainKeys:
 
 SaveKeys = make_dataclass(
     "SaveKeys",
-    [(name, kind, field(default=MISSING)) for name, kind in _OWN_SAVE_KEYS.items()]
+    [(name, kind, field(default=None if name == "keep_best" else MISSING)) for name, kind in _OWN_SAVE_KEYS.items()]
     + [(setting.name, setting.type, field(default=MISSING)) for setting in fields(SaveSettings)],
 )
 """The keys of `save`: the recipe's own, and the fields of `SaveSettings`."""
@@ -139,6 +156,10 @@ class RunKeys:
     launch: LaunchKeys = field(default_factory=LaunchKeys)
     pattern_check: str = MISSING
     report: str | None = None
+    logger: dict[str, Any] = field(default_factory=dict)
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    tags: list[str] = field(default_factory=list)
+    profile: bool = False
     ckpt: dict[str, Any] = MISSING
     strategy: dict[str, Any] = MISSING
     device: dict[str, Any] = MISSING
@@ -146,6 +167,8 @@ class RunKeys:
     model: dict[str, Any] = MISSING
     data: dict[str, Any] = MISSING
     optimizer: dict[str, Any] = MISSING
+    schedule: dict[str, Any] = field(default_factory=lambda: {"_target_": "recipes.training.schedule.inverse_square_root"})
+    loss: dict[str, Any] | None = None
     coordinator: dict[str, Any] = MISSING
     components: dict[str, Any] = MISSING
 
@@ -171,6 +194,12 @@ def command_keys(cfg: DictConfig, schema: type[Keys]) -> Keys:
     if (check := getattr(keys, "check", None)) is not None:
         check()
     return keys
+
+
+def retention(save: Mapping[str, Any]) -> Retention:
+    """Return the coordinator's argument `keep_last`, from the keys of `save`."""
+    best = save.get("keep_best")
+    return Retention(keep_last=save["keep_last"], keep_best=best, metric=None if best is None else "loss")
 
 
 def popped_keys(cfg: DictConfig, schema: type[Keys]) -> Keys:
@@ -203,11 +232,12 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
         DeviceUnavailableError: this machine does not have the device.
     """
     run = resolved(RunKeys, cfg)
-    counts = ("train.steps", "train.batch_size", "save.every", "save.keep_last", "launch.nproc_per_node")
+    counts = ("train.steps", "train.batch_size", "save.keep_last", "save.keep_best", "launch.nproc_per_node")
     least = dict.fromkeys(counts, 1) | {"train.seed": 0, "save.grace_s": 0, "launch.least_ranks": 1, "launch.max_restarts": 0}
     require_numbers(run, least, seconds=("agree.timeout_s", "ledger.stale_s", "storage.retry_s"))
     check_choice("pattern_check", run["pattern_check"], PATTERN_CHECKS)
-    check_report(run["report"])
+    Every.of(run["save"]["every"])
+    check_logging(run)
     _check_start(run)
     ranks = num_ranks or run["launch"]["nproc_per_node"]
     if (ranks > 1 or run["launch"]["name"] == "ray") and str(run["checkpoint_root"]).startswith("memory:"):
@@ -227,7 +257,52 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
     if run["load"]["reread"] is None:
         run["load"]["reread"] = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
     run["components"] = {key: _component(key, node, layout.axes) for key, node in run["components"].items()}
-    return run | {GIVEN: given_keys(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []}
+    given = given_keys(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+    return run | {GIVEN: given, LINES_TO: file_of_lines(run["run_dir"])}
+
+
+def file_of_lines(run_dir: str) -> str | None:
+    """Return the file that a job of a sweep prints its lines to; None, for stdout: of a run, and with `hydra.verbose`."""
+    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN or HydraConfig.get().verbose:
+        return None
+    return str(Path(run_dir, JOB_LOG))
+
+
+def check_logging(run: Mapping[str, Any]) -> None:
+    """Check the loggers of a run.
+
+    Raises:
+        ConfigurationError: a key is wrong, or a package is not installed.
+    """
+    for name, node in run["logger"].items():
+        bind(node, f"logger.{name}", ("run", "first_step"))
+    check_loggers(run)
+
+
+@dataclass(frozen=True)
+class Every:
+    """What `save.every` counts: steps, seconds or epochs."""
+
+    number: int
+    unit: str
+
+    @classmethod
+    def of(cls, value: Any) -> Every:
+        """Parse a value.
+
+        Raises:
+            ConfigurationError: it is neither a number of steps, nor a time or epochs.
+        """
+        found = re.fullmatch(r"(-?\d+) ?([a-z]*)", str(value))
+        unit = {"": "steps", "step": "steps", "epoch": "epochs"}.get(found[2], found[2]) if found else ""
+        if found is None or isinstance(value, bool) or unit not in ("steps", "epochs", *_SECONDS):
+            raise ConfigurationError(
+                f"save.every={shown(value)}: expected a whole number of steps, or a time or epochs, such as 30s, 10min, 2h or 1epochs"
+            )
+        number = int(found[1])
+        if number < 1:
+            raise ConfigurationError(f"save.every={value}: expected at least 1")
+        return cls(number * _SECONDS[unit], "seconds") if unit in _SECONDS else cls(number, unit)
 
 
 def check_training(run: Mapping[str, Any], num_ranks: int) -> Layout:
@@ -237,15 +312,47 @@ def check_training(run: Mapping[str, Any], num_ranks: int) -> Layout:
         ConfigurationError: a key or a value is wrong, or does not go with this number of ranks.
         DeviceUnavailableError: this machine does not have the device.
     """
-    for name in ("device", "parallel", "model", "data", "optimizer"):
-        bind(run[name], name, AT_RUN_TIME[name])
+    leave_out_unset(run)
+    for name, node in run.get("callbacks", {}).items():
+        bind(node, f"callbacks.{name}")
+    for name in ("device", "parallel", "model", "data", "optimizer", "schedule"):
+        bind(run[name], name, AT_RUN_TIME[name], OFFERED.get(name, ()))
+    if run["loss"] is not None:
+        bind(run["loss"], "loss", is_partial=not inspect.isclass(_located(run["loss"]["_target_"], "loss")))
     device = made_as(Device, "device", run["device"])
     if run.get("launch", {}).get("name") != "ray":  # whose nodes may have what this machine has not: the ranks look
         device.require()
-    _require_loader(run["data"])
+    data = target_of(run["data"], "data")
+    if inspect.isclass(data):  # of what a function makes the ranks look
+        require_data(data, run["data"])
+    if hasattr(data, "loader"):  # what it makes is cheap, and checks its arguments
+        made(run["data"])
     layout = made_as(Layout, "parallel", run["parallel"])
+    if inspect.isclass(model := target_of(run["model"], "model")):
+        layout.require_plan(model, model.__name__)
     _check_ranks(run, layout, num_ranks)
     return layout
+
+
+def require_data(kind: type, node: Mapping[str, Any]) -> None:
+    """Refuse a class, of what the `_target_` of `data` makes, that can yield no batches.
+
+    Raises:
+        ConfigurationError: it is refused.
+    """
+    yields = ("loader", "next_batch", "__iter__", "__getitem__")
+    if issubclass(kind, (Mapping, str)) or not any(hasattr(kind, name) for name in yields):
+        raise ConfigurationError(
+            f"data: {node['_target_']} makes a {kind.__name__}; expected a dataset with __len__ and __getitem__, a DataLoader, or an "
+            "iterable of batches with state_dict and load_state_dict"
+        )
+
+
+def leave_out_unset(run: dict[str, Any]) -> None:
+    """Replace nodes without a target, such as `loss` as it stands in conf/, by null."""
+    for nodes, key in ((run, "loss"), *((run["parallel"], key) for key in run["parallel"])):
+        if isinstance(nodes[key], Mapping) and nodes[key].get("_target_", "") is None:
+            nodes[key] = None
 
 
 def _check_ranks(run: Mapping[str, Any], layout: Layout, num_ranks: int) -> None:
@@ -285,7 +392,7 @@ def given_keys(overrides: Iterable[str]) -> list[str]:
 
 def config_text(run: Mapping[str, Any]) -> str:
     """Return the text of config.yaml in a checkpoint."""
-    return OmegaConf.to_yaml(OmegaConf.create({key: value for key, value in run.items() if key != GIVEN}))
+    return OmegaConf.to_yaml(OmegaConf.create({key: value for key, value in run.items() if key not in OF_THIS_START}))
 
 
 def kept_memories(run: Mapping[str, Any]) -> Memories | None:
@@ -307,6 +414,39 @@ def made(node: Mapping[str, Any], **given: Any) -> Any:
     return make(**given)
 
 
+def made_with(node: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
+    """Call the `_target_` of a node with its keys, and with those of the offered arguments that it names."""
+    target = target_of(node, "")
+    return made(node, **{name: value for name, value in named(target, offered).items() if name not in node})
+
+
+def named(function: Any, offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the arguments that a class or function names."""
+    return {p.name: offered[p.name] for p in _by_name(_parameters(function)) if p.name in offered}
+
+
+def target_of(node: Mapping[str, Any], name: str) -> Any:
+    """Return the class or function that the `_target_` of a node names.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    return _located(node["_target_"], name)
+
+
+def made_model(node: Mapping[str, Any], seed: int) -> torch.nn.Module:
+    """Make the model of a config: with equal first weights wherever the seed is equal. Global random generators do not change."""
+    with seeded(seed):
+        return require_kind(torch.nn.Module, "model", node, made_with(node, {"seed": seed}))
+
+
+def loss_of(node: Mapping[str, Any] | None) -> Any:
+    """Return the function of (output, target) that `loss` names: itself, or what the class makes."""
+    if node is None:
+        return None
+    return made(node) if inspect.isclass(target_of(node, "loss")) else instantiate({**node, "_partial_": True, "_convert_": "all"})
+
+
 def made_as(kind: type[Kind], name: str, node: Mapping[str, Any], **given: Any) -> Kind:
     """Return what the `_target_` of a node makes.
 
@@ -325,18 +465,6 @@ def require_kind(kind: type[Kind], name: str, node: Mapping[str, Any], one: Any)
     return one
 
 
-def _require_loader(node: Mapping[str, Any]) -> None:
-    loader = getattr(made(node), "loader", None)
-    takes = ("context", "batch_size", "seed", "topology", "device", "share")
-    try:
-        inspect.signature(loader).bind(**dict.fromkeys(takes))  # type: ignore[arg-type]
-    except TypeError as error:  # also of None
-        raise ConfigurationError(
-            f"data: {node['_target_']} makes an object without a method loader({', '.join(takes)}), which returns the batches of a "
-            "rank, as that of recipes.training.text.TextData does"
-        ) from error
-
-
 def check_batch(run: Mapping[str, Any], layout: Layout, num_ranks: int) -> None:
     """Refuse a batch that does not divide evenly over the ranks: the loss is a mean of means."""
     size, parts = run["train"]["batch_size"], layout.num_parts(num_ranks)
@@ -347,7 +475,9 @@ def check_batch(run: Mapping[str, Any], layout: Layout, num_ranks: int) -> None:
         )
 
 
-def bind(node: MutableMapping[str, Any], name: str, given: Collection[str] = ()) -> None:
+def bind(
+    node: MutableMapping[str, Any], name: str, given: Collection[str] = (), offered: Collection[str] = (), *, is_partial: bool = False
+) -> None:
     """Check a node with a `_target_`, and the nodes in it, against the target's signature.
 
     Converts values in place to the annotated types, where OmegaConf knows them.
@@ -355,6 +485,8 @@ def bind(node: MutableMapping[str, Any], name: str, given: Collection[str] = ())
     Args:
         name: the node's key, for messages.
         given: arguments that the target gets at run time.
+        offered: arguments that it gets if it names them.
+        is_partial: it gets others when it is called, which the config need not give.
 
     Raises:
         ConfigurationError: the target or its package is missing, or does not take a key, or needs another one.
@@ -367,19 +499,19 @@ def bind(node: MutableMapping[str, Any], name: str, given: Collection[str] = ())
     target = _located(path, name)
     keys = [str(key) for key in node if key not in _HYDRAS_OWN]
     parameters = _parameters(target)
-    known = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    known = [p.name for p in _by_name(parameters)]
     for key in [*keys, *given]:
         if key not in known and not _is_open(parameters):
-            takes = ", ".join(k for k in known if k not in given) or "no keys at all"
+            takes = ", ".join(k for k in known if k not in (*given, *offered)) or "no keys at all"
             raise ConfigurationError(f"{name}.{key}: {node['_target_']} takes no {key}; it takes {takes}")
     for parameter in (parameters[key] for key in known):
-        if parameter.default is parameter.empty and parameter.name not in (*keys, *given):
+        if not is_partial and parameter.default is parameter.empty and parameter.name not in (*keys, *given, *offered):
             raise ConfigurationError(
                 f"{name}: {node['_target_']} needs {parameter.name}; give it with +{name}.{parameter.name}=<value>"
             )
     for key in keys:
         if isinstance(node[key], Mapping) and "_target_" in node[key]:
-            bind(node[key], f"{name}.{key}")
+            bind(node[key], f"{name}.{key}", is_partial=bool(node[key].get("_partial_")))
         elif key in parameters:
             node[key] = _typed(node[key], parameters[key].annotation, f"{name}.{key}")
 
@@ -400,6 +532,11 @@ def _parameters(target: Any) -> dict[str, inspect.Parameter]:
     return found
 
 
+def _by_name(parameters: Mapping[str, inspect.Parameter]) -> list[inspect.Parameter]:
+    """The parameters that are given by name."""
+    return [p for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+
 def _signature(function: Any) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(function, eval_str=True).parameters
@@ -416,7 +553,7 @@ def _is_open(parameters: Mapping[str, inspect.Parameter]) -> bool:
 def _located(path: str, name: str) -> Any:
     module, _, attribute = path.rpartition(".")
     try:
-        home = import_module(module or "builtins")
+        home = _class_at(module) or import_module(module or "builtins")
     except Exception as error:
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
         if absent is not None and f"{module}.".startswith(f"{absent}."):
@@ -425,6 +562,15 @@ def _located(path: str, name: str) -> Any:
     if not module or not hasattr(home, attribute):
         raise ConfigurationError(f"{name}._target_={path}: there is no {attribute} in {module or 'no module'}")
     return getattr(home, attribute)
+
+
+def _class_at(path: str) -> type | None:
+    """The class of this name, whose methods make objects, such as `from_pretrained`; None if it is a module, or nothing."""
+    module, _, name = path.rpartition(".")
+    if not name[:1].isupper() or not module:
+        return None
+    found = getattr(import_module(module), name, None)
+    return found if inspect.isclass(found) else None
 
 
 def _typed(value: Any, hint: Any, key: str) -> Any:

@@ -19,7 +19,7 @@ from ckpt.cli.config_text import by_dotted_key
 
 TARGET = "_target_"
 _HYDRAS_OWN = ("_partial_", "_convert_", "_recursive_")
-_NOT_CHOSEN = ("hydra", "experiment")
+_NOT_CHOSEN = ("hydra", "local")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _OF_TARGET = "the class or function that is called with the other keys beside it"
 
@@ -143,6 +143,16 @@ def keys_of_command(conf: Path, config_name: str, overrides: Sequence[str] = ())
     )
 
 
+def as_choices(words: Sequence[str], file: Path) -> list[str]:
+    """Return a command line on which `+group=choice` is `group=choice` where the defaults list has the group, as `experiment: null`.
+
+    People type both; Hydra takes the first only for a group that the list has not.
+    """
+    listed = yaml.load(file.read_text(), Loader=_LOADER).get("defaults", []) if file.is_file() else []
+    groups = {str(name).removeprefix("optional ") for item in listed if isinstance(item, dict) for name in item}
+    return [word[1:] if word[:1] == "+" and word[1:].partition("=")[0] in groups else word for word in words]
+
+
 def with_choice(conf: Path, config_name: str, chosen: Mapping[str, Any]) -> ConfigFile:
     """Return the file of a command, joined with the file of a choice that has a help of its own, as those of `measure=` have.
 
@@ -215,7 +225,7 @@ class _Reader:
                 for item in value.value:
                     if isinstance(item, yaml.MappingNode):
                         ((key, choice),) = item.value
-                        group = key.value.removeprefix("/")
+                        group = key.value.removeprefix("optional ").removeprefix("/")
                         if not group.startswith("override") and group not in _NOT_CHOSEN:
                             groups[group] = self._comment(key, choice)
                             choices[group] = choice.value

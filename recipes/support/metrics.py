@@ -1,74 +1,112 @@
-"""Figures of a run by step, for TensorBoard or Weights & Biases: the key `report`."""
+"""Figures of a run by step, for the loggers of `logger=`: TensorBoard, Weights & Biases, MLflow, or a CSV file."""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
+
+from hydra.utils import get_class, instantiate
 
 from ckpt.errors import ConfigurationError
 from ckpt.errors.imports import importing
 
-TENSORBOARD, WANDB = "tensorboard", "wandb"
-_MODULES = {TENSORBOARD: "torch.utils.tensorboard", WANDB: "wandb"}
 
+class Logger(Protocol):
+    """What a node of `logger` makes, of its keys and `run`, the config, and `first_step`, that of this process.
 
-def check_report(kind: str | None) -> None:
-    """Refuse a `report` that is not known, or whose package is not installed. Imports nothing.
+    What an earlier process has written of that step and later ones is not shown any more.
 
-    Raises:
-        ConfigurationError: it is refused.
+    Attributes:
+        needs: the package without which it is refused before a rank starts; a class may leave it out.
     """
-    if kind is not None and kind not in _MODULES:
-        raise ConfigurationError(f"report={kind}: expected {TENSORBOARD}, {WANDB} or null")
-    if kind is not None and find_spec(kind) is None:
-        raise ConfigurationError(
-            f"report={kind} needs the package {kind}, which is not installed: pip install {kind}, or leave report= out"
-        )
+
+    needs: ClassVar[str]
+
+    def add(self, step: int, figures: Mapping[str, float]) -> None:
+        """Write figures of a step by name, such as "checkpoint/save_s"."""
+
+    def close(self) -> None:
+        """Write what is buffered."""
 
 
 class Metrics:
-    """Writes figures into the folder of a run. The lead of a run has one; without `report` it does nothing.
+    """Gives figures to all loggers of a run. The lead of a run has one; without `logger` and `report` it does nothing.
 
     Attributes:
-        first_step: of this process. What an earlier one has reported of this step and later ones is not shown any more.
+        first_step: of this process.
 
     Raises:
-        ConfigurationError: the package cannot be imported.
+        ConfigurationError: the package of a logger cannot be imported.
     """
 
     def __init__(self, cfg: Mapping[str, Any]) -> None:
         self._cfg = cfg
-        self._kind: str | None = cfg.get("report")
-        self._writer: _TensorBoard | _Wandb | None = None
+        self._nodes = loggers_of(cfg)
+        self._writers: list[Logger] | None = None
         self.first_step = 1
-        if self._kind is not None:
-            with importing(f"report={self._kind}"):
-                self._module = import_module(_MODULES[self._kind])
+        for key, node in self._nodes.items():
+            if (package := _needs(node)) is not None:
+                with importing(key):
+                    import_module(package)
 
     def add(self, step: int, figures: Mapping[str, float]) -> None:
         """Report figures of a step by name, such as "checkpoint/save_s"."""
-        if self._kind is None:
-            return
-        if self._writer is None:
-            made = _TensorBoard if self._kind == TENSORBOARD else _Wandb
-            self._writer = made(self._module, self._cfg, self.first_step)
-        self._writer.add(step, figures)
+        if self._writers is None:
+            made = (instantiate({**node, "_partial_": True, "_convert_": "all"}) for node in self._nodes.values())
+            self._writers = [make(run=self._cfg, first_step=self.first_step) for make in made]
+        for writer in self._writers:
+            writer.add(step, figures)
 
     def close(self) -> None:
         """Write what is buffered."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        for writer in self._writers or ():
+            writer.close()
+        self._writers = None
 
 
-class _TensorBoard:
+def loggers_of(cfg: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return what the command line says -> the node of a logger. `report=<name>` is that logger alone, with its defaults.
+
+    Raises:
+        ConfigurationError: `report` names none.
+    """
+    kind = cfg.get("report")
+    if kind is not None and kind not in REPORTS:
+        raise ConfigurationError(f"report={kind}: expected {', '.join(REPORTS)} or null")
+    nodes = {f"logger={name}": node for name, node in (cfg.get("logger") or {}).items()}
+    return nodes | ({} if kind is None else {f"report={kind}": {"_target_": f"{__name__}.{REPORTS[kind].__name__}"}})
+
+
+def check_loggers(cfg: Mapping[str, Any]) -> None:
+    """Refuse a logger whose package is not installed. Imports none of these packages.
+
+    Raises:
+        ConfigurationError: it is refused.
+    """
+    for key, node in loggers_of(cfg).items():
+        if (package := _needs(node)) is not None and find_spec(package) is None:
+            raise ConfigurationError(
+                f"{key} needs the package {package}, which is not installed: pip install {package}, or leave {key.partition('=')[0]}= out"
+            )
+
+
+def _needs(node: Mapping[str, Any]) -> str | None:
+    return getattr(get_class(node["_target_"]), "needs", None)
+
+
+class TensorBoard:
     """Event files in `<run_dir>/tensorboard`; they hold float32."""
 
-    def __init__(self, module: Any, cfg: Mapping[str, Any], first_step: int) -> None:
-        self._events = module.SummaryWriter(str(Path(cfg["run_dir"], TENSORBOARD)), purge_step=first_step)
+    needs = "tensorboard"
+
+    def __init__(self, *, run: Mapping[str, Any], first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._events = SummaryWriter(str(Path(run["run_dir"], "tensorboard")), purge_step=first_step)
 
     def add(self, step: int, figures: Mapping[str, float]) -> None:
         for name, value in figures.items():
@@ -78,18 +116,23 @@ class _TensorBoard:
         self._events.close()
 
 
-class _Wandb:
-    """A run of Weights & Biases in `<run_dir>/wandb`, offline: `wandb sync` uploads it."""
+class Wandb:
+    """A run of Weights & Biases in `<run_dir>/wandb`; with mode="offline" `wandb sync` uploads it."""
 
-    def __init__(self, module: Any, cfg: Mapping[str, Any], first_step: int) -> None:
-        run_dir = Path(cfg["run_dir"])
-        self._run = module.init(
-            mode="offline",
+    needs = "wandb"
+
+    def __init__(self, *, run: Mapping[str, Any], first_step: int, mode: str = "offline") -> None:
+        import wandb
+
+        run_dir = Path(run["run_dir"])
+        self._run = wandb.init(
+            mode=mode,
             project=run_dir.parent.name,
             name=run_dir.name,
             dir=str(run_dir),
-            config=dict(cfg),
-            settings=module.Settings(silent=True),
+            config=dict(run),
+            tags=list(run.get("tags", ())),
+            settings=wandb.Settings(silent=True),
         )
         self._run.define_metric("*", step_metric="step")  # saves in the background are reported after later steps
 
@@ -98,3 +141,51 @@ class _Wandb:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class Mlflow:
+    """A run of MLflow, in `<run_dir>/mlflow.db`, or where `tracking_uri` says."""
+
+    needs = "mlflow"
+
+    def __init__(self, *, run: Mapping[str, Any], first_step: int, tracking_uri: str | None = None) -> None:
+        import mlflow
+
+        run_dir = Path(run["run_dir"])
+        self._client = mlflow.MlflowClient(tracking_uri=tracking_uri or f"sqlite:///{run_dir.absolute() / 'mlflow.db'}")
+        name = run_dir.parent.name
+        known = self._client.get_experiment_by_name(name)
+        experiment = self._client.create_experiment(name) if known is None else known.experiment_id
+        tags = dict.fromkeys(run.get("tags", ()), "true")
+        self._id = self._client.create_run(experiment, run_name=run_dir.name, tags=tags).info.run_id
+
+    def add(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._client.log_metric(self._id, name, value, step=step)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+class Csv:
+    """`<run_dir>/metrics.csv`: a line for each figure, with its step and name."""
+
+    def __init__(self, *, run: Mapping[str, Any], first_step: int) -> None:
+        path = Path(run["run_dir"], "metrics.csv")
+        kept: list[list[str]] = []
+        if path.exists():
+            with path.open(newline="") as file:
+                kept = [row for row in csv.reader(file) if len(row) == 3 and row[0].isdigit() and int(row[0]) < first_step]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w", newline="", buffering=1)
+        self._rows = csv.writer(self._file)
+        self._rows.writerows([["step", "name", "value"], *kept])
+
+    def add(self, step: int, figures: Mapping[str, float]) -> None:
+        self._rows.writerows([step, name, value] for name, value in figures.items())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+REPORTS: dict[str, type] = {"tensorboard": TensorBoard, "wandb": Wandb, "csv": Csv, "mlflow": Mlflow}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from ckpt.ranks.topology import Topology
 from ckpt.saving.prepared_save import SaveReport
 from ckpt.storage.durable import replace_durably
 from recipes.support import CONF
-from recipes.support.config import GIVEN
+from recipes.support.config import LINES_TO, OF_THIS_START
 from recipes.support.live_line import LiveLine, samples_a_second
 from recipes.support.metrics import Metrics
 
@@ -33,9 +34,6 @@ _FOLDER_KEYS = ("run_name", "output_dir", "run_dir")
 """The keys of a run's folder, and what else depends on them is below it."""
 
 _TARGET = "._target_"
-
-_MOST_OF_A_SAVE = 0.9
-"""A save that copies more than this while training waits is not meant to copy beside it."""
 
 _LINES = 12
 """About the number of lines that a run prints where there is no live line."""
@@ -53,6 +51,7 @@ class Summary:
         skipped: steps whose save was skipped, because the one before was still being written (`save.when_busy=skip`).
         load_s: of the last load of this process, that of `load.reread` included.
         requests: of that load to the object store, of all ranks: kind -> their number, and the bytes that they carried.
+        tags: of the config.
     """
 
     world_size: int
@@ -69,6 +68,7 @@ class Summary:
     bytes_read: int | None = None
     bytes_needed: int | None = None
     requests: dict[str, dict[str, int]] = field(default_factory=dict)
+    tags: list[str] = field(default_factory=list)
 
     def add_resume(self, loaded: LoadReport, digest: str) -> None:
         step = int(loaded.checkpoint_id)
@@ -96,8 +96,8 @@ class Summary:
         return new
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all, `requests` if there were any."""
-        return {name: value for name, value in asdict(self).items() if name != "requests" or value}
+        """Return all, `requests` and `tags` if there are any."""
+        return {name: value for name, value in asdict(self).items() if name not in ("requests", "tags") or value}
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
@@ -112,13 +112,30 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
     return path
 
 
+class _LinesOfJob(io.TextIOBase):
+    """The log of a job of a sweep. Opened for each write: a run says its last words when all else is closed."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def write(self, text: str) -> int:
+        with open(self._path, "a", encoding="utf-8") as file:
+            return file.write(text)
+
+
+def console_of(cfg: Mapping[str, Any]) -> Console:
+    """Return the console of a run: stdout, or the log of a job of a sweep."""
+    path = cfg.get(LINES_TO)
+    return DataConsole(soft_wrap=True, file=None if path is None else _LinesOfJob(path))
+
+
 class Report:
     """The progress of a run: one live line on a terminal, some lines elsewhere; figures for `report=`.
 
     Args:
         shown: False on every rank but one.
         topology: of the job, whose progress is shown during long saves and loads; None: none is.
-        console: None: stdout.
+        console: None: `console_of` the config.
 
     Attributes:
         metrics: its figures; None where `shown` is False.
@@ -132,7 +149,7 @@ class Report:
     ) -> None:
         self.cfg = cfg
         self.steps: int = cfg["train"]["steps"]
-        self.console = console or DataConsole(quiet=not shown, soft_wrap=True)
+        self.console = console or (console_of(cfg) if shown else DataConsole(quiet=True))
         self._topology = topology
         is_live = self.console.is_terminal and not self.console.quiet
         self._line = LiveLine(self.console, self.steps, cfg["train"]["batch_size"]) if is_live else None
@@ -195,7 +212,7 @@ class Report:
                 self._line.saved(save)
             if self._line is None or not self._line.is_shown or save.save_s > SHOWN_AFTER_S:
                 start = f"{self._step_line(step, self._losses[step])}  " if step in self._losses else ""
-                self._say(start + _saved(save))
+                self._say(f"{start}{save}")
             self._losses = {other: loss for other, loss in self._losses.items() if other > step}
 
     def resumed(self, loaded: LoadReport) -> None:
@@ -210,7 +227,7 @@ class Report:
         if self.metrics is not None:
             self.metrics.first_step = step + 1
         self._add_load(loaded)
-        self._say(f"resumed {loaded.path} at step {step}: {_loaded(loaded)}")
+        self._say(str(loaded))
         for line in loaded.summary().splitlines():
             self._say(f"  {line}")
         for line in config_differences(loaded.config_text, self.cfg) if loaded.config_text else []:
@@ -218,7 +235,12 @@ class Report:
 
     def reread(self, loaded: LoadReport) -> None:
         self._add_load(loaded)
-        self._say(f"read back {Path(loaded.path).name}, bit for bit: {_loaded(loaded)}")
+        self._say(f"read back {Path(loaded.path).name}, bit for bit: {loaded.figures()}")
+
+    def ended(self, step: int, *, by_callback: bool) -> None:
+        """Say why a run ends before its last step, if nothing else says it."""
+        if by_callback and step < self.steps:
+            self._say(f"callbacks end the run at step {step}")
 
     def done(self, summary: Summary, path: Path) -> None:
         took = time.monotonic() - self._started
@@ -272,7 +294,7 @@ def config_differences(saved: str, now: Mapping[str, Any]) -> list[str]:
         before = values_of(saved)
     except CorruptCheckpointError as error:
         return [str(error)]
-    after = by_dotted_key({key: value for key, value in now.items() if key != GIVEN})
+    after = by_dotted_key({key: value for key, value in now.items() if key not in OF_THIS_START})
     absent = object()
     differing = [
         key
@@ -342,31 +364,3 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
 
 def _by_name(requests: Mapping[str, Sequence[int]]) -> dict[str, dict[str, int]]:
     return {kind: {"requests": number, "bytes": num_bytes} for kind, (number, num_bytes) in requests.items()}
-
-
-def _requests(requests: Mapping[str, Sequence[int]]) -> str:
-    """Such as ", 12 put, 1 list"; nothing for a folder."""
-    return "".join(f", {number:,} {kind}" for kind, (number, _) in requests.items())
-
-
-def _saved(one: SaveReport) -> str:
-    linked = f", {(one.bytes - one.written_bytes) / 1e6:.1f} MB linked" if one.written_bytes < one.bytes else ""
-    waited = f", of which training waited {one.blocked_s:.3f} s" if one.blocked_s < one.save_s else ""
-    if 0 < one.blocked_bytes < one.bytes * _MOST_OF_A_SAVE:
-        waited += f"; {one.blocked_bytes / 1e6:.1f} MB could not be copied beside it"
-    slowest = _slowest(one.slowest_rank, one.save_s)
-    speed = _speed(one.bytes, one.save_s)
-    return f"saved {Path(one.path).name}: {speed}{_requests(one.requests)}{linked}{slowest}{waited}"
-
-
-def _loaded(one: LoadReport) -> str:
-    return _speed(one.bytes_read, one.load_s) + _requests(one.requests) + _slowest(one.slowest_rank, one.load_s)
-
-
-def _slowest(rank: int | None, seconds: float) -> str:
-    return f", rank {rank} slowest" if rank is not None and seconds > SHOWN_AFTER_S else ""
-
-
-def _speed(num_bytes: int, seconds: float) -> str:
-    rate = num_bytes / seconds / 1e9 if seconds > 0 else 0.0
-    return f"{seconds:.3f} s, {num_bytes / 1e6:.1f} MB, {rate:.2f} GB/s"

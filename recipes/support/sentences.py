@@ -48,7 +48,7 @@ def sentence_of(error: BaseException, conf: Path, config_name: str) -> str:
     return sentence(error, in_config_words)
 
 
-_KEYS = {"backend": "ckpt", "component": "components", "declare": "components", "saves": "save"}
+_KEYS = {"backend": "ckpt", "declare": "components", "saves": "save"}
 """Arguments of the library whose keys have another name."""
 _ADVICE = {
     "declare": "set {keys}",

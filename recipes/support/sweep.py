@@ -1,4 +1,7 @@
-"""The table of a sweep: one row per job, rewritten after every job, so that an interrupted sweep keeps its rows.
+"""A sweep: a line on stdout for each job when it has ended, and a table of one row per job.
+
+The table is rewritten after every job, so that an interrupted sweep keeps its rows. What a job itself says is in its own log, `job.log`;
+with `hydra.verbose=recipes` it is on stdout, between a line for the job's begin and one for its end.
 
 Jobs may run at the same time in several processes (`hydra/launcher=joblib`, `submitit_local`): each job writes its row to a file of
 its own, and then the table from all row files. The command writes the table once more at the end.
@@ -10,10 +13,13 @@ import contextlib
 import io
 import json
 import shutil
+import sys
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
@@ -34,24 +40,41 @@ _ROWS = ".rows"
 class SweepTable(Callback):
     """Hydra callback: keeps sweep.json, sweep.txt and sweep.html in the folder of the sweep.
 
-    It has no state of its own: rows are in files. Hydra calls no `on_multirun_end` when a job has failed.
+    Rows are in files, since other launchers run jobs in other processes, each with a copy of this object. Hydra calls no `on_multirun_end`
+    when a job has failed.
     """
+
+    _shared: Collection[str] = ()
+    """The overrides of the command line that all jobs have."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         if _is_lead():
             for name in ("sweep.json", "sweep.txt", "sweep.html"):
                 (_folder(config) / name).unlink(missing_ok=True)
             shutil.rmtree(_folder(config) / _ROWS, ignore_errors=True)
+            self._shared = _shared(config.hydra.overrides.task)
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Say which job is under way: above its report, if `hydra.verbose` shows that; else on a terminal, until it ends."""
+        if _is_of_sweep(config) and (config.hydra.verbose or _on_terminal()):
+            print(self._beginning(config), end="\n" if config.hydra.verbose else "\r", flush=True)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        if str(config.hydra.mode).endswith("MULTIRUN") and _is_lead():
+        if _is_of_sweep(config):
             folder = _folder(config)
             (folder / _ROWS).mkdir(exist_ok=True)
-            row = json.dumps(row_of(job_return)).encode()
-            replace_durably(folder / _ROWS / f"{config.hydra.job.num:05d}.json", row)
+            row = row_of(job_return)
+            replace_durably(folder / _ROWS / f"{config.hydra.job.num:05d}.json", json.dumps(row).encode())
+            erased = "\x1b[K" if _on_terminal() else ""
+            print(f"{erased}{self._beginning(config)}: {printable(_ending(row))}", flush=True)
             with contextlib.suppress(OSError):  # the folder of a refused job is empty
                 Path(str(config.hydra.runtime.output_dir)).rmdir()
             _leave_table(folder)
+
+    def _beginning(self, config: DictConfig) -> str:
+        """Such as "job 3 ckpt=zarr launch.nproc_per_node=2": the overrides that not all jobs have."""
+        own = [override for override in config.hydra.overrides.task if override not in self._shared]
+        return printable(" ".join([f"job {config.hydra.job.num}", *own]))
 
 
 def row_of(job: JobReturn) -> dict[str, Any]:
@@ -77,7 +100,7 @@ def row_of(job: JobReturn) -> dict[str, Any]:
         "bytes_needed": summary["bytes_needed"],
         "save_s_each": [save["save_s"] for save in saves],
         "blocked_s_each": [save["blocked_s"] for save in saves],
-        "state_digest": summary["state_digest"],
+        "state_digest": summary["state_digest"] or "",  # of a sync_weights without checkpoints
         "run_dir": str(run_dir),
     }
 
@@ -145,6 +168,30 @@ def _leave_table(folder: Path) -> list[dict[str, Any]]:
         for name, content in {"json": json.dumps(rows, indent=2) + "\n", "html": html, "txt": text.getvalue()}.items():
             replace_durably(folder / f"sweep.{name}", content.encode())
     return rows
+
+
+def _shared(overrides: Iterable[str]) -> list[str]:
+    """The overrides of a command line that all jobs have, as Hydra's sweeper gives them to each."""
+    parsed = OverridesParser.create().parse_overrides([*overrides])
+    single = [override for override in parsed if not override.is_sweep_override()]
+    return [f"{override.get_key_element()}={override.get_value_element_as_str()}" for override in single]
+
+
+def _ending(row: dict[str, Any]) -> str:
+    """Such as "save 0.125 s, load 0.046 s, digest 6b076312", or why the job has failed."""
+    if row["error"]:
+        return f"failed: {row['error']}"
+    times = [f"{name} {row[key]:.3f} s" for name, key in (("save", "save_s"), ("load", "load_s")) if row[key] is not None]
+    digest = [f"digest {row['state_digest'][:8]}"] if row["state_digest"] else []
+    return ", ".join([*times, *digest]) or "done, nothing was saved"
+
+
+def _on_terminal() -> bool:
+    return sys.stdout.isatty()
+
+
+def _is_of_sweep(config: DictConfig) -> bool:
+    return str(config.hydra.mode).endswith("MULTIRUN") and _is_lead()
 
 
 def _folder(config: DictConfig) -> Path:

@@ -1,6 +1,9 @@
-"""The runs: a small GPT on text in each layout of ranks, alone (`training`) or with rollouts that get its weights (`syncing`).
+"""The runs: a model in each layout of ranks, alone (`training`) or with rollouts that get its weights (`syncing`).
 
-gpt, text       the model and the data
+model, data     what is asked of a model and of data
+gpt, text       a small GPT, and text
+schedule        its learning rate
+callbacks       what looks at each step
 parallel/       layouts of the model over ranks
 training        the run of `recipes.train`
 restored        which keys of a resumed run come from its checkpoint, which from the command line

@@ -10,11 +10,11 @@ from omegaconf import OmegaConf
 
 from ckpt.errors import ConfigurationError
 from recipes.support import CONF
-from recipes.support.config import AT_RUN_TIME, bind
+from recipes.support.config import OFFERED, bind
 
 ENGINE_AT_RUN_TIME = ("device", "colocated", "is_master")
 """The arguments that an engine gets when the ranks run."""
-_GIVEN = {"engine": ENGINE_AT_RUN_TIME, "model": AT_RUN_TIME["model"]}
+_GIVEN = {"engine": ENGINE_AT_RUN_TIME}
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _node_of(described: Any, group: str, where: str) -> dict[str, Any]:
         if key not in choices[choice] or not _is_plain(value):
             raise ConfigurationError(f"{where}: {group}.{key} is no plain value of a key of {group}={choice}")
     node: dict[str, Any] = choices[choice] | values
-    bind(node, group, _GIVEN[group])
+    bind(node, group, _GIVEN.get(group, ()), OFFERED.get(group, ()))
     return node
 
 

@@ -1,5 +1,6 @@
 """A GPT in plain torch: learned positions, pre-norm blocks, GELU, parameters named as in GPT-2.
 
+It has the members of `recipes.training.model.Model`.
 It can be cut into pipeline stages, whose modules keep the names of the whole model, and across heads: the rows of
 `c_attn.weight` are ordered by head (query, key, value of the first head, then of the second).
 """
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from ckpt.errors import ConfigurationError
 
@@ -94,6 +97,33 @@ class GPT(nn.Module):
         if self.ln_f is not None and self.lm_head is not None:
             hidden = self.lm_head(self.ln_f(hidden))
         return hidden
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return next_token_loss(output, target)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.h.values())
+
+    def tensor_plan(self, num_ranks: int) -> dict[str, ParallelStyle]:
+        """Cut heads, MLP columns and the vocabulary, as Megatron does: first by columns, then by rows, one all-reduce per half block.
+
+        Raises:
+            ConfigurationError: the heads do not divide over the ranks.
+        """
+        if self.size.heads % num_ranks:
+            raise ConfigurationError(
+                f"parallel.tp={num_ranks} cuts the model across its heads, but does not divide their number, {self.size.heads}: give a "
+                "divisor"
+            )
+        return {
+            "h.*.attn.c_attn": ColwiseParallel(),
+            "h.*.attn.c_proj": RowwiseParallel(),
+            "h.*.mlp.c_fc": ColwiseParallel(),
+            "h.*.mlp.c_proj": RowwiseParallel(),
+            "wte": RowwiseParallel(input_layouts=Replicate()),
+            "lm_head": ColwiseParallel(output_layouts=Replicate()),
+        }
 
     def keep_stage(self, stage: int, num_stages: int) -> None:
         """Delete all modules but those of one pipeline stage; they keep their names.

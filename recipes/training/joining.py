@@ -29,7 +29,7 @@ from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import StateComponent
 from ckpt.state.statefuls import ModelState
-from recipes.support.config import made
+from recipes.support.config import made, made_model
 from recipes.support.ranks import listening_on, own_address_towards
 from recipes.training.facts import RunOfRollouts, run_of
 from recipes.training.roles import held_by, live_model
@@ -160,7 +160,7 @@ def _model_in(path: Place, model: Mapping[str, Any]) -> tuple[int, dict[str, tor
     if step is None:
         raise ConfigurationError(f"{path.name} has an id that is no step")
     host = Device(type="cpu", collectives="gloo")
-    state = ModelState(made(model, seed=0))
+    state = ModelState(made_model(model, 0))
     component = StateComponent("model", state, "global")
     with Topology.alone() as topology:
         loader = Loader([component], topology, DirectLoad(), host, verify=True, allow_pickle=False)

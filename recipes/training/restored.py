@@ -27,7 +27,7 @@ class Settled:
 
     cfg: dict[str, Any]
     optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LambdaLR
+    scheduler: torch.optim.lr_scheduler.LRScheduler
     lines: list[str] = field(default_factory=list)
 
     def settle_option(self, option: str, restored: Any) -> None:
@@ -55,9 +55,11 @@ class Settled:
         for group in groups:
             group[option] = value
         if option == "lr":
+            factors = getattr(scheduler, "lr_lambdas", None)  # else in proportion
+            for at, group in enumerate(groups):
+                factor = factors[at](scheduler.last_epoch) if factors else scheduler._last_lr[at] / scheduler.base_lrs[at]
+                group |= {"initial_lr": value, "lr": value * factor}
             scheduler.base_lrs = [value] * len(groups)
-            for group, factor in zip(groups, scheduler.lr_lambdas, strict=True):
-                group |= {"initial_lr": value, "lr": value * factor(scheduler.last_epoch)}
             scheduler._last_lr = [group["lr"] for group in groups]
 
     def settle_seed(self, seed: int, path: str) -> None:
@@ -80,7 +82,7 @@ def settle(
     restored: Collection[str],
     stored: Mapping[str, Any],
     optimizer: torch.optim.Optimizer,
-    scheduler: torch.optim.lr_scheduler.LambdaLR,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
 ) -> Settled:
     """Apply values of the command line over those just loaded, and return the config in use.
 
@@ -97,9 +99,10 @@ def settle(
     settled = Settled(copy.deepcopy(dict(cfg)), optimizer, scheduler)
     options: dict[str, Any] = {}
     if "optimizer" in restored:
-        _require_same_class(cfg, stored, path)
+        _require_same_class("optimizer", cfg, stored, path)
         options |= {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "lr")}
     if "scheduler" in restored:
+        _require_same_class("schedule", cfg, stored, path)
         options["lr"] = scheduler.base_lrs[0]
     for option, value in options.items():
         if option in cfg["optimizer"]:
@@ -109,12 +112,12 @@ def settle(
     return settled
 
 
-def _require_same_class(cfg: Mapping[str, Any], stored: Mapping[str, Any], path: str) -> None:
-    key = "optimizer._target_"
-    saved, now = stored.get(key), cfg["optimizer"]["_target_"]
+def _require_same_class(group: str, cfg: Mapping[str, Any], stored: Mapping[str, Any], path: str) -> None:
+    key = f"{group}._target_"
+    saved, now = stored.get(key), cfg[group]["_target_"]
     if saved is not None and saved != now:
         raise ConfigurationError(
-            f"{path} holds the optimizer state of {saved}, but this run has {key}={now}: give {key}={saved}, or leave the saved state "
+            f"{path} holds the {group} state of {saved}, but this run has {key}={now}: give {key}={saved}, or leave the saved state "
             "out with ~components.optimizer ~components.scheduler"
         )
 

@@ -18,7 +18,7 @@ from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.state.state_digest import state_digest
 from ckpt.state.statefuls import ModelState
-from recipes.support.config import AgreeKeys, made, require_numbers
+from recipes.support.config import AgreeKeys, made_model, require_numbers
 
 
 @dataclass
@@ -108,7 +108,7 @@ def live_model(node: Mapping[str, Any], engine: VersionedEngine, device: Device,
         node: the job's `model`.
         seed: of the initial weights; it differs from the trainers', so that equal weights at the end were received.
     """
-    model = made(node, seed=seed)
+    model = made_model(node, seed)
     for name, parameter in model.eval().requires_grad_(False).named_parameters():
         parameter.data = parameter.to(engine.travels_as(name, parameter.dtype))
     return LiveModel(ModelState(model.to(device.torch_device)))

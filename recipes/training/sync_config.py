@@ -12,7 +12,6 @@ from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import ConfigurationError
 from ckpt.format.places import local_path
 from recipes.support import config
-from recipes.support.metrics import check_report
 from recipes.training.facts import ENGINE_AT_RUN_TIME
 from recipes.training.roles import AgreeWithGraceKeys, RoleKeys, check_roles
 from recipes.training.serving import check_inference
@@ -80,7 +79,7 @@ def checked_sync(cfg: DictConfig) -> dict[str, Any]:
     if run["roles"]["inference"] is not None:
         run["roles"]["rollout"] = 0
     _check_saves(run)
-    check_report(run["report"])
+    config.check_logging(run)
     roles = run["roles"]
     config.check_training(run, roles["trainer"])
     engine: VersionedEngine = config.made(run["engine"], colocated=roles["colocated"])
@@ -89,7 +88,8 @@ def checked_sync(cfg: DictConfig) -> dict[str, Any]:
     run |= _checked_training(run) if run["ckpt"] is not None else {"components": {}}
     _check_published(run)
     # Torch's default process group has the trainers alone.
-    return run | {"launch": {"nproc_per_node": num_ranks(roles), "in_process_group": roles["trainer"]}}
+    launch = {"nproc_per_node": num_ranks(roles), "in_process_group": roles["trainer"]}
+    return run | {"launch": launch, config.LINES_TO: config.file_of_lines(run["run_dir"])}
 
 
 def checked_join(cfg: DictConfig) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def checked_join(cfg: DictConfig) -> dict[str, Any]:
     config.bind(run["device"], "device", config.AT_RUN_TIME["device"])
     for name, given in (("engine", ENGINE_AT_RUN_TIME), ("model", config.AT_RUN_TIME["model"])):
         if run[name] is not None:
-            config.bind(run[name], name, given)
+            config.bind(run[name], name, given, config.OFFERED.get(name, ()))
     config.require_numbers(run, {"updates": 1, "wait_s": 0, "local_rank": 0})
     config.made(run["device"]).require()
     return run

@@ -145,7 +145,7 @@ class _Trainer:
         self.topology = topology
         self.updates = updates
         self.coordinator: CheckpointCoordinator | None = None
-        self.summary = Summary(world_size=topology.world_size)
+        self.summary = Summary(world_size=topology.world_size, tags=cfg.get("tags", []))
         self.reports: list[dict[str, Any]] = []
         with topology.operation("the set-up of the run"), topology.phase("build"), device.telling_of_room():
             self.report = Report(cfg, shown=topology.is_lead, topology=topology)
@@ -170,7 +170,8 @@ class _Trainer:
                 self._publish(self.summary.final_step)
             for step in range(self.summary.first_step, self.cfg["train"]["steps"] + 1):
                 self._step(step)
-                if self.training.is_told_to_end:
+                if self.training.is_over:
+                    self.report.ended(step, by_callback=not self.training.is_told_to_end)
                     break
             if self.coordinator is not None:
                 self.coordinator.wait()

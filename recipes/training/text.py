@@ -1,12 +1,11 @@
-"""Bytes of real files as training samples, in an order in which one number is the position."""
+"""Bytes of real files as training samples."""
 
 from __future__ import annotations
 
 import os
 import sysconfig
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ import torch
 import torch.distributed
 
 from ckpt.errors import ConfigurationError
-from ckpt.format.digests import StreamDigest, block_digest_of
+from ckpt.format.digests import StreamDigest
 from ckpt.ranks.topology import Topology
+from recipes.training.data import SampleLoader
 
 DEFAULT_BYTES = 4 << 20
 """How much of the standard library's sources is read: enough for a million parameters, and quick to list."""
@@ -59,14 +59,12 @@ class TextData:
             batch_size: samples of one step over all ranks; a multiple of the number of shares.
             share: (number, count) of the part of each batch that this rank trains on.
         """
-        num_samples = self.corpus.num_bytes // (context + 1)
-        if num_samples < 1:
+        if self.corpus.num_bytes <= context:
             raise ConfigurationError(
                 f"data.path={self.corpus.root} holds {self.corpus.num_bytes} bytes of text, but model.context={context} needs at least "
                 f"{context + 1}: give more text with data.path=<folder>"
             )
-        samples = Samples(self.corpus, context + 1, num=num_samples, seed=seed)
-        return TextLoader(samples, batch_size, share, topology, device, self.dispatch)
+        return TextLoader(Windows(self.corpus, context + 1), batch_size, share, seed, topology, device, self.dispatch)
 
 
 class Corpus:
@@ -108,129 +106,63 @@ class Corpus:
         return state.hexdigest()
 
 
-@dataclass(eq=False)
-class Samples:
-    """Endless samples: all windows of the corpus, in a new order in every epoch.
-
-    Sample number n, counted over all epochs, depends only on n, the seed and the text.
+class Windows:
+    """Adjacent windows of a corpus, as a map-style dataset of uint8 tensors.
 
     Args:
-        length: bytes of a window; windows are adjacent.
-        num: number of windows.
+        length: bytes of a window.
     """
 
-    corpus: Corpus
-    length: int
-    num: int
-    seed: int
+    def __init__(self, corpus: Corpus, length: int) -> None:
+        self.corpus = corpus
+        self.length = length
 
-    def __getitem__(self, number: int) -> torch.Tensor:
-        epoch, at = divmod(number, self.num)
-        window = shuffled(at, self.num, f"{self.seed}/{epoch}")
+    def __len__(self) -> int:
+        return self.corpus.num_bytes // self.length
+
+    def __getitem__(self, window: int) -> torch.Tensor:
         return torch.frombuffer(bytearray(self.corpus.read(window * self.length, self.length)), dtype=torch.uint8)
 
+    def identity(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps to tell this text from others."""
+        return {"windows": len(self), "window_bytes": self.length, "text": self.corpus.digest()}
 
-@dataclass(eq=False)
-class TextLoader:
-    """The batches of one rank: step s trains on samples [s * B, (s + 1) * B).
 
-    A checkpoint keeps the position in samples alone, so a run can go on with any number of ranks, and with either `dispatch`.
+class TextLoader(SampleLoader):
+    """The batches of one rank: tokens (rows, context) and the tokens after each, of the same shape, int64.
 
     Args:
-        batch_size: B, over all ranks.
-        share: (number, count) of this rank's part of each batch: rows [number * B / count, (number + 1) * B / count).
         dispatch: rank 0 draws the whole batch and broadcasts it: there is one position, and the state is GLOBAL. False: every
-            rank draws its own rows and has a position of its own: the state is PER_RANK.
+            rank draws its own rows and has a position of its own: the state is PER_RANK. A run can go on with the other one.
     """
 
-    samples: Samples
-    batch_size: int
-    share: tuple[int, int]
-    topology: Topology
-    device: torch.device
-    dispatch: bool
-    position: int = 0
+    def __init__(
+        self, windows: Windows, batch_size: int, share: tuple[int, int], seed: int, topology: Topology, device: torch.device, dispatch: bool
+    ) -> None:
+        self.is_sent = dispatch and topology.world_size > 1
+        super().__init__(windows, batch_size, (0, 1) if self.is_sent else share, seed, device)
+        self.sharing_pattern = "global" if dispatch else "per_rank"
+        self._part = share
+        self._is_lead = topology.is_lead
 
-    def __post_init__(self) -> None:
-        self.sharing_pattern = "global" if self.dispatch else "per_rank"
-        self.text = self.samples.corpus.digest()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position, in samples since the first epoch began, and the properties of the text that it belongs to."""
-        own = self.samples
-        place = {"position": self.position, "epoch": self.position // own.num}
-        return place | {"seed": own.seed, "windows": own.num, "window_bytes": own.length, "text": self.text}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the position of a checkpoint.
-
-        Raises:
-            ConfigurationError: the text differs, or has windows of another size, so the position does not apply.
-        """
-        own = self.state_dict()
-        for name in ("text", "windows", "window_bytes"):
-            if state[name] != own[name]:
-                raise ConfigurationError(
-                    f"the text in {self.samples.corpus.root} differs from the checkpoint's ({name} {state[name]}, now {own[name]}): "
-                    "give that text with data.path=, or start this text at its beginning with ~components.dataset"
-                )
-        self.position = int(state["position"])
-        self.samples.seed = int(state["seed"])
-
-    def fits(self, saved: Mapping[str, Any]) -> bool:
-        """Return True: the position is the whole run's, whichever rank saved it."""
-        return True
-
-    def load_changed(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from the copies of other ranks, so that no sample is repeated or left out.
-
-        Raises:
-            ConfigurationError: the copies have different positions; or see `load_state_dict`.
-        """
-        places = {(copy["position"], copy["seed"]) for copy in saved}
-        if len(places) > 1:
-            raise ConfigurationError(
-                f"the saved positions of the ranks differ, (position, seed) is one of {sorted(places)}: they did not share one order of "
-                "samples, so it cannot be repartitioned"
-            )
-        self.load_state_dict(saved[0])
-
-    def next_batch(self) -> torch.Tensor:
-        """Return this rank's rows of the next global batch: (batch_size / shares, context + 1), int64. Collective if `dispatch`."""
-        number, count = self.share
-        if not self.dispatch or self.topology.world_size == 1:
-            num = self.batch_size // count
-            return self._rows(number * num, num).long()
-        if self.topology.is_lead:
-            batch = self._rows(0, self.batch_size)
+    def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's rows of the next global batch. Collective if `dispatch`."""
+        if not self.is_sent:
+            rows = super().next_batch()
         else:
-            batch = torch.empty(self.batch_size, self.samples.length, dtype=torch.uint8, device=self.device)
-            self.position += self.batch_size
-        torch.distributed.broadcast(batch, src=0)
-        return batch.chunk(count)[number].long()
+            number, count = self._part
+            if self._is_lead:
+                batch = super().next_batch()
+            else:
+                batch = torch.empty(self.batch_size, self.dataset.length, dtype=torch.uint8, device=self.device)
+                self.position += self.batch_size
+            torch.distributed.broadcast(batch, src=0)
+            rows = batch.chunk(count)[number]
+        rows = rows.long()
+        return rows[:, :-1], rows[:, 1:]
 
-    def _rows(self, first: int, num: int) -> torch.Tensor:
-        """Return rows [first, first + num) of the next batch, (num, context + 1), uint8, and advance to the batch after it."""
-        rows = torch.stack([self.samples[self.position + row] for row in range(first, first + num)])
-        self.position += self.batch_size
-        return rows.to(self.device)
-
-
-def shuffled(at: int, num: int, key: str) -> int:
-    """Return the image of `at` under the permutation of range(num) named `key`, without listing the permutation.
-
-    Source: a Feistel network permutes the next larger power of four; an image outside of range(num) is permuted again
-    (cycle walking).
-    """
-    half = max(1, (num - 1).bit_length() + 1 >> 1)
-    mask = (1 << half) - 1
-    while True:
-        left, right = at >> half, at & mask
-        for turn in range(4):
-            left, right = right, left ^ (block_digest_of(f"{key}/{turn}/{right}".encode()) & mask)
-        at = left << half | right
-        if at < num:
-            return at
+    def _what(self) -> str:
+        return f"the text in {self.dataset.corpus.root}"
 
 
 def _files(root: Path) -> Iterator[tuple[Path, int]]:

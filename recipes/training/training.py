@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import math
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -11,18 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed
+import torch.profiler
 from hydra.utils import instantiate
 
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.catalog.catalog import Catalog, catalog_at
 from ckpt.cli.config_text import values_of
-from ckpt.errors import (
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    ConfigurationError,
-    CorruptCheckpointError,
-    printable,
-)
+from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.names import step_of
 from ckpt.format.places import place_of
 from ckpt.interop.registry import require_checkpoint
@@ -40,20 +35,23 @@ from ckpt.storage.objects.store import retry_for
 from recipes.support.config import (
     COMPONENT_KEYS,
     OWN_COMPONENTS,
+    Every,
     check_batch,
     config_text,
+    loss_of,
     made,
-    made_as,
+    made_model,
     require_kind,
 )
 from recipes.support.keys import shown
 from recipes.support.ranks import is_asked_to_end
-from recipes.support.report import SUMMARY_NAME, Report, Summary, write_summary
+from recipes.support.report import SUMMARY_NAME, Report, Summary, console_of, write_summary
 from recipes.support.run_folder import writing
+from recipes.training.callbacks import Callbacks
+from recipes.training.data import Batches, SampleLoader, batches_of
+from recipes.training.model import Step, seeded
 from recipes.training.parallel.base import Arranged, Layout
 from recipes.training.restored import settle
-
-WARMUP_STEPS = 20
 
 
 def settle_start(cfg: dict[str, Any]) -> dict[str, Any]:
@@ -79,9 +77,7 @@ def settle_start(cfg: dict[str, Any]) -> dict[str, Any]:
         with writing("the checkpoint root", place, "checkpoint_root"):
             place.mkdir(parents=True, exist_ok=True)
     if resumed == "latest" and not committed:
-        print(
-            printable(f"resume=latest: there is no checkpoint in {root} yet, so the run begins at step 1"), flush=True
-        )
+        console_of(cfg).print(f"resume=latest: there is no checkpoint in {root} yet, so the run begins at step 1")
         return cfg | {"resume": None}
     return cfg
 
@@ -139,19 +135,20 @@ def train(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
     report = _report(cfg, topology)
     training, coordinator = set_up(cfg, topology)
     summary_path = Path(cfg["run_dir"], SUMMARY_NAME)
-    summary = Summary(world_size=topology.world_size)
+    summary = Summary(world_size=topology.world_size, tags=cfg.get("tags", []))
     with closing(report), coordinator:
         if cfg["resume"] is not None:
             resume(training, coordinator, summary, report)
         has_steps = summary.first_step <= cfg["train"]["steps"]
         if topology.is_lead and has_steps:
             summary_path.unlink(missing_ok=True)  # so that a killed run leaves no summary
-        with report.running(summary.first_step), training.told_to_end(coordinator):
+        with report.running(summary.first_step), training.told_to_end(coordinator), _profiled(cfg, topology):
             for step in range(summary.first_step, cfg["train"]["steps"] + 1):
                 summary.add_step(step, training.step())
                 training.save(coordinator, step, summary, report)
                 report.step(step, summary.losses[-1], summary.add_saves(coordinator.reports))
-                if training.is_told_to_end:
+                if training.is_over:
+                    report.ended(step, by_callback=not training.is_told_to_end)
                     break
             with report.moving("finishing the last save"):
                 coordinator.wait()
@@ -165,6 +162,19 @@ def train(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
             write_summary(summary_path.parent, summary.as_dict())
         report.done(summary, summary_path)
     return summary.as_dict()
+
+
+@contextmanager
+def _profiled(cfg: Mapping[str, Any], topology: Topology) -> Iterator[None]:
+    """With `profile` trace the block, and leave the trace in the folder of the run."""
+    if not cfg.get("profile"):
+        yield
+        return
+    with torch.profiler.profile() as trace:
+        yield
+    folder = Path(cfg["run_dir"], "profile")
+    folder.mkdir(exist_ok=True)
+    trace.export_chrome_trace(str(folder / f"rank-{topology.rank:05d}.json"))
 
 
 def set_up(cfg: dict[str, Any], topology: Topology) -> tuple[Training, CheckpointCoordinator]:
@@ -190,7 +200,7 @@ class Training:
     """
 
     optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LambdaLR
+    scheduler: torch.optim.lr_scheduler.LRScheduler
     model_state: ModelState
     optimizer_state: OptimizerState
 
@@ -200,6 +210,10 @@ class Training:
         self.device = device
         self.steps_done = 0
         self.is_told_to_end = False
+        self.is_over = False
+        self._every = Every.of(cfg["save"]["every"])
+        self._saved_at = time.monotonic()
+        self._is_time = False
         self._has_sigterm_come: Callable[[], bool] = lambda: False
         device.use(topology.local_rank)
         rank, num_ranks = topology.rank, topology.world_size
@@ -207,26 +221,34 @@ class Training:
         self.layout.check(num_ranks)
         check_batch(cfg, self.layout, num_ranks)
         seed = cfg["train"]["seed"]
-        self.model = made_as(torch.nn.Module, "model", cfg["model"], seed=seed).to(device.torch_device)
+        self._step = Step(made_model(cfg["model"], seed), loss_of(cfg.get("loss"))).to(device.torch_device).train()
+        self.model = self._step.model
         self.layout.fit(self.model, num_ranks)
-        if not isinstance(getattr(self.model, "context", None), int):
-            raise ConfigurationError(
-                f"model: a {type(self.model).__name__} has no attribute context, the number of tokens of a sample, which the loader needs"
-            )
-        self.loader = made(cfg["data"]).loader(
-            context=self.model.context,
-            batch_size=cfg["train"]["batch_size"],
-            seed=seed,
-            topology=topology,
-            device=device.torch_device,
-            share=self.layout.share(rank, num_ranks),
-        )
+        self.loader = self._batches()
+        self.callbacks = Callbacks(cfg.get("callbacks", {}))
         self.rng = RNGState(device, seed=seed, stream=self.layout.stream(rank, num_ranks), step=lambda: self.steps_done)
+
+    def _batches(self) -> Batches:
+        rank, num_ranks = self.topology.rank, self.topology.world_size
+        seed, batch_size, share = self.cfg["train"]["seed"], self.cfg["train"]["batch_size"], self.layout.share(rank, num_ranks)
+        offered = {
+            "batch_size": batch_size,
+            "rank_batch_size": batch_size // share[1],
+            "share": share,
+            "seed": seed,
+            "model": self.model,
+            "device": self.device.torch_device,
+            "topology": self.topology,
+        }
+        if isinstance(context := getattr(self.model, "context", None), int):
+            offered["context"] = context
+        with seeded(seed):
+            return batches_of(self.cfg["data"], offered, is_kept="dataset" in self.cfg["components"])
 
     def join(self) -> None:
         """Lay the model out over the ranks, and make optimizer, schedule and added components. Collective."""
         topology, device = self.topology, self.device
-        arranged = self.layout.arrange(self.model, topology, device.torch_device)
+        arranged = self.layout.arrange(self._step, topology, device.torch_device)
         self.model, self._backward = arranged.module, arranged.backward
         with topology.operation("the set-up of the run"), topology.phase("complete"), device.telling_of_room():
             self._complete(arranged)
@@ -239,8 +261,9 @@ class Training:
             values = " ".join(f"{key}={shown(value)}" for key, value in node.items() if key != "_target_")
             raise ConfigurationError(f"optimizer: {node['_target_']} refuses {values}: {error}") from None
         self.optimizer = arranged.wrap_optimizer(require_kind(torch.optim.Optimizer, "optimizer", node, optimizer))
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate_factor)
-        self.model_state = ModelState(self.model)
+        schedule = made(self.cfg["schedule"], optimizer=self.optimizer)
+        self.scheduler = require_kind(torch.optim.lr_scheduler.LRScheduler, "schedule", self.cfg["schedule"], schedule)
+        self.model_state = arranged.state_of(self.model)
         self.optimizer_state = OptimizerState(self.optimizer, self.model)
         self.added = {
             key: made({k: v for k, v in node.items() if k not in COMPONENT_KEYS}, model=self.model)
@@ -261,7 +284,10 @@ class Training:
         objects = own | self.added
         nodes = self.cfg["components"]
         order = [*(key for key in objects if key != "rng"), "rng"]
-        return [_component(key, objects[key], nodes[key]) for key in order if key in nodes]
+        found = [_component(key, objects[key], nodes[key]) for key in order if key in nodes]
+        if self.callbacks.has_state:
+            found.insert(0, StateComponent("callbacks", self.callbacks, "replicated", required=False))
+        return found
 
     @property
     def left_out(self) -> frozenset[str]:
@@ -309,7 +335,10 @@ class Training:
             self.optimizer.step()
             self.scheduler.step()
         self.steps_done += 1
-        return self._mean(loss)
+        mean = self._mean(loss)
+        figures = {"loss": mean, "lr": float(self.scheduler.get_last_lr()[0])}
+        self.is_over = self.callbacks.after_step(self.steps_done, figures) or self.is_told_to_end
+        return mean
 
     @contextmanager
     def told_to_end(self, coordinator: CheckpointCoordinator) -> Iterator[None]:
@@ -322,21 +351,37 @@ class Training:
             yield
 
     def save(self, coordinator: CheckpointCoordinator, step: int, summary: Summary, report: Report) -> bool:
-        """Save every `save.every` steps, at the last step, and at the step that SIGTERM interrupts. Collective.
+        """Save when `save.every` says so, at the last step, and at the step that SIGTERM interrupts or a callback ends. Collective.
 
         Returns:
             whether the step was saved: `save.when_busy=skip` skips a step, but not one of the last two kinds.
         """
-        is_last = step == self.cfg["train"]["steps"] or self.is_told_to_end
-        if not is_last and step % self.cfg["save"]["every"]:
+        is_last = step == self.cfg["train"]["steps"] or self.is_over
+        if not is_last and not self._is_due(step):
             return False
+        self._saved_at = time.monotonic()
         with report.moving(f"saving checkpoint-{step:08d}"):
             if is_last:
                 coordinator.wait()
-            is_saved = coordinator.save_checkpoint(checkpoint_id=f"{step:08d}") is not None
+            metrics = {"loss": summary.losses[-1]} if self.cfg["save"].get("keep_best") is not None else None
+            is_saved = coordinator.save_checkpoint(checkpoint_id=f"{step:08d}", metrics=metrics) is not None
         if not is_saved:
             summary.skipped.append(step)
         return is_saved
+
+    def _is_due(self, step: int) -> bool:
+        """Whether `save.every` asks for a save of this step. Equal on all ranks."""
+        if self._every.unit == "steps":
+            return step % self._every.number == 0
+        if self._every.unit == "seconds":
+            return self._is_time
+        if not isinstance(self.loader, SampleLoader):
+            raise ConfigurationError(
+                f"save.every={self.cfg['save']['every']}: {self.cfg['data']['_target_']} does not say where an epoch ends: give steps, "
+                "or a time"
+            )
+        before, now = ((self.loader.position - behind) // self.loader.num for behind in (self.loader.batch_size, 0))
+        return before // self._every.number != now // self._every.number
 
     def require_not_told_to_end(self, summary: Summary, report: Report) -> None:
         """End a run that has got SIGTERM. Called when all its saves are done.
@@ -368,26 +413,22 @@ class Training:
     def _mean(self, loss: torch.Tensor | None) -> float:
         """Return the mean of the losses of a batch's parts, summed in the order of ranks, so that its bits are reproducible.
 
-        Each rank sends with its loss whether it has got SIGTERM.
+        Each rank sends with its loss whether it has got SIGTERM, and whether `save.every` has passed by its clock: the first rank's counts.
         """
         num_ranks = self.topology.world_size
+        is_time = self._every.unit == "seconds" and time.monotonic() - self._saved_at >= self._every.number
         if num_ranks == 1:
             assert loss is not None
-            self.is_told_to_end = self._has_sigterm_come()
+            self.is_told_to_end, self._is_time = self._has_sigterm_come(), is_time
             return float(loss)
         mine = torch.zeros((), device=self.device.torch_device) if loss is None else loss
-        mine = torch.stack([mine, torch.full_like(mine, float(self._has_sigterm_come()))])
+        mine = torch.stack([mine, *(torch.full_like(mine, float(said)) for said in (self._has_sigterm_come(), is_time))])
         gathered = [torch.empty_like(mine) for _ in range(num_ranks)]
         torch.distributed.all_gather(gathered, mine)
-        losses, told = torch.stack(gathered).cpu().T.tolist()
-        self.is_told_to_end = any(told)
+        losses, told, is_time_of = torch.stack(gathered).cpu().T.tolist()
+        self.is_told_to_end, self._is_time = any(told), bool(is_time_of[0])
         known = [value for rank, value in enumerate(losses) if self.layout.knows_loss(rank, num_ranks)]
         return sum(known) / len(known)
-
-
-def learning_rate_factor(step: int) -> float:
-    """Return the factor of the learning rate: linear over the first steps, then an inverse square root. Any run can be prolonged."""
-    return min((step + 1) / WARMUP_STEPS, math.sqrt(WARMUP_STEPS / (step + 1)))
 
 
 def resume(training: Training, coordinator: CheckpointCoordinator, summary: Summary, report: Report) -> None:

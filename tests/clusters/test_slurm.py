@@ -91,7 +91,7 @@ def test_a_job_near_its_time_limit_saves_and_goes_on_in_the_next(slurm: SlurmClu
     """As docs/guides/clusters.md has it, with `#SBATCH --signal=TERM@<seconds>`."""
     job = submit(slurm, tmp_path, "train.steps=1000000 save.every=1000000", options="\n#SBATCH --signal=TERM@80", minutes=2)
     said, deadline = "", time.monotonic() + 400
-    while (resumed := re.search(r"resumed \S+ at step (\d+)", said)) is None:
+    while (resumed := re.search(r"restored \S+ at step (\d+)", said)) is None:
         assert time.monotonic() < deadline, said
         time.sleep(0.5)
         said = (tmp_path / "job.out").read_text() if (tmp_path / "job.out").exists() else ""

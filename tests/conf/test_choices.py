@@ -10,7 +10,9 @@ from omegaconf import OmegaConf
 
 from recipes.benchmark.harness import MEASUREMENTS
 from recipes.support import CONF
-from recipes.support.config import AT_RUN_TIME, RunKeys, bind
+from recipes.support.config import AT_RUN_TIME, OFFERED, RunKeys, bind, checked, leave_out_unset
+from recipes.support.keys import as_choices
+from recipes.training.sync_config import checked_sync
 from tests.conf.configs import composed
 
 LAYOUTS = {"single", "ddp", "accelerate", "fsdp", "hsdp", "tp_fsdp", "ddp_tp", "pipeline", "ddp_pipeline"}
@@ -23,6 +25,10 @@ GROUPS = {
     "model": {"gpt"},
     "data": {"text"},
     "optimizer": {"adamw"},
+    "schedule": {"warmup"},
+    "logger": {"tensorboard", "wandb", "mlflow", "csv"},
+    "callbacks": {"early_stop", "keep_best"},
+    "debug": {"step", "ranks", "profiler"},
     "launch": {"local", "ray", "slurm", "torchrun"},
     "save": {"default"},
     "coordinator": {"default"},
@@ -38,6 +44,10 @@ WORKLOADS = {
     "small_tensors",
 }  # tests/conf/test_benchmark_workloads.py
 MEASURED = {"compare", *MEASUREMENTS}
+EXPERIMENTS = {
+    "formats": "train", "layouts": "train", "big_model": "train", "frequent_saves": "train", "rl_weight_sync": "sync_weights",
+}  # fmt: skip
+"""Named runs -> the command that they are of."""
 ENGINES = {"broadcast", "kimi", "naive"}  # tests/conf/test_sync_config.py
 FOR_CODE = {"read_at"}
 """A function that a program passes and no command line can."""
@@ -52,13 +62,15 @@ def plain(run_dir: Path, *overrides: str) -> dict[str, Any]:
     typed = OmegaConf.merge(OmegaConf.structured(RunKeys), composed(run_dir, *overrides))
     run = OmegaConf.to_container(typed, resolve=True)
     assert isinstance(run, dict)
+    leave_out_unset(run)
     return {str(key): value for key, value in run.items()}
 
 
 def test_conf_holds_these_files_and_no_others() -> None:
-    found = {str(path.relative_to(CONF)) for path in CONF.rglob("*.yaml")}
+    found = {str(path.relative_to(CONF)) for path in CONF.rglob("*.yaml") if path.parent.name != "local"}
     choices = [*CHOICES, *(("workload", name) for name in WORKLOADS), *(("engine", name) for name in ENGINES)]
-    choices += [("measure", name) for name in MEASURED]
+    choices += [("hparams_search", "optuna")]  # composes with its package alone
+    choices += [*(("measure", name) for name in MEASURED), *(("experiment", name) for name in EXPERIMENTS)]
     assert found == {f"{group}/{name}.yaml" for group, name in choices} | {f"{root}.yaml" for root in ROOTS}
 
 
@@ -67,6 +79,23 @@ def test_every_choice_composes_and_binds_to_the_signatures_it_targets(group: str
     run = plain(tmp_path, f"{group}={name}")
     for node, given in AT_RUN_TIME.items():
         bind(run[node], node, given)
+
+
+@pytest.mark.parametrize("word", ["experiment", "+experiment"])
+@pytest.mark.parametrize(("name", "root"), EXPERIMENTS.items())
+def test_a_named_run_is_a_run_of_its_command_however_it_is_typed(word: str, name: str, root: str, tmp_path: Path) -> None:
+    typed = as_choices([f"{word}={name}"], CONF / f"{root}.yaml")
+    run = composed(tmp_path, *typed, root=root)
+    assert run.run_name == name
+    assert (checked if root == "train" else checked_sync)(run)["run_name"] == name
+
+
+@pytest.mark.parametrize("name", ["formats", "layouts"])
+def test_a_named_sweep_has_jobs_that_compose(name: str, tmp_path: Path) -> None:
+    found = OmegaConf.load(CONF / "experiment" / f"{name}.yaml")
+    for key, values in found.hydra.sweeper.params.items():
+        for value in values.split(","):
+            checked(composed(tmp_path, f"experiment={name}", f"{key}={value}"))
 
 
 @pytest.mark.parametrize(("group", "name"), [choice for choice in CHOICES if choice[0] in AT_RUN_TIME])
@@ -79,7 +108,8 @@ def test_no_file_leaves_a_key_of_its_target_unsaid(group: str, name: str, tmp_pa
     module, _, attribute = node["_target_"].rpartition(".")
     if not module.startswith("torch"):
         keys = set(inspect.signature(getattr(import_module(module), attribute)).parameters)
-        assert keys - FOR_CODE == {key for key in node if not key.startswith("_")} | set(AT_RUN_TIME[group])
+        at_run_time = {*AT_RUN_TIME[group], *OFFERED.get(group, ())} & keys
+        assert keys - FOR_CODE == {key for key in node if not key.startswith("_")} | at_run_time
 
 
 def test_the_wiring_hands_each_choice_on_exactly_once() -> None:

@@ -15,6 +15,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ import recipes.train
 import recipes.verify
 from recipes.support.cli import _Job
 from tests.support.pages import parsed
+from tests.support.ranks import forkserver
 
 SMALL = ["train.batch_size=2", "launch.nproc_per_node=1", "model.size=nano"]
 BYTES = 2e6
@@ -130,7 +132,7 @@ def python(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complet
         (["train.seed=18446744073709551616"], "train.seed=18446744073709551616: expected less than 2**63"),
         (
             ["data._target_=builtins.dict"],
-            "data: builtins.dict makes an object without a method loader(context, batch_size",
+            "data: builtins.dict makes a dict; expected a dataset with __len__ and __getitem__, a DataLoader, or an iterable",
         ),
         (
             ["parallel._target_=builtins.dict"],
@@ -236,17 +238,18 @@ def test_a_run_tells_its_progress_and_leaves_a_summary(command: Command, tmp_pat
 def test_a_terminal_shows_one_live_line_and_keeps_its_last_state(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 110, 0, 0))
-    command = [sys.executable, "-m", "recipes.train", *SMALL, "train.steps=4", "save.every=2", "save.mode=async"]
-    env = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES", "NO_COLOR")}
-    env |= {"PYTHONPATH": str(REPO), "TERM": "xterm"}
-    with subprocess.Popen(command, cwd=tmp_path, env=env, stdin=theirs, stdout=theirs, stderr=theirs) as process:
-        os.close(theirs)
-        screen = b""
-        with contextlib.suppress(OSError):  # how a terminal says that the program has ended
-            while data := os.read(ours, 1 << 16):
-                screen += data
+    words = [*SMALL, "train.steps=4", "save.every=2", "save.mode=async"]
+    process = forkserver().Process(target=_train_in_terminal, args=(os.ttyname(theirs), tmp_path, words))
+    process.start()
+    ends = threading.Thread(target=lambda: (process.join(), os.close(theirs)))
+    ends.start()
+    screen = b""
+    with contextlib.suppress(OSError):  # how a terminal says that the program has ended
+        while data := os.read(ours, 1 << 16):
+            screen += data
+    ends.join()
     os.close(ours)
-    assert process.returncode == 0
+    assert process.exitcode == 0
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.decode())
     live, *rest = (line for line in plain.split("\n") if line.strip())
     states = [state.rstrip() for state in live.split("\r") if state.strip()]
@@ -257,6 +260,19 @@ def test_a_terminal_shows_one_live_line_and_keeps_its_last_state(tmp_path: Path)
     for part in (f"loss {found['losses'][-1]:.4f}", " samples/s", "save 2.", f"blocked {last['blocked_s']:.2f} s"):
         assert part in states[-1]
     assert [line.split()[0] for line in rest] == ["trained", "state"] and " samples/s, loss " in rest[0]
+
+
+def _train_in_terminal(terminal: str, folder: Path, words: list[str]) -> None:
+    os.setsid()
+    for stream in range(3):
+        os.dup2(os.open(terminal, os.O_RDWR), stream)
+    os.chdir(folder)
+    for name in ("COLUMNS", "LINES", "NO_COLOR"):
+        os.environ.pop(name, None)
+    os.environ["TERM"] = "xterm"
+    torch.set_num_threads(1)
+    sys.argv = ["recipes.train", *words]
+    recipes.train.main()
 
 
 def events(run_dir: str = "outputs/dev") -> dict[str, list[tuple[int, float]]]:
@@ -349,7 +365,7 @@ def test_the_same_command_twice_is_refused_with_three_ways_out(command: Command)
     assert command(*SMALL, "train.steps=1", "run_name=another").code == 0
 
 
-def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside_before_step_1_if_that_was_asked_for(
+def test_going_on_from_an_older_checkpoint_sets_newer_ones_aside_if_that_was_asked_for(
     command: Command,
 ) -> None:
     command(*SMALL, "train.steps=4", "save.every=1", "~components.rng")
@@ -425,6 +441,13 @@ def test_a_sweep_ends_with_one_table_in_which_a_failed_job_is_a_row(command: Com
     assert good[0]["state_digest"] == good[1]["state_digest"]
     assert all(row["save_s"] > 0 and row["load_s"] > 0 and row["blocked_s"] > 0 for row in good)
     assert all(row["bytes_written"] > BYTES and row["bytes_read"] > BYTES for row in good)
+    lines = outcome.out.splitlines()
+    for number, row in enumerate(rows):
+        job = f"job {number} ckpt={('zarr', 'tensorstore')[number // 2]} train.steps={(2, -1)[number % 2]}: "
+        figures = rf"save \d+\.\d{{3}} s, load \d+\.\d{{3}} s, digest {(row.get('state_digest') or '')[:8]}"
+        assert re.fullmatch(job + (f"failed: {row['error']}" if row["error"] else figures), lines[number])
+    assert lines[4].split(":")[0].strip() == "4 jobs", "and nothing that a job says itself"
+    assert "".join(Path("outputs/dev/0/job.log").read_text()).count("saved checkpoint-") == 2
     for text in (outcome.out, Path("outputs/dev/sweep.txt").read_text()):
         assert good[0]["state_digest"][:8] in text and "ckpt=tensorstore" in text
     shown = parsed(Path("outputs/dev/sweep.html").read_text()).texts("jobs")
@@ -433,6 +456,38 @@ def test_a_sweep_ends_with_one_table_in_which_a_failed_job_is_a_row(command: Com
     assert good[0]["save_s_each"][0] > 0 and good[0]["bytes_needed"] > BYTES
     folders = [path.name for path in (tmp_path / "outputs" / "dev").iterdir() if path.is_dir()]
     assert sorted(folders) == ["0", "2"], "a refused job leaves no folder"
+
+
+def test_a_sweep_of_jobs_without_checkpoints_has_a_table(command: Command) -> None:
+    small = [key for key in SMALL if not key.startswith("launch.")]
+    outcome = command(*small, "-m", "train.steps=1", "train.seed=0,1", "output_dir=s", main=recipes.sync_weights.main)
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.splitlines()[:2] == [f"job {seed} train.seed={seed}: done, nothing was saved" for seed in (0, 1)]
+    assert [row["state_digest"] for row in json.loads(Path("s/sweep.json").read_text())] == ["", ""]
+    assert "published" in Path("s/0/job.log").read_text()
+
+
+def test_a_verbose_sweep_shows_what_each_job_says(command: Command) -> None:
+    outcome = command(*SMALL, "-m", "train.seed=0,1", "train.steps=1", "resume=latest", "hydra.verbose=recipes")
+    assert outcome.code == 0, outcome.err
+    lines = outcome.out.splitlines()
+    begins = [lines.index(f"job {number} train.seed={number}") for number in (0, 1)]
+    ends = [next(at for at, line in enumerate(lines) if line.startswith(f"job {n} train.seed={n}: save ")) for n in (0, 1)]
+    assert begins[0] == 0 and begins[1] == ends[0] + 1 and lines[ends[1] + 1].strip().startswith("2 jobs: ")
+    for begin, end in zip(begins, ends, strict=True):
+        said = "\n".join(lines[begin + 1 : end])
+        assert "there is no checkpoint in" in said and "saved checkpoint-00000001" in said and "read back" in said
+    assert not list(Path("outputs").rglob("job.log"))
+
+
+def test_on_a_terminal_a_sweep_shows_the_job_that_is_under_way(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.support.sweep._on_terminal", lambda: True)
+    outcome = command(*SMALL, "-m", "train.steps=1", "train.seed=0,1", "resume=latest")
+    assert outcome.code == 0, outcome.err
+    for number in (0, 1):
+        assert f"job {number} train.seed={number}\r\x1b[Kjob {number} train.seed={number}: save " in outcome.out
+    assert "there is no checkpoint in" not in outcome.out
+    assert Path("outputs/dev/1/job.log").read_text().startswith("resume=latest: there is no checkpoint in ")
 
 
 @pytest.mark.full

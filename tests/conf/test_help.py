@@ -31,11 +31,14 @@ from recipes.support.help import commands, help_text
 from recipes.support.keys import by_dotted_key, keys_of_command, read
 from recipes.support.report import Summary
 from tests.conf.configs import composed
+from tests.support.covering import sampled
 from tests.support.doc_scripts import doc_script
 
 SCREEN = 45
 COMMANDS = {name: module for module, (name, _) in commands(CONF).items()}
 HELPS = [(name, []) for name in COMMANDS] + [("benchmark", [f"measure={one}"]) for one in ("compare", *MEASUREMENTS)]
+EACH_COMMAND = sampled(("name", "choice"), HELPS, len(COMMANDS) + 2)
+"""Of the measurements of a benchmark, by default two."""
 Command = Callable[..., tuple[int, str, str]]
 
 
@@ -58,7 +61,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return run
 
 
-@pytest.mark.parametrize(("name", "choice"), HELPS)
+@EACH_COMMAND
 def test_the_help_of_a_command_fits_on_a_screen_and_says_where_the_rest_is(name: str, choice: list[str]) -> None:
     lines = help_text(CONF, name, choice).splitlines()
     assert len(lines) <= SCREEN and max(map(len, lines)) <= 140
@@ -68,7 +71,7 @@ def test_the_help_of_a_command_fits_on_a_screen_and_says_where_the_rest_is(name:
     assert has_all != ("--help-all shows every choice and every key." in lines)
 
 
-@pytest.mark.parametrize(("name", "choice"), HELPS)
+@EACH_COMMAND
 def test_every_key_and_every_choice_has_a_description(name: str, choice: list[str]) -> None:
     found = keys_of_command(CONF, name, choice)
     assert [key.name for key in found.keys if not key.phrase] == []

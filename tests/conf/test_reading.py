@@ -271,7 +271,7 @@ def test_inspect_lists_the_arrays_that_filter_and_limit_choose(
     (said,) = [line for line in shown(monkeypatch, capsys, path, "filter='s*'") if line.startswith("filter=")]
     assert said.startswith("filter=s* chooses none of 2 arrays; parts of their names: model, big[red], small")
     assert run(monkeypatch, "inspect", path, "limit=0") == 1
-    assert "limit=0: expected at least 1, or null for all" in capsys.readouterr().err
+    assert "limit=0: expected at least 1, or limit=null for all" in capsys.readouterr().err
 
 
 @pytest.fixture

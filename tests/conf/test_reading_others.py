@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 import ckpt
 from tests.conf.test_reading import run
 from tests.golden.megatron.truth import FOLDER
+from tests.support.covering import sampled
 from tests.support.dcp_runs import save_by_dcp
 
 STATE: dict[str, Any] = {"w": torch.arange(6.0).reshape(2, 3), "list": [torch.ones(2)], "step": 7}
@@ -132,7 +133,7 @@ def test_what_is_missing_of_another_program_s_checkpoint_is_a_problem(
     assert "problem" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", NAMES)
+@sampled("name", NAMES, 6)
 def test_a_path_is_taken_as_it_was_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:

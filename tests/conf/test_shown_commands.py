@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -10,7 +11,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from click import Context
 from omegaconf import OmegaConf
+
+from ckpt.cli.main import COMMANDS, ckpt
+from tests.support.covering import and_in_full
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 CONF = CHECKOUT / "conf"
@@ -18,6 +23,7 @@ PAGES = [CHECKOUT / "README.md", CHECKOUT / "CONTRIBUTING.md", *CHECKOUT.glob("d
 COMMAND = r"\b(?:python|torchrun(?: --\S+)*) -m (recipes[\w.]*)"
 PLACEHOLDERS = {"workload=<name>": "workload=gpt2_fsdp", "<its venv>/bin/python": "python", "<path>": "python"} | {
     "=<one>:": "=cuda",
+    "=examples/own_project/conf": f"={CHECKOUT}/examples/own_project/conf",
     "=...": "=outputs",
     "'hydra.searchpath=[file:///path/to/my/conf]' ckpt=bin": "ckpt=zarr",
 }
@@ -43,7 +49,34 @@ def _commands() -> list[tuple[str, ...]]:
     return sorted(found)
 
 
-@pytest.mark.parametrize("command", _commands(), ids=" ".join)
+def _commands_of_ckpt() -> list[str]:
+    """Every shown command of `ckpt` with its arguments."""
+    texts = [file.read_text() for file in PAGES if file.name != "ckpt.md"] + [entry.text for entry in COMMANDS.values()]
+    shown = (found for text in texts for found in re.findall(r"(?m)^\s*(?:\$ )?(ckpt [a-z]+ [^\n#|]*)$|`(ckpt [a-z]+ [^`]*)`", text))
+    return sorted({" ".join((line or code).split("||")[0].split()) for line, code in shown})
+
+
+@pytest.mark.parametrize("command", _commands_of_ckpt())
+def test_a_shown_command_of_ckpt_has_the_arguments_that_it_takes(command: str) -> None:
+    _, name, *words = shlex.split(command)
+    found = ckpt.get_command(Context(ckpt), name)
+    assert found is not None, f"there is no ckpt {name}"
+    found.make_context(name, words)
+
+
+def _with_new_keys(commands: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Commands in which each key of each module occurs, the longest first."""
+    seen: set[tuple[str, str]] = set()
+    chosen = []
+    for command in sorted(commands, key=len, reverse=True):
+        keys = {(command[0], word.partition("=")[0]) for word in command}
+        if not keys <= seen:
+            chosen.append(command)
+        seen |= keys
+    return chosen
+
+
+@and_in_full(("command",), [(one,) for one in _with_new_keys(_commands())], [(one,) for one in _commands()], ids=" ".join)
 def test_a_shown_command_is_a_module_that_takes_these_keys(
     command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,7 +97,8 @@ def test_a_shown_command_is_a_module_that_takes_these_keys(
     composed = OmegaConf.create(shown.out)
     for word in words:
         key = word.partition("=")[0]
-        if not (CONF / key).is_dir() and not key.lstrip("+").startswith(("hydra/", "hydra.")):  # a group, or no key of the job
+        is_no_key = key.lstrip("+").startswith(("hydra/", "hydra.", "--"))  # of the job
+        if not (CONF / key).is_dir() and not is_no_key:  # nor a group
             assert OmegaConf.select(composed, key) == OmegaConf.select(OmegaConf.from_dotlist([word]), key)
 
 
@@ -83,14 +117,19 @@ def _names() -> list[str]:
     return sorted(name for name in found if not name.endswith(".X"))
 
 
-@pytest.mark.parametrize("name", _names())
-def test_a_shown_name_can_be_imported(name: str) -> None:
+def test_every_shown_name_can_be_imported() -> None:
+    names = _names()
+    assert len(names) > 100
+    assert [name for name in names if not _is_there(name)] == []
+
+
+def _is_there(name: str) -> bool:
     for plugin in ("ckpt.engine.verl_plugin", "ckpt.integrations.torchtitan"):  # of packages that are not installed
         if name.startswith(plugin):
-            assert find_spec(plugin) is not None
-            return
+            return find_spec(plugin) is not None
     module, _, attribute = name.rpartition(".")
     try:
         import_module(name)
     except ModuleNotFoundError:
-        assert hasattr(import_module(module), attribute)
+        return hasattr(import_module(module), attribute)
+    return True

@@ -16,6 +16,7 @@ from recipes.support import CONF
 from recipes.support.config import made
 from recipes.training.sync_config import checked_join, checked_sync
 from tests.conf.configs import composed
+from tests.support.covering import sampled
 
 
 def config(run_dir: Path, *overrides: str) -> dict[str, Any]:
@@ -109,7 +110,7 @@ def _forget_kimi(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("backend", ["kimi-engine", "zarr", "tensorstore"])
-@pytest.mark.parametrize("strategy", ["direct", "two-stage"])
+@sampled("strategy", ["direct", "two-stage"])
 def test_trainers_save_by_every_backend_and_load_by_every_strategy(backend: str, strategy: str, tmp_path: Path) -> None:
     run = config(
         tmp_path, f"ckpt={backend}", f"strategy={strategy}", "roles.trainer=2", "parallel=fsdp", "agree.grace_s=7"

@@ -13,7 +13,8 @@ from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import SharingPattern
 from recipes.support.ranks import tracebacks_of_bugs
-from recipes.training.training import Training, learning_rate_factor
+from recipes.training.schedule import learning_rate_factor
+from recipes.training.training import Training
 from tests.conf.configs import config
 
 

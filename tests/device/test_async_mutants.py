@@ -76,9 +76,7 @@ ON_HOST = [
         "ckpt/memory/arena.py: Arena.grow",
         "self._free != ([(0, len(self._memory))] if len(self._memory) else [])",
         "False and self._free != ([(0, len(self._memory))] if len(self._memory) else [])",
-        (
-            f"{ARENA}::test_an_arena_that_is_large_enough_stays_as_it_is_and_one_that_grows_waits_until_nothing_is_taken",
-        ),
+        (f"{ARENA}::test_an_arena_that_is_large_enough_stays_and_one_that_grows_waits_until_nothing_is_taken",),
     ),
     Mutant(
         "who waits for room is not told that nobody will make any",
@@ -134,7 +132,7 @@ ON_HOST = [
         "ckpt/saving/background/background.py: Background.__init__",
         "threading._register_atexit",
         "str",
-        (f"{FAULTS}::test_a_program_that_never_closes_its_coordinator_makes_its_last_save_durable_before_it_ends",),
+        (f"{FAULTS}::test_a_program_that_never_closes_its_coordinator_ends_with_its_last_save_durable",),
     ),
     Mutant(
         "a process that is told to end does not wait for its saves",

@@ -23,7 +23,7 @@ from tests.device.memory import AWKWARD, Memory, require_same, tiny
 from tests.device.saves import require_saved, torch_device
 from tests.device.test_resume_on_device import BACKENDS, LAYOUTS, Run, checkpoint, runs_on
 from tests.support.async_runs import SETTINGS, Troubled, error_of, let_go, settings
-from tests.support.covering import and_in_full, rows
+from tests.support.covering import and_in_full, rows, sampled
 from tests.support.ranks import run_ranks
 from tests.support.states import Held
 from tests.support.states import coordinator as on_host
@@ -158,7 +158,7 @@ class _Model:
         return found
 
 
-@pytest.mark.parametrize("budget_mib", [None, 4])
+@sampled("budget_mib", [None, 4])
 def test_what_is_copied_beside_training_is_complete_before_the_optimizers_step(
     tmp_path: Path, device: str, budget_mib: int | None
 ) -> None:

@@ -21,6 +21,7 @@ from ckpt.ranks.topology import Topology
 from tests.device.devices import ADVERSARY, CUDA, NPU
 from tests.device.memory import Kind, Memory, require_same, values_of
 from tests.device.saves import torch_device
+from tests.support.covering import sampled
 from tests.support.engines import BUCKET_BYTES, KINDS, joined, num_ranks, publish, receive, update
 from tests.support.ranks import run_ranks
 from tests.support.states import Held
@@ -134,7 +135,7 @@ def _in_turn(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> 
 
 @on_devices
 @pytest.mark.parametrize("name", ["broadcast", pytest.param("kimi_ckpt_engine", marks=pytest.mark.full)])
-@pytest.mark.parametrize("rollout_dtype", [None, "bfloat16"])
+@sampled("rollout_dtype", [None, "bfloat16"])
 def test_weights_are_those_of_the_moment_at_which_they_were_yielded(
     device: str, name: str, rollout_dtype: str | None
 ) -> None:
@@ -268,7 +269,7 @@ def _read_late(topology: Topology, device: str) -> None:
 
 
 @pytest.mark.parametrize("late", ["trainer", "rollout"])
-def test_parts_of_buckets_on_the_host_are_taken_when_they_have_come_and_replaced_when_they_have_left(late: str) -> None:
+def test_parts_of_buckets_on_the_host_are_taken_when_they_came_and_replaced_when_they_left(late: str) -> None:
     """What comes late is not put in place before; and a trainer is several messages ahead of a rollout, if it does not wait."""
     run_ranks(2, _slow_parts, late)
 
@@ -291,7 +292,7 @@ def _slow_parts(topology: Topology, late: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("staging", [True, False])
+@sampled("staging", [True, False])
 def test_memory_on_the_device_is_used_again_only_when_the_others_have_what_was_in_it(
     device: str, staging: bool
 ) -> None:

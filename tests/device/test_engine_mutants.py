@@ -15,7 +15,7 @@ THREE_UPDATES = f"{LATE}::test_three_updates_hold_what_was_on_its_way_when_each_
 BROADCAST, ONE_BUCKET = f"{THREE_UPDATES}[broadcast-2-2-True-npu]", f"{THREE_UPDATES}[broadcast-1-1-False-npu]"
 NAIVE = f"{THREE_UPDATES}[naive-1-1-True-npu]"
 PARTS = f"{LATE}::test_updates_of_which_parts_of_buckets_travel_hold_what_was_on_its_way_and_what_was_there[broadcast-True-False-False-npu]"
-ON_TIME = f"{LATE}::test_parts_of_buckets_on_the_host_are_taken_when_they_have_come_and_replaced_when_they_have_left"
+ON_TIME = f"{LATE}::test_parts_of_buckets_on_the_host_are_taken_when_they_came_and_replaced_when_they_left"
 ANY_STREAM = f"{LATE}::test_what_is_yielded_to_a_rollout_may_be_copied_on_any_stream"
 SLOW = f"{LATE}::test_memory_on_the_device_is_used_again_only_when_the_others_have_what_was_in_it"
 

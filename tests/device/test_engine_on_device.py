@@ -18,6 +18,7 @@ from ckpt.ranks.topology import Topology
 from tests.device.devices import CUDA, NPU
 from tests.device.memory import Filled, Kind, Memory, values_of
 from tests.device.saves import torch_device
+from tests.support.covering import sampled
 from tests.support.engines import joined, publish, update
 from tests.support.ranks import run_ranks
 from tests.support.states import Held
@@ -60,7 +61,7 @@ class Peak:
 
 @on_devices
 @engines
-@pytest.mark.parametrize(("staging", "buckets"), [(True, 2), (False, 1)])
+@sampled(("staging", "buckets"), [(True, 2), (False, 1)])
 def test_an_update_takes_no_more_device_memory_than_its_buckets(
     device: str, name: str, staging: bool, buckets: int
 ) -> None:
@@ -336,7 +337,7 @@ class _Changed:
 
 
 @on_devices
-@pytest.mark.parametrize("name", ["broadcast", "kimi_ckpt_engine"])
+@sampled("name", ["broadcast", "kimi_ckpt_engine"])
 def test_an_update_prints_nothing(device: str, name: str, capfd: pytest.CaptureFixture[str]) -> None:
     run_ranks(2, _update_once, name, device, device=device)
     assert capfd.readouterr().err == ""

@@ -36,7 +36,7 @@ from ckpt.state.state_digest import state_digest
 from tests.device.devices import ADVERSARY, CUDA, NPU, why_too_many
 from tests.device.memory import AWKWARD, Kind, Memory, require_same, state_of, tiny, values_of
 from tests.device.saves import Saved, coordinator, require_saved, torch_device
-from tests.support.covering import covering
+from tests.support.covering import and_in_full, covering, sampled
 from tests.support.ranks import run_ranks
 from tests.support.states import Fitted, random_bits, spreading
 
@@ -75,7 +75,9 @@ class Undisturbed:
 # Saves
 
 
-@covering({"backend": ["zarr", "ocdbt", "safetensors"], "pinned_mib": [32, 1]}, default=1)
+@and_in_full(
+    ("backend", "pinned_mib"), [("zarr", 32), ("ocdbt", 1)], itertools.product(["zarr", "ocdbt", "safetensors"], [32, 1])
+)
 def test_a_save_holds_what_was_on_its_way_when_it_began_and_nothing_later(
     tmp_path: Path, device: str, backend: str, pinned_mib: int
 ) -> None:
@@ -436,7 +438,7 @@ FORMATS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("form", "in_background"), [("zarr", False), ("tensorstore", True)])
+@sampled(("form", "in_background"), [("zarr", False), ("tensorstore", True)])
 def test_ckpt_save_and_ckpt_load_wait_alike(tmp_path: Path, device: str, form: str, in_background: bool) -> None:
     run_ranks(
         2, _save_and_load_sharded, tmp_path, device, form, in_background,

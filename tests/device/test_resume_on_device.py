@@ -116,13 +116,14 @@ def require_resumed(straight: dict[str, Any], *resumed: dict[str, Any]) -> None:
     ("layout", "backend", "strategy", "hosts"),
     [
         ("single", "zarr", "direct", 1),
+        pytest.param("fsdp", "file", "direct", 1, marks=pytest.mark.full),
         pytest.param("ddp", "zarr", "two-stage by the host", 1, marks=pytest.mark.full),
-        ("accelerate", "ocdbt", "two-stage by the device", 1),
-        ("fsdp", "file", "direct", 1),
+        pytest.param("accelerate", "ocdbt", "two-stage by the device", 1, marks=pytest.mark.full),
+        ("fsdp", "file", "two-stage by the device", 1),
         pytest.param("hsdp", "zarr", "two-stage by the host", 2, marks=pytest.mark.full),
         pytest.param("tp_fsdp", "ocdbt", "direct", 1, marks=pytest.mark.full),
         pytest.param("ddp_tp", "zarr", "two-stage by the device", 2, marks=pytest.mark.full),
-        ("pipeline", "safetensors", "two-stage by the host", 1),
+        pytest.param("pipeline", "safetensors", "two-stage by the host", 1, marks=pytest.mark.full),
         pytest.param("ddp_pipeline", "file", "two-stage by the device", 2, marks=pytest.mark.full),
     ],
 )
@@ -155,7 +156,7 @@ def test_every_layout_resumes_to_the_bit_by_every_backend_and_strategy_on_one_ho
 @pytest.mark.parametrize(
     ("saved_on", "saved_by", "loaded_on", "loaded_by", "strategy"),
     [
-        pytest.param("npu", "ddp", "cpu", "ddp", "two-stage by the host", marks=pytest.mark.npu),
+        pytest.param("npu", "ddp", "cpu", "ddp", "two-stage by the host", marks=[pytest.mark.npu, pytest.mark.full]),
         pytest.param("npu", "fsdp", "cpu", "ddp", "direct", marks=[pytest.mark.npu, pytest.mark.full]),
         pytest.param("cpu", "ddp", "npu", "fsdp", "two-stage by the device", marks=pytest.mark.npu),
         pytest.param("cuda", "single", "cpu", "single", "direct", marks=pytest.mark.cuda),

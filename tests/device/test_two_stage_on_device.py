@@ -21,13 +21,14 @@ from ckpt.ranks.topology import Topology
 from tests.device.devices import ADVERSARY
 from tests.device.memory import AWKWARD, Memory, values_of
 from tests.device.saves import Saved, coordinator, torch_device
+from tests.support.covering import sampled
 from tests.support.ranks import run_ranks
 from tests.support.states import Fitted, spreading
 
 pytestmark = pytest.mark.npu
 
 
-@pytest.mark.parametrize("cpu_transfer", [False, True], ids=["by the device", "by the host"])
+@sampled("cpu_transfer", [False, True], ids=["by the device", "by the host"])
 def test_once_ranks_wait_for_each_other_none_waits_for_its_whole_device(saved: Saved, cpu_transfer: bool) -> None:
     """There the network may be at work for a rank that is gone, and nobody would hear of it."""
     path = saved(AWKWARD, 2)

@@ -195,7 +195,7 @@ def test_a_state_of_nothing_but_tiny_tensors_has_room(tmp_path: Path) -> None:
     assert held.loaded is not None and all(same_bits(held.loaded[key], one) for key, one in wanted.items())
 
 
-def test_memory_that_is_too_small_for_the_next_save_is_made_anew_once_nothing_is_written_from_it(
+def test_memory_too_small_for_the_next_save_is_made_anew_once_nothing_is_written_from_it(
     tmp_path: Path,
 ) -> None:
     """Two saves are queued, of which the second is four times as large: the first keeps its bytes until they are written."""

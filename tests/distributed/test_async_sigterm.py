@@ -31,6 +31,7 @@ from tests.support.async_runs import (
     settings,
     until,
 )
+from tests.support.covering import sampled
 from tests.support.ranks import Dead, run_ranks
 
 TERMINATED = Dead(-signal.SIGTERM)
@@ -164,7 +165,7 @@ def test_a_save_that_takes_longer_is_given_up_and_the_one_before_stays(tmp_path:
     require_sound(root, ["checkpoint-1"])
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@sampled("who", [0, 1])
 def test_one_rank_alone_that_is_told_to_end_finishes_its_part_first(tmp_path: Path, who: int) -> None:
     root = tmp_path / "root"
     arguments = (root, tmp_path, "dawdles", 20.0, [who])

@@ -53,9 +53,23 @@ def _saved_and_loaded(topology: Topology, root: Path, saves: Sequence[Sequence[V
             assert equal(own.loaded, by_rank[topology.rank]), number
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.integers(2, 4).flatmap(lambda n: st.lists(st.lists(values, min_size=n, max_size=n), min_size=1, max_size=3)))
+_SAVES = st.integers(2, 4).flatmap(lambda n: st.lists(st.lists(values, min_size=n, max_size=n), min_size=1, max_size=3))
+
+
+@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
+@given(_SAVES)
 def test_every_rank_gets_back_what_it_held_at_each_save(saves: list[list[Values]]) -> None:
+    _require_each_its_own(saves)
+
+
+@pytest.mark.full
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@given(_SAVES)
+def test_every_rank_gets_back_what_it_held_at_many_more_saves(saves: list[list[Values]]) -> None:
+    _require_each_its_own(saves)
+
+
+def _require_each_its_own(saves: list[list[Values]]) -> None:
     with tempfile.TemporaryDirectory() as root:
         run_threads(len(saves[0]), _saved_and_loaded, Path(root), saves)
         for number, by_rank in enumerate(saves):

@@ -37,7 +37,7 @@ from tests.e2e.runs import SMALL
 from tests.support.ranks import run_ranks
 from tests.support.states import Held
 
-SAMPLE = ("ddp 2", "fsdp 3", "pipeline 2", "ddp_tp 4")
+SAMPLE = ("ddp 2", "fsdp 3", "pipeline 2")
 
 
 def patterns_of(path: Path) -> dict[str, str]:

@@ -26,6 +26,7 @@ from ckpt.errors import (
 from ckpt.format.places import place_of
 from ckpt.ranks.topology import Topology
 from ckpt.storage.objects import store
+from tests.support.covering import sampled
 from tests.support.object_server import ObjectServer
 from tests.support.sharded_saves import (
     SAVES,
@@ -47,7 +48,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
         yield server
 
 
-@pytest.mark.parametrize("name", SAVES)
+@sampled("name", SAVES)
 def test_two_ranks_save_and_others_load(server: ObjectServer, name: str) -> None:
     threads(2, save_training_state, AT, SAVES[name])
     threads(2, require_training_state, AT)

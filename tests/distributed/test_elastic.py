@@ -13,6 +13,7 @@ from ckpt import StateComponent
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, MissingStateError, WorldSizeError
 from ckpt.loading.report import Status
 from ckpt.ranks.topology import Topology
+from tests.support.covering import sampled
 from tests.support.ranks import run_ranks, run_threads
 from tests.support.states import Fitted, Held, coordinator, global_index, same_bits
 
@@ -109,7 +110,7 @@ def test_the_object_may_decide_under_every_pattern_but_sharded_and_must_be_able_
 FOUR = [[0, 1, 2], [10, 11, 12], [20, 21, 22], [30, 31, 32]]
 
 
-@pytest.mark.parametrize("backend", ["zarr", "ocdbt", "safetensors"])
+@sampled("backend", ["zarr", "ocdbt", "safetensors"])
 def test_three_ranks_share_out_what_four_had_left(tmp_path: Path, backend: str) -> None:
     run_ranks(4, _save, tmp_path, "per_rank", backend)
     got = run_ranks(3, _load, tmp_path)
@@ -323,7 +324,7 @@ CHANGED |= dict.fromkeys(("global", "replicated", "sharded"), CHANGED["per_rank"
 
 
 @pytest.mark.parametrize("pattern", CHANGED)
-def test_what_is_to_be_rebuilt_keeps_what_its_object_has_built_where_ranks_nodes_or_groups_have_changed(
+def test_what_is_to_be_rebuilt_stays_as_built_where_ranks_nodes_or_groups_have_changed(
     tmp_path: Path, pattern: str
 ) -> None:
     run_threads(4, _save_one, tmp_path, pattern, None, "zarr", nodes=[2, 2])
@@ -346,7 +347,7 @@ def test_what_all_ranks_share_may_refuse_another_number_of_them(tmp_path: Path, 
     assert all(has_saved for _, has_saved, _ in run_threads(2, _load_one, tmp_path, pattern, "refuse"))
 
 
-@pytest.mark.parametrize("backend", ["zarr", "ocdbt", "safetensors"])
+@sampled("backend", ["zarr", "ocdbt", "safetensors"])
 @pytest.mark.parametrize("pattern", OWN)
 def test_a_replica_is_taken_for_ranks_that_never_were_if_all_saved_copies_are_equal(
     tmp_path: Path, pattern: str, backend: str

@@ -15,6 +15,7 @@ from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.ranks.topology import Topology
 from tests.distributed.test_engine_faults import _killed_at, _rejoin, be_patient
+from tests.support.covering import sampled
 from tests.support.engines import (
     BUCKET_BYTES,
     collected,
@@ -103,7 +104,7 @@ def _run(
 # What travels
 
 
-@pytest.mark.parametrize(
+@sampled(
     ("name", "trainers", "rollouts", "settings"),
     [
         ("broadcast", 2, 2, {}),

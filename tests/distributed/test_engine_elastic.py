@@ -396,7 +396,7 @@ def train_on(member: ElasticEngine, told: list[dict[str, Any]], count: int) -> l
 
 
 @pytest.mark.parametrize("name", ["broadcast", pytest.param("kimi_ckpt_engine", marks=pytest.mark.full)])
-def test_a_rollout_that_dies_or_hangs_on_its_way_in_or_has_another_model_does_not_keep_the_others(name: str) -> None:
+def test_a_rollout_that_dies_hangs_or_has_another_model_does_not_keep_the_others(name: str) -> None:
     dead = range(2, 2 + len(COMERS))
     found = run_ranks(3 + len(COMERS), _comer_dies, name, expect_dead=dead, timeout_s=120.0, agree_s=100.0)
     assert found[0] == ({1}, {1})

@@ -35,6 +35,7 @@ from ckpt.ranks.topology import Topology
 from ckpt.state.statefuls import ModelState
 from tests.device import devices
 from tests.device.devices import NPU
+from tests.support.covering import sampled
 from tests.support.engines import (
     DISAGGREGATED,
     KINDS,
@@ -76,10 +77,8 @@ def run(
 def _matrix() -> Iterator[Any]:
     """All engines, sizes and devices; those that are not marked stand for the others in the default run."""
     default = {
-        ("broadcast", 1, 1, "cpu"),
         ("broadcast", 2, 2, "npu"),
         ("kimi_ckpt_engine", 2, 2, "cpu"),
-        ("kimi_ckpt_engine", 3, 1, "npu"),
     }
     for name, (num_trainers, num_rollouts), device in itertools.product(DISAGGREGATED, SIZES, ("cpu", "npu")):
         marks = [pytest.mark.npu] if device == "npu" else []
@@ -163,7 +162,7 @@ def _require_one_version_per_step(told: list[list[tuple[WeightVersion, dict[str,
 # What consumers of other kinds get
 
 
-@pytest.mark.parametrize("device", ["cpu", NPU])
+@sampled("device", ["cpu", NPU])
 def test_broadcast_yields_weights_whose_memory_is_used_again(device: str) -> None:
     run(2, 1, "broadcast", _receive_weights, device, device=device)
 
@@ -353,7 +352,7 @@ def _wrapped(layout: str, step: int, topology: Topology, device: str) -> torch.n
     return net
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "pipeline"])
+@sampled("layout", ["ddp", "fsdp", "pipeline"], 2)
 @pytest.mark.parametrize(
     ("name", "device"), [("broadcast", "cpu"), pytest.param("kimi_ckpt_engine", "npu", marks=[pytest.mark.npu, FULL])]
 )
@@ -372,7 +371,7 @@ def _publish_layout(
             require_same(live.state_dict(), _net(step).state_dict())
 
 
-def test_whole_weights_name_what_is_tied_across_pipeline_stages_and_refuse_what_they_cannot_gather() -> None:
+def test_whole_weights_name_what_is_tied_across_stages_and_refuse_what_they_cannot_gather() -> None:
     assert run_ranks(2, _whole_weights, process_group=True) == [None, None]
 
 
@@ -404,7 +403,7 @@ def _whole_weights(topology: Topology) -> None:
 # Figures and memory of unusual updates
 
 
-@pytest.mark.parametrize("name", ["broadcast", "kimi_ckpt_engine"])
+@sampled("name", ["broadcast", "kimi_ckpt_engine"])
 def test_trainers_that_own_nothing_take_part_all_the_same(name: str) -> None:
     owned = run(3, 1, name, _few_buckets)
     assert owned[:3] == [1, 0, 0]
@@ -420,7 +419,7 @@ def _few_buckets(topology: Topology, num_trainers: int, num_rollouts: int, name:
         return 0 if engine.pool is None or engine.layout is None else len(engine.pool.buckets(engine.layout))
 
 
-@pytest.mark.parametrize("name", [*DISAGGREGATED, "naive"])
+@sampled("name", [*DISAGGREGATED, "naive"])
 def test_no_weights_at_all_and_weights_without_elements_are_updates_too(name: str) -> None:
     run(1, 1, name, _next_to_nothing)
 
@@ -439,7 +438,7 @@ def _next_to_nothing(topology: Topology, num_trainers: int, num_rollouts: int, n
 # Rollouts of one host
 
 
-@pytest.mark.parametrize(
+@sampled(
     ("name", "nodes", "receivers"),
     [
         ("broadcast", [1, 3], [1]),
@@ -464,8 +463,8 @@ def _shared(topology: Topology, num_trainers: int, num_rollouts: int, name: str)
         calls.append(args)
         return digest(*args)
 
-    transfer.digest_of_bucket = counted  # type: ignore[assignment]
-    with joined(topology, num_trainers, num_rollouts, name) as engine:
+    with pytest.MonkeyPatch.context() as patch, joined(topology, num_trainers, num_rollouts, name) as engine:
+        patch.setattr(transfer, "digest_of_bucket", counted)
         live = live_model() if engine.rank in engine.rollouts else None
         for step in STEPS:
             update(engine, step, live)
@@ -550,7 +549,7 @@ def _handed_out(topology: Topology, num_trainers: int, num_rollouts: int, name: 
                 pass
 
 
-@pytest.mark.parametrize("name", ["broadcast", "naive", pytest.param("kimi_ckpt_engine", marks=FULL)])
+@sampled("name", ["broadcast", "naive", pytest.param("kimi_ckpt_engine", marks=FULL)])
 def test_weights_may_change_between_updates_and_memory_is_used_again(name: str) -> None:
     run(2, 1 if name != "naive" else 2, name, _changing_weights)
 
@@ -639,7 +638,7 @@ _REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", ["broadcast", "naive", pytest.param("kimi_ckpt_engine", marks=FULL)])
+@sampled("name", ["broadcast", "naive", pytest.param("kimi_ckpt_engine", marks=FULL)])
 def test_a_rollout_with_another_model_is_refused_on_all_ranks_before_anything_moves(name: str) -> None:
     run(1 if name != "naive" else 2, 2, name, _refuse_rollouts)
 

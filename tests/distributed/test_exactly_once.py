@@ -32,10 +32,10 @@ def _train_and_tell(topology: Topology, cfg: dict[str, Any]) -> list[list[int]]:
 
 
 def _spied(next_batch: Any, given: list[list[int]]) -> Any:
-    def spy(self: Any) -> torch.Tensor:
-        rows: torch.Tensor = next_batch(self)
-        given.append([int(bytes(row.tolist())[:5]) for row in rows])
-        return rows
+    def spy(self: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, following = next_batch(self)
+        given.append([int(bytes(row.tolist())[:5]) for row in tokens])
+        return tokens, following
 
     return spy
 

@@ -43,7 +43,7 @@ AGREE_S = 2.0
 IN_A_ROW = 12  # faults of one call, on the same ranks
 SLACK_S = 15.0  # for a machine that is busy with something else; how long it really took is reported
 ALL_PATTERNS = (*PATTERNS, BY_OTHERS)
-TOGETHER = (ALL_PATTERNS[:2], ALL_PATTERNS[2:4], ALL_PATTERNS[4:])  # in one launch
+TOGETHER = (("sharded",), *((pattern,) for pattern in ALL_PATTERNS if pattern != "sharded"))  # in one launch
 
 KINDS = {"raises": StorageError, "raises before": StorageError, "goes elsewhere": CheckpointError}
 CALLS = "(save|load|search) .*"
@@ -248,7 +248,8 @@ OTHER_WAY_IN = (
     "dist_checkpointing",  # see test_dist_checkpointing_faults.py
     "api",
     "integrations",  # see test_checkpointer_ranks.py
-    "convert",  # see test_importing.py and test_exporting_dcp.py
+    "interop",  # see test_importing.py and test_exporting_dcp.py
+    "cli",
 )
 NO_CHECKPOINT = ("engine",)  # see test_engine_faults.py
 ONLY_WHERE_COPIES_DIFFER = {"values", "distances"}  # and are compared number by number: the save fails anyway
@@ -344,7 +345,7 @@ def _call_different_things(topology: Topology, root: Path) -> list[tuple[Any, bo
     return [one for row in told for one in row]
 
 
-def test_a_rank_that_calls_nothing_or_something_else_is_named_by_all_and_takes_part_in_the_next_save(
+def test_a_rank_that_calls_nothing_or_something_else_is_named_and_joins_the_next_save(
     tmp_path: Path,
 ) -> None:
     outcomes = run_ranks(sum(NODES), _call_different_things, tmp_path, nodes=list(NODES))

@@ -18,7 +18,7 @@ from ckpt.backends.base import Previous, Writer
 from ckpt.errors import CheckpointError, CorruptCheckpointError, RankAbsentError, StorageError
 from ckpt.format.records import ArraySpec
 from ckpt.ranks.topology import Topology
-from tests.support.covering import covering
+from tests.support.covering import covering, sampled
 from tests.support.ranks import Dead, run_ranks
 from tests.support.states import Held, backend_named, coordinator, global_index, same_bits
 
@@ -157,7 +157,7 @@ def _fails_then_works(topology: Topology, root: Path, name: str) -> None:
     made.load_checkpoint()
 
 
-@pytest.mark.parametrize("backend", ["zarr", "safetensors"])
+@sampled("backend", ["zarr", "safetensors"])
 def test_after_a_failed_save_the_same_coordinator_saves_again(tmp_path: Path, backend: str) -> None:
     run_ranks(2, _fails_then_works, tmp_path, backend)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-1"]
@@ -197,7 +197,7 @@ def _load_damaged(topology: Topology, root: Path) -> tuple[str, list[Any]]:
     return str(caught.value), list(made.last_load.fell_back_from)
 
 
-@pytest.mark.parametrize("backend", ["zarr", "ocdbt", "safetensors"])
+@sampled("backend", ["zarr", "ocdbt", "safetensors"])
 def test_damage_that_only_one_rank_meets_is_refused_by_all_and_passed_over_by_all(tmp_path: Path, backend: str) -> None:
     run_ranks(2, _save_twice, tmp_path, backend)
     largest = max((tmp_path / "checkpoint-2").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)

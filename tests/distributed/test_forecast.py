@@ -204,8 +204,8 @@ def check(root: Path, cases: Sequence[Case]) -> dict[str, int]:
 
 
 def test_a_load_does_what_was_foreseen(root: Path) -> None:
-    did = check(root, chosen(120))
-    assert min(did["loaded"], did["refused"]) > 30
+    did = check(root, chosen(45))
+    assert min(did["loaded"], did["refused"]) > 10
     assert min(did.values()) > 0, did
 
 

@@ -20,6 +20,7 @@ import ckpt.ranks.heartbeat as heartbeat_module
 from ckpt.errors import CheckpointError, RankAbsentError
 from ckpt.ranks.mail import Mail
 from ckpt.ranks.topology import Topology
+from tests.support.covering import sampled
 from tests.support.pace import patience
 from tests.support.ranks import Dead, run_ranks
 
@@ -80,7 +81,7 @@ def _signal_in_phase(
     return _apart(topology, write, timeout_s)
 
 
-@pytest.mark.parametrize("victim", range(6))
+@sampled("victim", [0, 2, 4, 1, 3, 5], 3)
 def test_a_rank_that_is_killed_is_named_on_all_hosts_at_once(victim: int) -> None:
     """But for the only rank of a host: nobody sees its end."""
     is_seen = victim != 2
@@ -96,7 +97,7 @@ def test_a_rank_that_is_killed_is_named_on_all_hosts_at_once(victim: int) -> Non
     assert max(after_s for *_, after_s in said) < patience(2.0 if is_seen else 4.0 + 5.0)
 
 
-@pytest.mark.parametrize("victim", [3, 4])
+@sampled("victim", [3, 4])
 def test_the_end_of_a_rank_is_seen_although_processes_that_it_has_forked_live_on(victim: int) -> None:
     outcomes = run_ranks(6, _signal_in_phase, victim, signal.SIGKILL, 300.0, True, nodes=NODES, expect_dead={victim})
     said = [outcome for rank, outcome in enumerate(outcomes) if rank != victim]
@@ -104,7 +105,7 @@ def test_the_end_of_a_rank_is_seen_although_processes_that_it_has_forked_live_on
     assert max(after_s for *_, after_s in said) < patience(2.0)
 
 
-@pytest.mark.parametrize("victim", [0, 3])
+@sampled("victim", [0, 3])
 def test_a_hub_that_is_stopped_is_named_and_its_host_still_hears(victim: int) -> None:
     outcomes = run_ranks(6, _signal_in_phase, victim, signal.SIGSTOP, 4.0, nodes=NODES, expect_dead={victim})
     said = [outcome for rank, outcome in enumerate(outcomes) if rank != victim]

@@ -26,6 +26,7 @@ from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.storage.pool import PoolFile
+from tests.support.covering import sampled
 from tests.support.ranks import run_ranks
 from tests.support.states import Held, coordinator, random_bits, same_bits
 
@@ -169,7 +170,7 @@ def count_copies(topology: Topology, root: Path, mode: str) -> tuple[int, int, i
         return counts[0], sizes - counts[0], sizes, host_cache.pool.num_bytes
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@sampled("mode", ["sync", "async"])
 def test_each_byte_is_copied_once_and_the_memory_is_as_large_as_the_files(tmp_path: Path, mode: str) -> None:
     counts = run_ranks(3, count_copies, tmp_path, mode)
     for copied, _, size, memory in counts:
@@ -199,7 +200,7 @@ def require_links_stay_in_memory(topology: Topology, root: Path, mode: str) -> N
         assert checkpoints.last_load is not None and checkpoints.last_load.bytes_read == 0
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@sampled("mode", ["sync", "async"])
 def test_what_an_incremental_save_links_is_in_memory_still(tmp_path: Path, mode: str) -> None:
     run_ranks(3, require_links_stay_in_memory, tmp_path, mode)
 
@@ -215,7 +216,7 @@ def load_from_two_hosts(topology: Topology, root: Path, strategy: str) -> int:
         return checkpoints.last_load.bytes_read
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@sampled("strategy", STRATEGIES)
 def test_what_ranks_of_other_hosts_hold_comes_from_the_disk_and_the_report_says_so(
     tmp_path: Path, strategy: str
 ) -> None:
@@ -254,7 +255,7 @@ def limit_files_to(num_bytes: int | None) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard if num_bytes is None else num_bytes, hard))
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@sampled("mode", ["sync", "async"])
 def test_a_save_that_fails_leaves_nothing_held_and_the_next_is_held_again(tmp_path: Path, mode: str) -> None:
     run_ranks(3, fail_in_the_middle, tmp_path, mode)
 
@@ -303,7 +304,7 @@ def told_to(told: list[str]) -> Iterator[None]:
         logging.getLogger("ckpt").removeHandler(handler)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@sampled("strategy", STRATEGIES)
 def test_damaged_memory_is_found_and_the_file_read_in_its_place(tmp_path: Path, strategy: str) -> None:
     results = run_ranks(3, load_with_damaged_memory, tmp_path, strategy)
     assert results[0][0] > 0

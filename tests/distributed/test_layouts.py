@@ -91,7 +91,7 @@ def straight_and_resumed(folder: Path, backend: str, tied: bool) -> list[tuple[P
         ("fsdp 3", "zarr", True),
         pytest.param("pipeline 3", "zarr", True, marks=pytest.mark.full),
         pytest.param("accelerate 3", "tensorstore", False, marks=pytest.mark.full),
-        ("hsdp 3", "kimi-engine", True),
+        pytest.param("hsdp 3", "kimi-engine", True, marks=pytest.mark.full),
     ],
 )
 def test_a_resumed_run_is_the_straight_one_to_the_bit(tmp_path: Path, layout: str, backend: str, tied: bool) -> None:

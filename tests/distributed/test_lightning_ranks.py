@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import ckpt
+from tests.support.covering import sampled
 from tests.support.forked_ranks import RunForked, forked_from
 from tests.support.ranks import Dead
 
@@ -32,7 +33,7 @@ def straight(run: RunForked, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return {kind: (folder, run(2, "train", kind, folder, 12, {})) for kind, folder in folders.items()}
 
 
-@pytest.mark.parametrize(
+@sampled(
     ("kind", "options"),
     [
         ("ddp", {}),
@@ -235,7 +236,7 @@ _REFUSALS = [
     "ConfigurationError: map_location is a function; expected a device, or None",
     "ConfigurationError: saves.when_busy=skip: the framework would count a skipped checkpoint as saved",
     "ConfigurationError: saves.incremental=True has no effect where a framework gives the state",
-    "ConfigurationError: backend is 'pt'; expected one of",
+    "ConfigurationError: format is 'pt'; expected one of",
     "ConfigurationError: CkptModelParallelStrategy saves by CkptCheckpointIO; found AsyncCheckpointIO",
     "ConfigurationError: CkptModelParallelStrategy(save_distributed_checkpoint=False): every rank saves its part",
     "ConfigurationError: saves.grace_s=60 has no effect: Lightning handles SIGTERM",
@@ -245,7 +246,7 @@ _REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "num_ranks", "steps"), [("ddp", 2, 0), ("fsdp", 2, 0), ("plugin alone", 1, 2)])
+@sampled(("kind", "num_ranks", "steps"), [("ddp", 2, 0), ("plugin alone", 1, 2), ("fsdp", 2, 0)], 2)
 def test_hyperparameters_that_are_not_plain_are_refused_by_name_as_training_begins(
     run: RunForked, tmp_path: Path, kind: str, num_ranks: int, steps: int
 ) -> None:

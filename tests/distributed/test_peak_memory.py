@@ -16,6 +16,7 @@ from ckpt.backends.zarr import ZarrBackend
 from ckpt.loading.direct import DirectLoad
 from ckpt.ranks.topology import Topology
 from recipes.benchmark.measuring import PeakMemory
+from tests.support.covering import sampled
 from tests.support.ranks import run_ranks
 from tests.support.states import Fitted, coordinator, random_bits
 
@@ -62,7 +63,7 @@ def _coordinator(topology: Topology, root: Path, state: dict[str, torch.Tensor],
     )
 
 
-@pytest.mark.parametrize("backend", ["zarr", pytest.param("ocdbt", marks=pytest.mark.full), "safetensors"])
+@sampled("backend", ["zarr", pytest.param("ocdbt", marks=pytest.mark.full), "safetensors"])
 def test_a_save_takes_its_buffers_and_a_load_its_slab(tmp_path: Path, backend: str) -> None:
     for saving, loading in run_ranks(2, _grown, tmp_path, backend, is_only=True):
         copied = 8  # one tensor that is not contiguous

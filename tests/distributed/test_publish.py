@@ -23,6 +23,7 @@ from ckpt.errors import CorruptCheckpointError, MissingStateError, RankAbsentErr
 from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.state.statefuls import ModelState
+from tests.support.covering import sampled
 from tests.support.engines import MixedModel, joined, live_model, put, receive, require_holds
 from tests.support.ranks import run_ranks
 from tests.support.states import Held, coordinator, random_bits, same_bits
@@ -92,7 +93,7 @@ def train_and_publish(topology: Topology, root: Path, num_trainers: int, mode: s
         trainers.close()
 
 
-@pytest.mark.parametrize(("mode", "pattern"), [("sync", "replicated"), ("async", "auto")])
+@sampled(("mode", "pattern"), [("async", "auto"), ("sync", "replicated")])
 @pytest.mark.parametrize("name", ["broadcast", pytest.param("kimi_ckpt_engine", marks=pytest.mark.full)])
 def test_rollouts_get_a_step_as_it_was_saved_whatever_training_does_since(
     tmp_path: Path, mode: str, pattern: str, name: str
@@ -124,7 +125,7 @@ def publish_shards(topology: Topology, root: Path, mode: str, pattern: str) -> N
                 assert same_bits(tensor, expected), name
 
 
-@pytest.mark.parametrize(("mode", "pattern"), [("sync", "auto"), ("async", "sharded"), ("incremental", "auto")])
+@sampled(("mode", "pattern"), [("sync", "auto"), ("async", "sharded"), ("incremental", "auto")])
 def test_it_yields_what_whole_weights_would_have_gathered(tmp_path: Path, mode: str, pattern: str) -> None:
     run_ranks(3, publish_shards, tmp_path, mode, pattern, process_group=True)
 
@@ -225,7 +226,7 @@ def save_while_publishing(topology: Topology, root: Path, mode: str) -> None:
         assert all(same_bits(tensor, MixedModel(3).state_dict()[name]) for name, tensor in taken.weights)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@sampled("mode", ["sync", "async"])
 def test_saves_may_go_by_while_a_step_is_published(tmp_path: Path, mode: str) -> None:
     run_ranks(2, save_while_publishing, tmp_path, mode)
 

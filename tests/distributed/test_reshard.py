@@ -16,6 +16,7 @@ from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import ShardingError
 from ckpt.ranks.topology import Topology
 from ckpt.state.address import address_of
+from tests.support.covering import sampled
 from tests.support.ranks import run_ranks
 from tests.support.states import BACKENDS, Held, coordinator, global_index, same_bits
 
@@ -72,8 +73,8 @@ def _load_cuts(topology: Topology, root: Path, seeds: range) -> None:
         assert made.last_load.bytes_needed == 8 * sum(torch.Size(shape).numel() for shape in SHAPES)
 
 
-@pytest.mark.parametrize(
-    ("backend", "saved_by", "loaded_by"), [("zarr", 3, 2), ("ocdbt", 2, 4), ("file", 4, 1), ("safetensors", 3, 4)]
+@sampled(
+    ("backend", "saved_by", "loaded_by"), [("zarr", 3, 2), ("ocdbt", 2, 4), ("file", 4, 1), ("safetensors", 3, 4)], 2
 )
 def test_every_element_survives_any_uneven_change_of_shards(
     tmp_path: Path, backend: str, saved_by: int, loaded_by: int
@@ -130,7 +131,7 @@ def _load_dtensors(topology: Topology, root: Path, layout: str, pattern: str) ->
         assert same_bits(tensor.to_local(), wanted[key].to_local()), key
 
 
-@pytest.mark.parametrize(
+@sampled(
     ("saved_as", "by", "loaded_as", "on"),
     [
         ("rows", 3, "2d", 4),
@@ -139,6 +140,7 @@ def _load_dtensors(topology: Topology, root: Path, layout: str, pattern: str) ->
         ("copies", 2, "2d-hsdp", 4),
         ("columns", 3, "copies", 2),
     ],
+    3,
 )
 def test_dtensors_move_between_placements_bit_for_bit(
     tmp_path: Path, saved_as: str, by: int, loaded_as: str, on: int

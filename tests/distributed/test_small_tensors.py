@@ -16,6 +16,7 @@ import torch
 from ckpt import StateComponent
 from ckpt.ranks.topology import Phase, Topology
 from ckpt.saving import planner
+from tests.support.covering import sampled
 from tests.support.ranks import run_ranks
 from tests.support.states import Held, coordinator
 
@@ -27,9 +28,7 @@ RANKS = 2
 
 
 @pytest.mark.parametrize("count", [ENOUGH, pytest.param(MANY, marks=pytest.mark.full)])
-@pytest.mark.parametrize(
-    ("pattern", "backend"), [("replicated", "zarr"), ("sharded", "ocdbt"), ("sharded", "safetensors")]
-)
+@sampled(("pattern", "backend"), [("replicated", "zarr"), ("sharded", "ocdbt"), ("sharded", "safetensors")])
 def test_thousands_of_tensors_cost_neither_thousands_of_files_nor_of_opens(
     tmp_path: Path, pattern: str, backend: str, count: int
 ) -> None:

@@ -56,7 +56,7 @@ def test_rank_0_draws_and_every_rank_takes_its_rows(tmp_path: Path) -> None:
     data = TextData(path=str(tmp_path))
     cpu = torch.device("cpu")
     alone = data.loader(context=7, batch_size=6, seed=0, topology=Topology.alone(), device=cpu, share=(0, 1))
-    expected = [alone.next_batch() for _ in range(3)]
+    expected = [alone.next_batch()[0] for _ in range(3)]
     parts = run_ranks(3, _draw, data, process_group=True)
     for step in range(3):
         assert torch.equal(torch.cat([torch.tensor(batches[step]) for batches, _ in parts]), expected[step])
@@ -77,4 +77,4 @@ def _train(topology: Topology, runs: list[dict[str, Any]]) -> list[dict[str, Any
 def _draw(topology: Topology, data: TextData) -> tuple[list[Any], dict[str, Any]]:
     share, cpu = (topology.rank, topology.world_size), torch.device("cpu")
     loader = data.loader(context=7, batch_size=6, seed=0, topology=topology, device=cpu, share=share)
-    return [loader.next_batch().tolist() for _ in range(3)], loader.state_dict()
+    return [loader.next_batch()[0].tolist() for _ in range(3)], loader.state_dict()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,10 +31,13 @@ from ckpt.loading.two_stage.timing import summarize
 from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.memory.copies import Filling
 from ckpt.memory.device import Device
+from ckpt.planning.plan import CHUNK_MAX_BYTES, plan_save
 from ckpt.ranks.topology import Topology
+from ckpt.saving import planner
 from ckpt.storage.stored import read_index, read_manifest
 from ckpt.storage.wanted_bytes import WantedBytes
 from recipes.benchmark.measuring import PeakMemory
+from tests.support.covering import and_in_full, sampled
 from tests.support.ranks import Dead, run_ranks
 from tests.support.states import (
     ALL_DTYPES,
@@ -49,8 +55,8 @@ HOSTS = {"one host": [4], "two and two": [2, 2], "one and three": [1, 3], "each 
 _PATTERNS = ("replicated", "per_rank", "global", "per_group")
 
 
-def state(seed: int, *, is_large: bool) -> dict[str, Any]:
-    """Every data type, shapes that no cut divides, none and one element, and an array of three blocks, or one of two chunks."""
+def state(seed: int) -> dict[str, Any]:
+    """Every data type, shapes that no cut divides, none and one element, and an array of three blocks."""
     tensors = {f"{dtype}": random_bits((37, 1001), dtype, seed + n) for n, dtype in enumerate(ALL_DTYPES)}
     small = {f"small {n}": random_bits((n,), torch.float32, seed + n) for n in range(12)}
     return {
@@ -58,7 +64,7 @@ def state(seed: int, *, is_large: bool) -> dict[str, Any]:
         **small,
         "0-dim": torch.tensor(seed + 0.5),
         "empty": torch.empty(0, 7),
-        "large": random_bits((70 if is_large else 9, 1 << 18), torch.float32, seed),
+        "large": random_bits((9, 1 << 18), torch.float32, seed),
     }
 
 
@@ -74,9 +80,9 @@ class Counting:
         return got
 
 
-def components(pattern: str, topology: Topology, *, is_large: bool = False) -> tuple[Held, list[StateComponent]]:
+def components(pattern: str, topology: Topology) -> tuple[Held, list[StateComponent]]:
     seed = {"per_rank": topology.rank, "per_group": topology.rank // 2}.get(pattern, 0)
-    held = Held(state(1000 * seed, is_large=is_large))
+    held = Held(state(1000 * seed))
     group = "pairs" if pattern == "per_group" else None
     return held, [StateComponent("model", held, pattern, process_group_name=group)]
 
@@ -114,16 +120,21 @@ def saved_and_loaded(
     pattern: str,
     backend: str | Backend,
     options: dict[str, Any],
-    is_large: bool = False,
+    in_chunks: bool = False,
 ) -> tuple[int, int, int]:
-    """Save, load by two stages, compare every bit; return the bytes read, needed, and read by this rank."""
-    held, parts = components(pattern, topology, is_large=is_large)
+    """Save, load by two stages, compare every bit; return the bytes read, needed, and read by this rank.
+
+    `in_chunks`: arrays are cut as those of gigabytes are.
+    """
+    held, parts = components(pattern, topology)
     counting = Counting()
     strategy = TwoStageLoad(read_at=counting.read_at, **options)
     made = coordinator(
         topology, root, parts, backend=backend, strategy=strategy, process_groups=pairs(topology), pattern_check="off"
     )
-    path = made.save_checkpoint(checkpoint_id="1")
+    max_bytes = CHUNK_MAX_BYTES >> 4 if in_chunks else CHUNK_MAX_BYTES
+    with patch.object(planner, "plan_save", partial(plan_save, chunk_max_bytes=max_bytes)):
+        path = made.save_checkpoint(checkpoint_id="1")
     saved = emptied(held)
     made.load_checkpoint(path)
     require_loaded(held, saved)
@@ -132,29 +143,27 @@ def saved_and_loaded(
     return report.bytes_read, report.bytes_needed, counting.num_bytes
 
 
-def _small_and_large(hosts: str, pattern: str) -> list[Any]:
-    """By default one with an array of two chunks, the way to spread it that has both: within a host and between hosts."""
-    both = (hosts, pattern) == ("one and three", "replicated")
-    return [
-        pytest.param(hosts, pattern, large, marks=[] if large == both else pytest.mark.full) for large in (False, True)
-    ]
+SPREAD = [
+    ("one and three", "replicated", True),  # an array of several chunks, within a host and between hosts
+    ("two and two", "per_group", False),
+]
 
 
-@pytest.mark.parametrize(
-    ("hosts", "pattern", "is_large"),
-    [case for hosts in HOSTS for pattern in ("replicated", "per_group") for case in _small_and_large(hosts, pattern)],
+@and_in_full(
+    ("hosts", "pattern", "in_chunks"), SPREAD, itertools.product(HOSTS, ("replicated", "per_group"), (False, True))
 )
 def test_all_ranks_get_every_bit_and_each_byte_is_read_once(
-    tmp_path: Path, hosts: str, pattern: str, is_large: bool
+    tmp_path: Path, hosts: str, pattern: str, in_chunks: bool
 ) -> None:
     """S1.57: storage gives each byte once, whoever wants it; S1.49: groups between hosts are made by all ranks in one order."""
     outcomes = run_ranks(
-        4, saved_and_loaded, tmp_path, pattern, "zarr", {}, is_large, nodes=HOSTS[hosts], process_group=True, agree_s=30
+        4, saved_and_loaded, tmp_path, pattern, "zarr", {}, in_chunks, nodes=HOSTS[hosts], process_group=True, agree_s=30
     )
     unique = stored_bytes(tmp_path / "checkpoint-1")
     assert {read for read, _, _ in outcomes} == {unique}
     assert sum(mine for _, _, mine in outcomes) == unique
     assert max(mine for _, _, mine in outcomes) < unique / 2  # nobody reads it all
+    assert bool([*tmp_path.glob("checkpoint-1/model/**/large/c/1")]) == in_chunks
 
 
 @pytest.mark.full
@@ -177,7 +186,7 @@ def test_every_pattern_backend_and_way_to_spread(
     )
 
 
-@pytest.mark.parametrize("backend", ["ocdbt", "file", "safetensors"])
+@sampled("backend", ["ocdbt", "file", "safetensors"])
 def test_other_backends_and_collectives_of_the_device(tmp_path: Path, backend: str) -> None:
     options = {"cpu_transfer": backend == "file", "max_in_flight_mib": 8}
     outcomes = run_ranks(3, saved_and_loaded, tmp_path, "replicated", backend, options, process_group=True)
@@ -231,14 +240,14 @@ def _cached(
 ) -> tuple[int, int, str]:
     """Load what the page cache has, but on some ranks, who are told that it has not; return the bytes read, blocks read by this rank
     to be spread, and the error."""
-    held, parts = components("replicated", topology, is_large=True)
+    held, parts = components("replicated", topology)
     made = coordinator(topology, root, parts, backend=backend, strategy=TwoStageLoad())
     path = Path(made.save_checkpoint(checkpoint_id="1"))
     with topology.phase("damage, and read all"):
         if topology.is_lead:
             *_, file = sorted(path.rglob("*"), key=lambda one: one.stat().st_size if one.is_file() else 0)
             data = bytearray(file.read_bytes())
-            data[20_000_000] ^= damaged
+            data[5_000_000] ^= damaged
             file.write_bytes(data)
             assert all(one.read_bytes() is not None for one in path.rglob("*") if one.is_file())
     saved = emptied(held)
@@ -258,27 +267,29 @@ def _cached(
     return made.last_load.bytes_read, len(spread), ""
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@sampled("backend", BACKENDS)
 def test_what_the_page_cache_has_goes_through_no_slot(tmp_path: Path, backend: str) -> None:
     outcomes = run_ranks(3, _cached, tmp_path, backend, (), False)
     assert outcomes == [(stored_bytes(tmp_path / "checkpoint-1"), 0, "")] * 3
 
 
-@pytest.mark.parametrize(
-    ("nodes", "not_here", "spreading", "copies"), [([4], [2], [0, 1, 2, 3], 1), ([2, 2], [3], [2, 3], 2), ([1, 3], [3], [1, 2, 3], 2)]
+@sampled(
+    ("nodes", "not_here", "spreading", "copies"),
+    [([3], [2], [0, 1, 2], 1), ([2, 2], [3], [2, 3], 2), ([1, 3], [3], [1, 2, 3], 2)],
+    2,
 )
 def test_ranks_of_a_host_that_do_not_all_find_it_in_the_page_cache_spread_it(
     tmp_path: Path, nodes: list[int], not_here: list[int], spreading: list[int], copies: int
 ) -> None:
     """Each host with a page cache counts what it has once, and so do the others together."""
-    outcomes = run_ranks(4, _cached, tmp_path, "zarr", not_here, False, nodes=nodes, process_group=True)
+    outcomes = run_ranks(sum(nodes), _cached, tmp_path, "zarr", not_here, False, nodes=nodes, process_group=True)
     assert {read for read, _, _ in outcomes} == {copies * stored_bytes(tmp_path / "checkpoint-1")}
     assert [rank for rank, (_, spread, _) in enumerate(outcomes) if spread] == spreading
 
 
 def test_damage_that_is_in_the_page_cache_is_found_on_every_rank(tmp_path: Path) -> None:
     first, *others = run_ranks(3, _cached, tmp_path, "zarr", (), True)
-    assert first[1] == 0 and "large: bytes 16777216 to 20971520 of" in first[2]
+    assert first[1] == 0 and "large: bytes 4194304 to 8388608 of" in first[2]
     assert others == [first, first]
 
 

@@ -25,6 +25,7 @@ from ckpt.errors import ConfigurationError, MissingStateError
 from ckpt.loading.two_stage.timing import timed, timers
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
+from tests.support.covering import sampled
 from tests.support.ranks import run_ranks
 from tests.support.sharded_saves import SAVES, blank
 from tests.support.states import global_index, random_bits, same_bits
@@ -85,7 +86,7 @@ def _equals_direct(topology: Topology, group: Any, root: Path, strategy: str, cp
         assert same_bits(direct[key], one.data), key
 
 
-@pytest.mark.parametrize("strategy", ["zarr", "tensorstore, ocdbt"])
+@sampled("strategy", ["zarr", "tensorstore, ocdbt"])
 @pytest.mark.parametrize("cpu_transfer", [True, False])
 def test_it_loads_what_direct_loading_does(tmp_path: Path, strategy: str, cpu_transfer: bool) -> None:
     """S1.46, S1.47, S1.57, S1.58: the group and the way to send are given; every bit is what direct loading finds, on any device type."""

@@ -15,6 +15,7 @@ import pytest
 from ckpt.backends.registry import BACKENDS
 from ckpt.errors import StorageError, sentence
 from ckpt.saving.save_settings import SaveSettings
+from tests.support.covering import sampled
 from tests.support.forked_ranks import RunForked, forked_from
 from tests.support.ranks import Dead
 from tests.support.users import GROUP
@@ -43,7 +44,7 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(made)
 
 
-@pytest.mark.parametrize("umask", [0o002, 0o027, 0o077])
+@sampled("umask", [0o002, 0o027, 0o077])
 def test_all_files_and_folders_follow_the_umask(run: RunForked, tmp_path: Path, umask: int) -> None:
     run(1, "saves_in_all_ways", tmp_path, umask)
     found = {
@@ -62,7 +63,7 @@ def test_all_files_and_folders_follow_the_umask(run: RunForked, tmp_path: Path, 
 
 @as_root
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-@pytest.mark.parametrize("format", BACKENDS)
+@sampled("format", BACKENDS)
 def test_two_people_of_a_group_go_on_with_each_others_run(
     run: RunForked, folder: Path, format: str, options: dict[str, Any]
 ) -> None:

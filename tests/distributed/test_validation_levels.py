@@ -18,6 +18,7 @@ from ckpt.ranks.topology import Topology
 from ckpt.state.replication import MAX_NAMED
 from recipes.benchmark.validation_costs import MEASUREMENT
 from tests.conf.configs import config
+from tests.support.covering import sampled
 from tests.support.ranks import run_ranks, run_threads
 from tests.support.states import ALL_DTYPES, Held, coordinator, random_bits, same_bits
 
@@ -125,7 +126,7 @@ def save_at_every_level(topology: Topology, root: Path, plant: Callable[[dict[st
     return said
 
 
-@pytest.mark.parametrize("planted", PLANTED)
+@sampled("planted", PLANTED, 9)
 def test_a_planted_difference_is_found_by_its_level_and_missed_by_the_one_below(tmp_path: Path, planted: str) -> None:
     plant, found_from, says = PLANTED[planted]
     said = run_threads(3, save_at_every_level, tmp_path, plant)

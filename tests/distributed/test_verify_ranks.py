@@ -19,11 +19,12 @@ from ckpt.ranks.topology import Topology
 from ckpt.storage import extents
 from ckpt.storage.stored import read_manifest
 from tests.support.async_runs import until
+from tests.support.covering import sampled
 from tests.support.ranks import run_ranks
 from tests.support.states import BACKENDS, Held, coordinator, cpu
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@sampled("backend", BACKENDS)
 def test_damage_to_any_file_of_any_rank_is_named(tmp_path: Path, backend: str) -> None:
     paths = run_ranks(3, _save, tmp_path, backend)
     checkpoint = Path(paths[0])

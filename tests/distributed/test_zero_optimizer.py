@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ckpt import Checkpointer
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
+from tests.support.covering import sampled
 from tests.support.ranks import run_ranks
 from tests.support.states import same_bits
 
@@ -54,7 +55,7 @@ def _load(_: Topology, root: Path) -> tuple[list[torch.Tensor], float]:
     return [tensor.clone() for tensor in model.state_dict().values()], optimizer.param_groups[0]["lr"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@sampled("ranks", [1, 2, 4])
 def test_the_next_steps_are_equal_to_the_bit_on_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
     want = run_ranks(2, _save, tmp_path, process_group=True)[0]
     for got, rate in run_ranks(ranks, _load, tmp_path, process_group=True):

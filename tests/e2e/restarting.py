@@ -70,11 +70,21 @@ class Events:
 
 
 def main() -> None:
-    folder, steps = Path(sys.argv[1]), int(sys.argv[2])
+    train_in_group(Path(sys.argv[1]), int(sys.argv[2]), in_ddp=sys.argv[3:] == ["ddp"])
+
+
+def train_in_group(folder: Path, steps: int, *, in_ddp: bool = False) -> None:
+    """`train` on a rank that a launcher has started."""
     dist.init_process_group("gloo")
+    train(folder, steps, in_ddp=in_ddp)
+    dist.destroy_process_group()
+
+
+def train(folder: Path, steps: int, *, in_ddp: bool = False) -> None:
+    """Train on from the newest checkpoint, and save every two steps."""
     torch.manual_seed(0)
     model: nn.Module = nn.Linear(32, 32)
-    if sys.argv[3:] == ["ddp"]:
+    if in_ddp:
         model = DistributedDataParallel(model, find_unused_parameters=True)  # no buckets are rebuilt
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with Checkpointer(folder, model=model, optimizer=optimizer, events=Events(), every=2) as checkpoints:
@@ -86,7 +96,6 @@ def main() -> None:
             (model(inputs) - inputs).square().mean().backward()
             optimizer.step()
             checkpoints.step(step)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

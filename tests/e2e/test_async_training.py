@@ -18,9 +18,8 @@ from ckpt.catalog.verify import verify_checkpoint
 from ckpt.errors import StorageError
 from tests.e2e.conftest import STEPS, Run
 from tests.e2e.processes import a_second, left_after, mark, marked
-from tests.e2e.runs import TEXT, Command, checkpoint, committed, root_of, run, start, summary_of
+from tests.e2e.runs import SMALL, TEXT, Command, Forked, checkpoint, committed, root_of, run, start, summary_of
 from tests.support.async_runs import SETTINGS, Left
-from tests.support.covering import and_in_full
 from tests.support.pace import patience
 
 RANKS = 2
@@ -81,7 +80,7 @@ def test_one_rank_alone_saves_in_the_background_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_write_error_in_the_background_is_one_sentence_and_the_run_goes_on_from_the_checkpoint_before(
+def test_a_write_error_in_the_background_is_one_sentence_and_the_run_can_be_resumed(
     tmp_path: Path,
 ) -> None:
     run_dir = tmp_path / "run"
@@ -108,18 +107,34 @@ def test_the_last_step_is_saved_though_the_save_before_it_is_under_way_and_other
     assert committed(tmp_path / "run") == [checkpoint(tmp_path / "run", step) for step in saved]
 
 
-@and_in_full(("fault",), [("killed",)], [("full_disk",), ("hung",), ("ended",)])
-def test_each_fault_in_the_background_ends_the_command_with_one_line(tmp_path: Path, fault: str) -> None:
-    run_dir = tmp_path / "run"
-    faulty = ["ckpt._target_=tests.e2e.misbehaving.FaultyZarr", f"+ckpt.fault={fault}"]
-    overrides = ["train.steps=6", "save.every=2", "save.mode=async", "agree.timeout_s=3", *faulty]
-    command = start(run_dir, *overrides, ranks=3, environment=mark(run_dir)).ended()
-    assert left_after(a_second(), lambda: marked(run_dir)) == []
+def _faulty(fault: str) -> list[str]:
+    """A run of three ranks, of which rank 1 meets the fault in the second save."""
+    backend = ["ckpt._target_=tests.e2e.misbehaving.FaultyZarr", f"+ckpt.fault={fault}"]
+    return ["train.steps=6", "save.every=2", "save.mode=async", "agree.timeout_s=3", *backend]
+
+
+def _require_one_line(command: Command | Forked, run_dir: Path) -> None:
     assert command.code == 1, command.out + command.err
     assert command.err.count("\n") == 1, command.err
     assert "rank 1" in command.err and "save of checkpoint-00000004" in command.err
     assert committed(run_dir) == [checkpoint(run_dir, 2)]
     assert verify_checkpoint(checkpoint(run_dir, 2)) == []
+
+
+def test_a_rank_that_is_killed_in_the_background_ends_the_command_with_one_line(tmp_path: Path) -> None:
+    """The command is forked of a process that has loaded torch."""
+    run_dir = tmp_path / "run"
+    words = [f"output_dir={run_dir}", *SMALL, "launch.nproc_per_node=3", *_faulty("killed")]
+    _require_one_line(Forked("recipes.train", words, tmp_path).ended(), run_dir)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", ["killed", "full_disk", "hung", "ended"])
+def test_each_fault_in_the_background_ends_the_command_with_one_line(tmp_path: Path, fault: str) -> None:
+    run_dir = tmp_path / "run"
+    command = start(run_dir, *_faulty(fault), ranks=3, environment=mark(run_dir)).ended()
+    assert left_after(a_second(), lambda: marked(run_dir)) == []
+    _require_one_line(command, run_dir)
 
 
 # kill -9 and SIGTERM

@@ -14,6 +14,7 @@ from recipes.benchmark import contenders, conversions
 from recipes.benchmark.limits import Raw
 from recipes.benchmark.saves_and_loads import MEASUREMENT, SECONDS
 from tests.conf.configs import benchmark_config
+from tests.support.covering import sampled
 from tests.support.ranks import run_ranks
 
 EVERYBODY = [
@@ -84,7 +85,7 @@ def test_what_four_ranks_saved_two_load(parallel: str, tmp_path: Path) -> None:
     assert None not in zarr["save_peak_mib_of_ranks"]
 
 
-@pytest.mark.parametrize("sharing", ["replicated", "sharded"])
+@sampled("sharing", ["replicated", "sharded"])
 def test_small_tensors_are_held_by_all_or_each_by_one(sharing: str, tmp_path: Path) -> None:
     cfg = config(
         tmp_path,

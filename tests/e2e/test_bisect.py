@@ -106,7 +106,7 @@ def words(good: Path, bad: Path) -> tuple[str, str]:
     return f"run={good}", f"bad={bad}"
 
 
-def test_an_element_that_was_changed_in_a_checkpoint_is_found_where_the_run_departs_from_its_replay(
+def test_a_changed_element_of_a_checkpoint_is_found_where_the_run_departs_from_its_replay(
     good: Path, element: Path, bisect: Bisect
 ) -> None:
     outcome = bisect(*words(good, element), "json=true")

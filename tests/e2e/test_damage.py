@@ -99,7 +99,13 @@ def everything(folder: Path) -> list[Damage]:
     return [Damage(file, how) for file in files_of(folder) for how in DAMAGES]
 
 
-@pytest.fixture(params=["straight", "in_ocdbt", "in_safetensors"], ids=["zarr", "ocdbt", "safetensors"])
+@pytest.fixture(
+    params=[
+        pytest.param("straight", id="zarr"),
+        pytest.param("in_ocdbt", id="ocdbt", marks=pytest.mark.full),
+        pytest.param("in_safetensors", id="safetensors", marks=pytest.mark.full),
+    ]
+)
 def source(request: pytest.FixtureRequest) -> tuple[str, Run]:
     return request.param, request.getfixturevalue(request.param)
 

@@ -13,6 +13,7 @@ from tests.conf.configs import composed
 from tests.device.devices import STAND_IN, environment, prepare
 from tests.device.test_resume_on_device import STRATEGIES, Run, runs_on
 from tests.e2e.runs import REPO, TEXT, Command, Forked, checkpoint, committed, start, summary_of
+from tests.support.covering import sampled
 
 pytestmark = pytest.mark.npu
 
@@ -63,11 +64,16 @@ def test_kimi_gives_weights_from_one_npu_to_another(tmp_path: Path) -> None:
     assert summary["trainer"]["version"] == 2
 
 
+@sampled("typed", [False, True])
 def test_the_card_runs_as_it_is_and_any_device_goes_on_from_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], typed: bool
 ) -> None:
     """`python -m recipes.train ckpt=tensorstore device=npu`, but for the text and the number of steps and samples."""
-    done(Command(["-m", "recipes.train"], ("ckpt=tensorstore", *CARD), tmp_path, with_stand_in({})))
+    words = ("ckpt=tensorstore", *CARD)
+    if typed:
+        done(Command(["-m", "recipes.train"], words, tmp_path, with_stand_in({})))
+    else:
+        done(Forked("recipes.train", words, tmp_path, device="npu"))
     card = tmp_path / "outputs" / "dev"
     assert [path.name for path in committed(card)] == ["checkpoint-00000001", "checkpoint-00000002"]
     path = checkpoint(card, 2)
@@ -77,7 +83,7 @@ def test_the_card_runs_as_it_is_and_any_device_goes_on_from_it(
         (summary,) = runs_on(name, "single", Run(tmp_path / name, [*same, *STRATEGIES[strategy]]))
         assert (summary["first_step"], summary["losses"]) == (3, [])
         digests += [summary["loaded_digest"], summary["state_digest"]]
-        assert f"resumed {path}" in capsys.readouterr().err
+        assert f"restored {path} at step 2: " in capsys.readouterr().err
     assert digests == [digests[0]] * 5
 
 
@@ -108,7 +114,8 @@ def test_a_sweep_over_devices_backends_and_strategies_ends_with_one_table(tmp_pa
     digests = [row["state_digest"] for row in rows]
     assert digests == [digests[0]] * 4 + [digests[4]] * 4
     assert printed.count("8 jobs: ") == 1
-    assert printed.count("read back checkpoint-00000002, bit for bit") == 8
+    logs = [Path(row["run_dir"], "job.log").read_text() for row in rows]
+    assert all(log.count("read back checkpoint-00000002, bit for bit") == 1 for log in logs)
 
 
 def test_the_copies_of_a_device_are_measured_beside_plain_ones(tmp_path: Path) -> None:

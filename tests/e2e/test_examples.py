@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import random
 import re
+import runpy
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.e2e import processes
 from tests.support.pace import patience
+from tests.support.ranks import forkserver
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -45,7 +50,7 @@ def losses_of(command: list[str], run: Path, *, kill_at: int | None = None) -> d
 @pytest.mark.parametrize(
     ("example", "ranks"),
     [
-        ("plain_loop.py", 0),
+        pytest.param("plain_loop.py", 0, marks=pytest.mark.full),
         pytest.param("plain_loop.py", 2, marks=pytest.mark.full),
         pytest.param("fsdp2.py", 2, marks=pytest.mark.full),
         pytest.param("pipeline.py", 2, marks=pytest.mark.full),
@@ -60,12 +65,50 @@ def losses_of(command: list[str], run: Path, *, kill_at: int | None = None) -> d
 )
 def test_an_example_goes_on_to_the_bit_after_a_kill(tmp_path: Path, example: str, ranks: int) -> None:
     command = [*TORCHRUN, str(ranks), str(EXAMPLES / example)] if ranks else [str(EXAMPLES / example)]
-    command += ["--steps", "90", "--folder"]
-    straight = losses_of([*command, str(tmp_path / "straight")], tmp_path)
+    require_goes_on(lambda words, kill_at=None: losses_of([*command, *words], tmp_path, kill_at=kill_at), tmp_path)
+
+
+def test_the_plain_loop_goes_on_to_the_bit_after_a_kill(tmp_path: Path) -> None:
+    """Here in processes that have loaded torch."""
+    require_goes_on(lambda words, kill_at=None: forked_losses_of(words, tmp_path / "said", kill_at=kill_at), tmp_path)
+
+
+def forked_losses_of(words: list[str], said: Path, *, kill_at: int | None = None) -> dict[int, str]:
+    """Run `plain_loop.py`; step -> loss as it printed them. It is killed when it prints the step `kill_at`."""
+    os.mkfifo(said)
+    program = forkserver().Process(target=_be_plain_loop, args=(words, said))
+    program.start()
+    found = {}
+    with said.open() as lines:
+        for line in lines:
+            if match := _LOSS.search(line):
+                found[int(match[1])] = match[2]
+            if kill_at is not None and kill_at in found:
+                program.kill()
+    program.join()
+    said.unlink()
+    assert program.exitcode == (0 if kill_at is None else -signal.SIGKILL)
+    return found
+
+
+def _be_plain_loop(words: list[str], said: Path) -> None:
+    for stream in (1, 2):
+        os.dup2(os.open(said, os.O_WRONLY), stream)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    torch.set_num_threads(1)
+    path = str(EXAMPLES / "plain_loop.py")
+    sys.argv = [path, *words]
+    runpy.run_path(path, run_name="__main__")
+
+
+def require_goes_on(losses: Callable[..., dict[int, str]], folder: Path) -> None:
+    """`losses` runs a program with words more, to its end or until it is killed."""
+    words = ["--steps", "90", "--folder"]
+    straight = losses([*words, str(folder / "straight")])
     # Behind step 40: the save of step 20 is then committed in the background, too. Far from the end: it goes on while its line is read.
     killed_at = random.randrange(41, 61)
-    before = losses_of([*command, str(tmp_path / "killed")], tmp_path, kill_at=killed_at)
-    after = losses_of([*command, str(tmp_path / "killed")], tmp_path)
+    before = losses([*words, str(folder / "killed")], kill_at=killed_at)
+    after = losses([*words, str(folder / "killed")])
     assert max(before) >= killed_at
     assert 1 < min(after) <= max(before) + 2, (
         "it went on, and did not begin anew"

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,13 +17,15 @@ import pytest
 from ckpt.catalog.verify import verify_checkpoint
 from tests.e2e.conftest import STEPS, Run
 from tests.e2e.processes import a_second, left_after, mark, marked
-from tests.e2e.runs import BACKENDS, Command, committed, root_of, run, start
+from tests.e2e.runs import BACKENDS, SMALL, Forked, committed, root_of, run, start
 
 RANKS = 2
 
 
 def test_a_run_whose_launcher_is_killed_in_a_save_goes_on_to_the_same_end(tmp_path: Path, straight: Run) -> None:
-    _killed_then_resumed(tmp_path / "run", straight.summary, "launcher", Random(), BACKENDS["zarr"])
+    """The launcher is forked of a process that has loaded torch; the next test starts it as a user does."""
+    run_dir = tmp_path / "run"
+    _killed_then_resumed(run_dir, straight.summary, lambda keys: _kill_forked_launcher(run_dir, keys), BACKENDS["zarr"])
 
 
 @pytest.mark.full
@@ -32,8 +35,9 @@ def test_a_run_whose_launcher_is_killed_in_a_save_goes_on_to_the_same_end(tmp_pa
 def test_a_run_killed_at_any_moment_of_a_save_goes_on_to_the_same_end(
     tmp_path: Path, straight: Run, victims: str, backend: str, moment: int
 ) -> None:
+    run_dir, random = tmp_path / "run", Random(f"{victims} {backend} {moment}")
     _killed_then_resumed(
-        tmp_path / "run", straight.summary, victims, Random(f"{victims} {backend} {moment}"), BACKENDS[backend]
+        run_dir, straight.summary, lambda keys: _kill_in_a_save(run_dir, victims, random, keys), BACKENDS[backend]
     )
 
 
@@ -55,10 +59,11 @@ def test_a_run_killed_again_and_again_while_it_replaces_its_checkpoints_keeps_on
 
 
 def _killed_then_resumed(
-    run_dir: Path, straight: dict[str, Any], victims: str, random: Random, overrides: list[str]
+    run_dir: Path, straight: dict[str, Any], kill: Callable[[list[str]], int], overrides: list[str]
 ) -> None:
+    """`kill` starts a run, kills it in a save, and returns how many checkpoints it had then."""
     overrides = [f"train.steps={STEPS}", "save.every=1", *overrides]
-    before = _kill_in_a_save(run_dir, victims, random, overrides)
+    before = kill(overrides)
     found = committed(run_dir)
     newest = found[-1] if found else None
     if newest is not None:
@@ -80,7 +85,7 @@ def _kill_in_a_save(run_dir: Path, victims: str, random: Random, overrides: list
     """
     command = start(run_dir, *overrides, ranks=RANKS, environment=mark(run_dir))
     try:
-        seen = _nth_save_begins(run_dir, command, random.randint(1, STEPS - 2))
+        seen = _nth_save_begins(run_dir, lambda: command.process.poll() is None, random.randint(1, STEPS - 2))
         time.sleep(random.uniform(0, 0.12))
         before = len(committed(run_dir))
         ours = marked(run_dir)
@@ -103,12 +108,30 @@ def _kill_in_a_save(run_dir: Path, victims: str, random: Random, overrides: list
     return before
 
 
-def _nth_save_begins(run_dir: Path, command: Command, number: int) -> set[str]:
+def _kill_forked_launcher(run_dir: Path, overrides: list[str]) -> int:
+    others = set(psutil.Process().children(recursive=True))
+    random = Random()
+    words = [f"output_dir={run_dir}", *SMALL, f"launch.nproc_per_node={RANKS}", *overrides]
+    command = Forked("recipes.train", words, run_dir.parent)
+    _nth_save_begins(run_dir, command.process.is_alive, random.randint(1, STEPS - 2))
+    time.sleep(random.uniform(0, 0.12))
+    before = len(committed(run_dir))
+    ours = set(psutil.Process().children(recursive=True)) - others
+    assert len(ours) >= RANKS + 1, "launcher, ranks"
+    os.kill(command.pid, signal.SIGKILL)
+    left = left_after(a_second(), lambda: [process for process in ours if _lives(process)])
+    assert left == [], f"a second later there are {left}"
+    assert command.ended().code == -signal.SIGKILL, f"{command.out}{command.err}"
+    assert not (run_dir / "summary.json").exists()
+    return before
+
+
+def _nth_save_begins(run_dir: Path, lives: Callable[[], bool], number: int) -> set[str]:
     """Wait until the `number`-th unpublished folder has been seen."""
     seen: set[str] = set()
     deadline = time.monotonic() + 60
     while len(seen) < number:
-        assert command.process.poll() is None and time.monotonic() < deadline, f"it saved {seen} only"
+        assert lives() and time.monotonic() < deadline, f"it saved {seen} only"
         root = root_of(run_dir)
         names = os.listdir(root) if root.is_dir() else []
         seen |= {name for name in names if name.startswith(".unpublished-") and not name.endswith(".json")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,23 @@ from safetensors.torch import save_file
 
 from ckpt.format.places import ObjectPath
 from ckpt.storage.objects.store import store_of
+from tests.e2e.one_by_one import Said, one_by_one
+from tests.e2e.runs import REPO, SMALL
 from tests.support.object_server import ObjectServer
 from tests.support.pace import patience
 
 ROOT = "s3://bucket/run"
 
 
+@pytest.fixture(scope="module", params=["one by one", pytest.param("typed", marks=pytest.mark.full)])
+def how(request: pytest.FixtureRequest) -> str:
+    """How commands are run: by one process, or by one each."""
+    found: str = request.param
+    return found
+
+
 @pytest.fixture(scope="module")
-def server() -> Iterator[ObjectServer]:
+def server(how: str) -> Iterator[ObjectServer]:
     with ObjectServer() as server, server.used():
         yield server
 
@@ -30,34 +39,37 @@ def server() -> Iterator[ObjectServer]:
 class Command:
     """Runs commands in a folder of their own, as a user would."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, run: Callable[..., Said]) -> None:
+        self.folder, self._run = folder, run
 
     def __call__(self, recipe: str, *keys: str, fails: bool = False) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", f"recipes.{recipe}", *keys],
-            cwd=self.folder,
-            env=None,
-            capture_output=True,
-            text=True,
-            timeout=patience(120.0),
-        )
-        assert (done.returncode != 0) == fails, done.stdout + done.stderr
-        assert "a-secret" not in done.stdout + done.stderr
-        return done.stderr if fails else done.stdout
+        code, out, err = self._run(f"recipes.{recipe}", *keys)
+        assert (code != 0) == fails, out + err
+        assert "a-secret" not in out + err
+        return err if fails else out
 
     def train(self, name: str, *keys: str) -> dict[str, Any]:
-        self("train", f"output_dir={self.folder / name}", "save.every=3", *keys)
+        self("train", f"output_dir={self.folder / name}", "save.every=3", *SMALL, *keys)
         found: dict[str, Any] = json.loads((self.folder / name / "summary.json").read_bytes())
         return found
 
 
 @pytest.fixture(scope="module")
-def command(server: ObjectServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
-    checkout = str(Path(__file__).parents[2])
+def command(how: str, server: ObjectServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+    folder = tmp_path_factory.mktemp("commands")
+
+    def typed(module: str, *keys: str) -> Said:
+        words = [sys.executable, "-m", module, *keys]
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=patience(120.0))
+        return Said(done.returncode, done.stdout, done.stderr)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", checkout)
-        yield Command(tmp_path_factory.mktemp("commands"))
+        patch.setenv("PYTHONPATH", str(REPO))
+        if how == "typed":
+            yield Command(folder, typed)
+            return
+        with one_by_one(folder, tmp_path_factory.mktemp("said")) as run:
+            yield Command(folder, run)
 
 
 def test_a_run_goes_on_in_another_layout_to_the_bit_and_its_checkpoints_are_read(command: Command, server: ObjectServer) -> None:
@@ -72,7 +84,7 @@ def test_a_run_goes_on_in_another_layout_to_the_bit_and_its_checkpoints_are_read
     written = first["checkpoints"][-1]
     assert written["requests"]["put"]["bytes"] >= written["bytes"] > 0 < written["requests"]["list"]["requests"]
     assert second["resumed_from"] == f"{ROOT}/checkpoint-00000006" == first["checkpoints"][-1]["path"]
-    refused = command("train", "output_dir=third", f"checkpoint_root={ROOT}", "train.steps=3", fails=True)
+    refused = command("train", "output_dir=third", *SMALL, f"checkpoint_root={ROOT}", "train.steps=3", fails=True)
     assert "holds the checkpoints of an earlier run" in refused
 
     verified = json.loads(command("verify", f"path={ROOT}", "json=true"))
@@ -82,7 +94,8 @@ def test_a_run_goes_on_in_another_layout_to_the_bit_and_its_checkpoints_are_read
     for at in (ROOT, f"{ROOT}/checkpoint-00000009"):
         command("inspect", f"path={at}", "html=page.html")
         assert f"{at}<" in (command.folder / "page.html").read_text()
-    assert "It would load." in command("plan", f"checkpoint={ROOT}/checkpoint-00000009", "parallel=tp_fsdp", "launch.nproc_per_node=4")
+    other = "parallel=tp_fsdp", "launch.nproc_per_node=4"
+    assert "It would load." in command("plan", f"checkpoint={ROOT}/checkpoint-00000009", *SMALL, *other)
 
     newest = f"{ROOT}/checkpoint-00000009"
     command("convert", f"src={newest}", "dst=s3://bucket/converted", "to=kimi-engine", "launch.nproc_per_node=2")

@@ -24,6 +24,7 @@ from recipes.training.training import train
 from tests.conf.configs import composed, config
 from tests.e2e.conftest import Run
 from tests.e2e.runs import SMALL, TEXT, checkpoint, run
+from tests.support.covering import and_in_full, sampled
 from tests.support.ranks import run_ranks
 
 STEP = 4
@@ -196,7 +197,7 @@ def test_a_component_that_the_run_has_forgotten_is_refused_by_plan_and_run_alike
 
 
 @pytest.mark.parametrize("damaged", ["rng/rank-00000/plain.json", "index-00000.json", "config.yaml"])
-@pytest.mark.parametrize("verify", ["true", "false"])
+@sampled("verify", ["true", "false"])
 def test_damage_that_a_load_meets_before_it_reads_tensors_is_foreseen(
     plan: Plan, straight: Run, tmp_path: Path, damaged: str, verify: str
 ) -> None:
@@ -224,7 +225,19 @@ def test_a_checkpoint_of_another_program_is_planned_as_it_is_loaded(plan: Plan, 
     assert run(tmp_path / "run", "train.steps=4", f"resume={tmp_path / 'model-3.pt'}", *given)["first_step"] == 1
 
 
-@pytest.mark.parametrize("case", CASES)
+BY_DEFAULT = [
+    "the same, on one rank",
+    "generators of two ranks",
+    "schedule rebuilt",
+    "tied",
+    "without schedule",
+    "two-stage",
+    "one stage",
+    "more, if there",
+]
+
+
+@and_in_full(("case",), [(case,) for case in BY_DEFAULT], [(case,) for case in CASES])
 def test_a_run_of_one_rank_does_what_was_planned(
     plan: Plan, saved: str, straight: Run, tmp_path: Path, case: str
 ) -> None:

@@ -19,9 +19,10 @@ import ckpt
 from ckpt.catalog.verify import verify_checkpoint
 from ckpt.storage.stored import read_manifest
 from recipes.support.ranks import RANK_VARIABLES
-from tests.e2e.restarting import AGENT, FOLDER, PAUSE_S
+from tests.e2e.restarting import AGENT, FOLDER, PAUSE_S, train, train_in_group
 from tests.e2e.runs import REPO, TEXT, checkpoint, run, summary_of
 from tests.support.pace import patience
+from tests.support.ranks import forkserver
 from tests.support.states import same_bits
 
 HERE = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
@@ -142,12 +143,57 @@ def _tensors(state: object, name: str = "") -> list[tuple[str, torch.Tensor]]:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one rank: of several, each trains as if it were alone."""
     folder = tmp_path_factory.mktemp("straight")
-    _loop(folder)
+    (folder / "events").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {FOLDER: str(folder), AGENT: "0", "LOCAL_RANK": "0"}.items():
+            patch.setenv(name, value)
+        train(folder / "root", STEPS)
     return folder
 
 
-@pytest.mark.parametrize("store", ["one store", pytest.param("a store a life", marks=pytest.mark.full)])
+def test_a_loop_whose_rank_is_killed_in_a_save_ends_as_if_undisturbed(straight: Path, tmp_path: Path) -> None:
+    """As under torchrun, which is this agent in a Python of its own. Here agent and ranks are forked."""
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events" / "0-kill-0.1-4").touch()
+    agent = forkserver().Process(target=_be_agent, args=(tmp_path,))
+    agent.start()
+    agent.join(patience(120))
+    if agent.exitcode is None:
+        agent.kill()
+        agent.join()
+    assert agent.exitcode == 0, (tmp_path / "said").read_text(errors="replace")
+    assert not [*(tmp_path / "events").iterdir()]
+    _check_same(straight / "root", tmp_path / "root")
+
+
+def _be_agent(folder: Path) -> None:
+    for name in RANK_VARIABLES:
+        os.environ.pop(name, None)
+    _, variables = STORES["one store"]
+    os.environ.update(variables | {"GLOO_SOCKET_IFNAME": "lo", FOLDER: str(folder), AGENT: "0"})
+    for stream in (1, 2):
+        os.dup2(os.open(folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    chosen = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        run_id="run",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        start_method="fork",
+        monitor_interval=0.1,
+        max_restarts=3,
+    )
+    elastic_launch(chosen, train_in_group)(folder / "root", STEPS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("store", STORES)
 def test_a_loop_that_is_killed_in_a_save_and_then_fails_one_ends_as_if_undisturbed(
     straight: Path, tmp_path: Path, store: str
 ) -> None:

@@ -22,7 +22,8 @@ from ckpt.errors import (
 from ckpt.format.digests import digest_of
 from ckpt.ranks.topology import Topology
 from ckpt.storage.stored import read_manifest
-from recipes.training.training import Training, learning_rate_factor
+from recipes.training.schedule import learning_rate_factor
+from recipes.training.training import Training
 from tests.conf.configs import config
 from tests.e2e.conftest import STEPS, Run
 from tests.e2e.runs import BACKENDS, SMALL, checkpoint, committed, root_of, run, summary_of
@@ -102,7 +103,7 @@ def test_each_backend_goes_on_from_what_each_other_saved(tmp_path: Path, saved_b
     assert again["loaded_digest"] == straight["state_digest"]
 
 
-def test_a_run_resumed_at_its_last_step_trains_and_saves_nothing_and_writes_a_summary_only_where_there_is_none(
+def test_a_run_resumed_at_its_last_step_saves_nothing_and_writes_a_missing_summary(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = run(tmp_path / "run", "train.steps=2")

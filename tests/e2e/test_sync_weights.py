@@ -26,6 +26,7 @@ from recipes.training.training import Training
 from tests.conf.configs import composed
 from tests.e2e.runs import SMALL, Command, Forked, checkpoint, committed
 from tests.support.async_runs import until
+from tests.support.covering import sampled
 
 STEPS = 3
 
@@ -67,8 +68,8 @@ def test_what_rollouts_get_does_not_depend_on_how_it_comes(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(["parallel=fsdp"], id="fsdp"),
-        pytest.param(["parallel=pipeline", "model.tie_embeddings=true"], id="tied-pipeline"),
+        pytest.param(["parallel=fsdp"], id="fsdp", marks=pytest.mark.full),
+        pytest.param(["parallel=pipeline", "model.tie_embeddings=true"], id="tied-pipeline", marks=pytest.mark.full),
         pytest.param(
             ["engine=broadcast", "engine.rollout_dtype=bfloat16", "engine.keep_dtype=['*ln*']"], id="bfloat16"
         ),
@@ -221,13 +222,18 @@ def _with_comers(cfg: dict[str, Any], topology: Topology) -> dict[str, Any] | No
     return sync_weights(cfg, topology)
 
 
-def test_rollouts_come_to_a_running_job_and_leave_it_in_any_way(tmp_path: Path) -> None:
-    """One of them is the command as a user types it; the others come of a process that has torch loaded."""
+@sampled("typed", [False, True])
+def test_rollouts_come_to_a_running_job_and_leave_it_in_any_way(tmp_path: Path, typed: bool) -> None:
+    """They come of a process that has torch loaded; if `typed`, one of them is the command as a user types it."""
     run = f"run={tmp_path}"
-    stays = Command(["-m", "recipes.join_rollout", run], (), tmp_path, {"OMP_NUM_THREADS": "1"})
     leaves, told, killed = (
         Forked("recipes.join_rollout", [run, *more], tmp_path) for more in (["updates=2"], [], ["catch_up=false"])
     )
+    stays: Command | Forked
+    if typed:
+        stays = Command(["-m", "recipes.join_rollout", run], (), tmp_path, {"OMP_NUM_THREADS": "1"})
+    else:
+        stays = Forked("recipes.join_rollout", [run], tmp_path)
     victims = [[told.pid, signal.SIGTERM], [killed.pid, signal.SIGKILL]]
     (tmp_path / "victims.json").write_text(json.dumps(victims))
     summary = sync(tmp_path, "train.steps=10", "ckpt=kimi-engine", "save.every=3", job=_with_comers)

@@ -91,6 +91,7 @@ class Training:
         self.schedulers = schedule.build(optimizers=self.optimizers, training_steps=10)
         self.data = ParallelAwareDataloader(Numbers(), rank, ranks, batch_size=2)
         self.step = 0
+        self.seen: dict[int, list[Any]] = {}
         self.checkpoints = self.manager.Config(**({"enable": True, "interval": 2} | self.options)).build(
             dataloader=self.data,
             model_parts=[self.model],
@@ -116,7 +117,9 @@ class Training:
         while self.step < until:
             self.step += 1
             self.optimizers.zero_grad()
-            (self.model(next(self.batches)) - 1).square().sum().backward()
+            batch = next(self.batches)
+            self.seen[self.step] = batch.tolist()
+            (self.model(batch) - 1).square().sum().backward()
             self.optimizers.step()
             self.schedulers.step()
             self.checkpoints.save(self.step, last_step=is_end and self.step == until)
@@ -185,6 +188,24 @@ def _saves(topology: Topology, folder: Path, mode: str) -> dict[str, Any]:
     require_equal(rest.bits(), run.bits())
     rest.checkpoints.close()
     return bits
+
+
+def _goes_on_with_the_next_batch(topology: Topology, folder: Path) -> None:
+    straight = Training(topology, folder / "straight", options=KEPT)
+    straight.train(9)
+    stopped = Training(topology, folder / "stopped", options=KEPT)
+    stopped.train(7)
+    resumed = Training(topology, folder / "stopped", options=KEPT, seed=1)
+    assert resumed.checkpoints.load()
+    resumed.train(9)
+    assert resumed.seen == {step: straight.seen[step] for step in (7, 8, 9)}
+    require_equal(resumed.bits(), straight.bits())
+    for run in (straight, stopped, resumed):
+        run.checkpoints.close()
+
+
+def test_the_data_go_on_with_the_next_batch(tmp_path: Path) -> None:
+    run_ranks(2, _goes_on_with_the_next_batch, tmp_path, process_group=True)
 
 
 def _goes_on_with_one_rank(topology: Topology, folder: Path) -> dict[str, Any]:

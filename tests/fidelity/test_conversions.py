@@ -26,6 +26,7 @@ from ckpt.ranks.topology import Topology
 from tests.fidelity.same import same
 from tests.fidelity.table import PLAIN
 from tests.fidelity.test_kinds import as_torch_gives_it, keys, scalars
+from tests.support.covering import and_in_full, sampled
 from tests.support.dcp_runs import dcp_state, one_process_is_meant, require_equal, save_by_dcp
 from tests.support.dcp_runs import run_of as trained
 
@@ -70,7 +71,12 @@ def require_same_through(state: Any, formats: Sequence[str], root: Path) -> None
     assert same(torch.load(src, weights_only=False), state)
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@and_in_full(
+    ("pair",),
+    [(pair,) for pair in zip(FORMATS, (*FORMATS[1:], FORMATS[0]), strict=True)],
+    [(pair,) for pair in PAIRS],
+    ids="-".join,
+)
 def test_what_is_no_dictionary_keeps_its_form(pair: tuple[str, str], tmp_path: Path) -> None:
     state = tree()
     state["model"]._metadata = OrderedDict({"": {"version": 1}})
@@ -91,11 +97,20 @@ def test_parameters_and_what_is_tied_to_them_come_over(to: str, tmp_path: Path) 
     assert found["weight"] is found["list"][0]
 
 
+def _everywhere(value: Any) -> dict[str, Any]:
+    one = torch.arange(3.0)
+    return {"z": value, "list": [value, {"in": value}], "beside": (one, value), "ordered": OrderedDict(x=value, t=one)}
+
+
+def test_plain_values_come_over_wherever_they_are(tmp_path: Path) -> None:
+    state = {f"{number}": _everywhere(value) for number, value in enumerate(PLAIN)}
+    require_same_through(state, ("dcp", "zarr"), tmp_path)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("value", PLAIN, ids=lambda value: f"{type(value).__name__}-{value!r:.20}")
 def test_a_plain_value_comes_over_wherever_it_is(value: Any, tmp_path: Path) -> None:
-    one = torch.arange(3.0)
-    state = {"z": value, "list": [value, {"in": value}], "beside": (one, value), "ordered": OrderedDict(x=value, t=one)}
-    require_same_through(state, ("dcp", "zarr"), tmp_path)
+    require_same_through(_everywhere(value), ("dcp", "zarr"), tmp_path)
 
 
 def _of_kind(given: tuple[torch.dtype, str]) -> torch.Tensor:
@@ -133,11 +148,23 @@ states = st.dictionaries(keys | names, trees, max_size=4)
 
 
 @given(state=states | st.dictionaries(names, trees, max_size=4).map(OrderedDict), pair=st.sampled_from(PAIRS))
-@settings(max_examples=60)
+@settings(max_examples=15)
 def test_any_tree_comes_over_or_is_refused_by_name(
     tmp_path_factory: pytest.TempPathFactory, state: dict[Any, Any], pair: tuple[str, str]
 ) -> None:
-    root = tmp_path_factory.mktemp("tree")
+    _require_comes_over(tmp_path_factory.mktemp("tree"), state, pair)
+
+
+@pytest.mark.full
+@given(state=states | st.dictionaries(names, trees, max_size=4).map(OrderedDict), pair=st.sampled_from(PAIRS))
+@settings(max_examples=200)
+def test_many_more_trees_come_over_or_are_refused_by_name(
+    tmp_path_factory: pytest.TempPathFactory, state: dict[Any, Any], pair: tuple[str, str]
+) -> None:
+    _require_comes_over(tmp_path_factory.mktemp("tree"), state, pair)
+
+
+def _require_comes_over(root: Path, state: dict[Any, Any], pair: tuple[str, str]) -> None:
     want = as_torch_gives_it(state)
     try:
         require_same_through(want, pair, root)
@@ -147,13 +174,25 @@ def test_any_tree_comes_over_or_is_refused_by_name(
 
 
 @given(st.dictionaries(names, tensors, max_size=4))
-@settings(max_examples=20)
+@settings(max_examples=5)
 def test_named_tensors_come_over_from_safetensors_and_back(
     tmp_path_factory: pytest.TempPathFactory, state: dict[str, torch.Tensor]
 ) -> None:
+    _require_there_and_back(tmp_path_factory.mktemp("named"), state)
+
+
+@pytest.mark.full
+@given(st.dictionaries(names, tensors, max_size=4))
+@settings(max_examples=60)
+def test_many_more_named_tensors_come_over_from_safetensors_and_back(
+    tmp_path_factory: pytest.TempPathFactory, state: dict[str, torch.Tensor]
+) -> None:
+    _require_there_and_back(tmp_path_factory.mktemp("named"), state)
+
+
+def _require_there_and_back(root: Path, state: dict[str, torch.Tensor]) -> None:
     if not state:
         return
-    root = tmp_path_factory.mktemp("named")
     save_file(state, root / "start.safetensors")
     for to in FORMATS:
         convert(root / "start.safetensors", root / to, to)
@@ -225,7 +264,7 @@ def test_what_dcp_pickled_of_an_unknown_class_is_refused_or_named_among_what_is_
 
 
 @pytest.mark.parametrize("to", ["zarr", "dcp", "torch"])
-@pytest.mark.parametrize("form", ["dcp", "torch"])
+@sampled("form", ["dcp", "torch"])
 def test_a_run_goes_on_from_what_was_converted(form: str, to: str, tmp_path: Path) -> None:
     """A `Checkpointer` finds its components in one state dict."""
     saved, live = trained(0), trained(1)

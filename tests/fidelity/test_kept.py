@@ -17,6 +17,7 @@ from ckpt.state.plain import KINDS, NAMESPACES
 from tests.fidelity.same import same
 from tests.fidelity.table import PLAIN, Row, containers, refused, tensors, values
 from tests.fidelity.test_kinds import Kept, as_torch_gives_it, through_checkpointer
+from tests.support.covering import sampled
 from tests.support.doc_scripts import doc_script
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -72,8 +73,8 @@ def test_a_container_of_the_page_may_hold_tensors(kind: type[Any], tmp_path: Pat
     assert same(through_checkpointer({"x": [value]}, {}, tmp_path), want)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("format", ["zarr", "tensorstore", "kimi-engine"])
+@sampled("mode", ["sync", "async"])
+@sampled("format", ["zarr", "tensorstore", "kimi-engine"])
 @pytest.mark.parametrize("row", _params([row for row in ROWS if row.refused]))
 def test_what_a_row_says_is_refused_is_refused_by_its_name(row: Row, format: str, mode: str, tmp_path: Path) -> None:
     examples = row.made()

@@ -22,6 +22,7 @@ from ckpt.format.dtypes import STORABLE
 from ckpt.state.plain import filled
 from tests.fidelity.same import same
 from tests.fidelity.table import PLAIN, of_bits
+from tests.support.covering import sampled
 
 
 class Kept:
@@ -157,7 +158,7 @@ def test_any_tree_comes_back_or_is_refused_before_anything_is_written(
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("strict", [True, False])
+@sampled("strict", [True, False])
 def test_an_object_is_given_what_was_saved_whatever_it_holds_now(
     fresh: Any, saved: Any, strict: bool, tmp_path: Path
 ) -> None:

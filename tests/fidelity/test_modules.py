@@ -14,6 +14,7 @@ import ckpt
 from ckpt import Checkpointer
 from ckpt.errors import CheckpointError
 from tests.fidelity.same import same
+from tests.support.covering import sampled
 
 
 class Rotary(torch.nn.Module):
@@ -109,7 +110,7 @@ def seen(module: torch.nn.Module) -> Any:
     return dict(module.state_dict()), others
 
 
-@pytest.mark.parametrize("inside", [False, True])
+@sampled("inside", [False, True])
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_is_given_what_torch_would_give_it(name: str, inside: bool, tmp_path: Path) -> None:
     def made(begin: float) -> tuple[torch.nn.Module, torch.nn.Module]:

@@ -16,6 +16,7 @@ from ckpt import Checkpointer
 from ckpt.errors import ConfigurationError
 from ckpt.state.statefuls import OptimizerState
 from tests.fidelity.same import same
+from tests.support.covering import sampled
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -150,7 +151,7 @@ def test_a_fresh_program_goes_on_as_the_old_one(name: str, tmp_path: Path) -> No
     assert same(train(fresh, its_optimizer, 4, 14), want)
 
 
-@pytest.mark.parametrize("strict", [True, False])
+@sampled("strict", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_program_that_has_trained_on_goes_back(name: str, strict: bool, tmp_path: Path) -> None:
     """To before its first step, when the optimizer had no state, and to a later one."""

@@ -18,6 +18,7 @@ from ckpt import Checkpointer
 from ckpt.errors import ConfigurationError
 from tests.fidelity.programs import CASES, NOT_RUN, Case, Program
 from tests.fidelity.same import same
+from tests.support.covering import sampled
 
 STEPS, NEXT = range(4), range(4, 14)
 
@@ -75,7 +76,7 @@ def require_alike(ours: Program, theirs: Program) -> None:
     assert same(run(ours, NEXT), run(theirs, NEXT))
 
 
-@pytest.mark.parametrize("kept", KEPT)
+@sampled("kept", KEPT, 20)
 def test_a_fresh_program_is_given_what_torch_would_give_it(kept: Case, tmp_path: Path) -> None:
     program, ours, theirs = kept.make(1), kept.make(2), kept.make(2)
     run(program, STEPS)
@@ -89,7 +90,7 @@ def test_a_fresh_program_is_given_what_torch_would_give_it(kept: Case, tmp_path:
     require_alike(ours, theirs)
 
 
-@pytest.mark.parametrize("kept", KEPT)
+@sampled("kept", KEPT, 12)
 def test_a_state_dict_comes_back_as_torch_would_give_it(kept: Case, tmp_path: Path) -> None:
     program, ours, theirs = kept.make(1), kept.make(2), kept.make(2)
     run(program, STEPS)
@@ -102,7 +103,7 @@ def test_a_state_dict_comes_back_as_torch_would_give_it(kept: Case, tmp_path: Pa
     require_alike(ours, theirs)
 
 
-@pytest.mark.parametrize("kept", KEPT)
+@sampled("kept", KEPT, 12)
 def test_a_program_that_has_trained_on_goes_back(kept: Case, tmp_path: Path) -> None:
     ours, theirs = kept.make(1), kept.make(1)
     run(ours, STEPS)
@@ -118,8 +119,8 @@ def test_a_program_that_has_trained_on_goes_back(kept: Case, tmp_path: Path) -> 
         require_alike(ours, theirs)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("format", ["zarr", "tensorstore", "kimi-engine"])
+@sampled("mode", ["sync", "async"])
+@sampled("format", ["zarr", "tensorstore", "kimi-engine"])
 @pytest.mark.parametrize("case", REFUSED)
 def test_an_object_that_cannot_be_kept_is_refused_by_name(case: Case, format: str, mode: str, tmp_path: Path) -> None:
     program = case.make(1)

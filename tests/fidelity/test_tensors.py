@@ -19,6 +19,7 @@ from ckpt.errors import ConfigurationError
 from ckpt.state import tensor_classes
 from tests.fidelity.same import same
 from tests.fidelity.test_kinds import Kept, as_torch_gives_it, through_checkpointer
+from tests.support.covering import sampled
 
 BACKENDS = ("zarr", "tensorstore", "kimi-engine")
 
@@ -106,7 +107,7 @@ class Two(torch.nn.Module):
         self.b = torch.nn.Parameter(torch.zeros(2) + begin)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@sampled("mode", ["sync", "async"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_wrapper_of_tensors_is_refused_by_name_before_a_byte_is_copied(backend: str, mode: Any, tmp_path: Path) -> None:
     refused = pytest.raises(ConfigurationError, match=r"model: w is a .*TwoTensor, which wraps other tensors.*keep_tensor_class")
@@ -115,7 +116,7 @@ def test_a_wrapper_of_tensors_is_refused_by_name_before_a_byte_is_copied(backend
     assert not list(tmp_path.rglob("*manifest*"))
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@sampled("mode", ["sync", "async"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.usefixtures("allowed")
 def test_a_wrapper_of_an_allowed_class_is_saved_as_what_it_wraps(backend: str, mode: Any, tmp_path: Path) -> None:
@@ -177,7 +178,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@sampled("mode", ["sync", "async"])
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, for kinds that it has on trial
 def test_a_tensor_without_memory_of_its_own_is_refused_by_name(name: str, mode: Any, tmp_path: Path) -> None:
@@ -261,7 +262,7 @@ SETTINGS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@sampled("backend", BACKENDS)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_what_a_program_has_set_in_torch_changes_nothing(backend: str, setting: str, tmp_path: Path) -> None:
     def run() -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -118,9 +118,7 @@ class BackendContract:
                 assert chunk.length == math.prod(stored) * saved.arrays[spec].element_size()
             assert chunk.offset + chunk.length <= (tmp_path / chunk.file).stat().st_size
 
-    def test_every_byte_of_a_rank_s_files_lies_under_a_block_digest_or_under_the_digest_of_the_rest(
-        self, tmp_path: Path
-    ) -> None:
+    def test_every_byte_of_a_rank_s_files_lies_under_a_block_digest_or_that_of_the_rest(self, tmp_path: Path) -> None:
         saved = save(self.make(), tmp_path, samples(torch.int16))
         for file, record in saved.rank_files.items():
             data = (tmp_path / file).read_bytes()

@@ -33,11 +33,35 @@ def covering(
 
 
 def and_in_full(
-    names: Sequence[str], by_default: Sequence[tuple[Any, ...]], full: Iterable[tuple[Any, ...]]
+    names: Sequence[str],
+    by_default: Sequence[tuple[Any, ...]],
+    full: Iterable[tuple[Any, ...]],
+    *,
+    ids: Callable[[Any], str] | None = None,
 ) -> pytest.MarkDecorator:
-    """Parametrize a test by rows of its own choice; the others among `full` are marked so."""
-    rest = [pytest.param(*row, marks=pytest.mark.full) for row in full if row not in by_default]
-    return pytest.mark.parametrize(tuple(names), [pytest.param(*row) for row in by_default] + rest)
+    """Parametrize a test by rows of its own choice; the others among `full` are marked so, each once."""
+    rest: list[tuple[Any, ...]] = []
+    for row in full:
+        if row not in by_default and row not in rest:
+            rest.append(row)
+    marked = [pytest.param(*row, marks=pytest.mark.full) for row in rest]
+    return pytest.mark.parametrize(tuple(names), [pytest.param(*row) for row in by_default] + marked, ids=ids)
+
+
+def sampled(
+    names: str | Sequence[str],
+    rows: Iterable[Any],
+    by_default: int = 1,
+    *,
+    ids: Iterable[str] | Callable[[Any], str] | None = None,
+) -> pytest.MarkDecorator:
+    """Parametrize a test by rows that differ in degree, not in kind: the first few run by default, the others are marked `full`."""
+    params = [
+        row if isinstance(row, type(pytest.param())) else pytest.param(*([row] if isinstance(names, str) else row))
+        for row in rows
+    ]
+    rest = [pytest.param(*one.values, marks=[*one.marks, pytest.mark.full], id=one.id) for one in params[by_default:]]
+    return pytest.mark.parametrize(names, [*params[:by_default], *rest], ids=ids)
 
 
 def rows(

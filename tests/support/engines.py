@@ -11,7 +11,6 @@ def _rank(topology: Topology, num_trainers: int, num_rollouts: int, name: str, d
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -126,7 +125,6 @@ def joined(
     """
     made_on = devices.made(device)
     made_on.use(topology.local_rank)
-    gc.freeze()  # checkpoint-engine collects garbage after each update, and would look through all modules every time
     given = {"device": made_on, "timeout_s": 20.0, "is_master": topology.rank == 0}
     engine = CheckpointEngineRegistry.new(name, settings.pop("bucket_size", BUCKET_BYTES), **(given | settings))
     assert isinstance(engine, VersionedEngine)

@@ -141,8 +141,8 @@ def _changed(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """A module that is imported late makes a new name in its package."""
-    if one is None and isinstance(other, ModuleType):
+    """A module that is imported late makes a new name in its package, and the first object of a class below a protocol its `__init__`."""
+    if one is None and (isinstance(other, ModuleType) or other is object.__init__):
         return True
     return one is other or (type(one) in (str, int, bool, tuple, _Contents) and one == other)
 

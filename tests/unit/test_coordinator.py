@@ -37,6 +37,7 @@ from ckpt.saving.save_settings import SaveSettings
 from ckpt.state.state_digest import state_digest
 from ckpt.state.statefuls import ModelState, OptimizerState, RNGState
 from ckpt.storage.stored import read_manifest
+from tests.support.covering import sampled
 from tests.support.ranks import run_threads
 from tests.support.states import BACKENDS, Fitted, Held, coordinator, cpu, global_index, random_bits, same_bits
 
@@ -363,7 +364,7 @@ def test_a_root_that_was_removed_is_not_made_anew(tmp_path: Path) -> None:
     assert not root.exists()
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_loudly_then_quarantined_by_the_save_that_needs_its_name(
+def test_a_damaged_newest_checkpoint_is_passed_over_then_quarantined_by_the_next_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = {"w": global_index((200, 100)), "n": 1}
@@ -428,7 +429,7 @@ def test_what_a_killed_save_of_the_same_run_left_is_cleared_by_its_next_save(tmp
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-3"]
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, "kimi-engine"])
+@sampled("backend", [*BACKENDS, "kimi-engine"], 2)
 @pytest.mark.parametrize("saves", [{}, {"mode": "async", "when_busy": "queue"}])
 def test_a_closed_coordinator_has_given_all_descriptors_back(
     tmp_path: Path, backend: str, saves: dict[str, str]
@@ -664,4 +665,4 @@ def test_a_single_rank_is_not_called_the_slowest(tmp_path: Path) -> None:
     assert run.last_save is not None and run.last_load is not None
     assert run.last_save.slowest_rank is run.last_load.slowest_rank is None
     assert "slowest" not in str(run.last_save)
-    assert str(replace(run.last_save, slowest_rank=2)).endswith("GB/s, rank 2 slowest")
+    assert str(replace(run.last_save, save_s=2.5, blocked_s=2.5, slowest_rank=2)).endswith(" GB/s, rank 2 slowest")

@@ -11,7 +11,7 @@ from ckpt.dist_checkpointing.strategies.sharded import LoadTensors
 from ckpt.errors import ConfigurationError, MissingStateError
 from ckpt.format.places import Place, local_path
 from ckpt.interop.megatron.reading import open_sharded
-from ckpt.interop.registry import PROGRAMS
+from ckpt.interop.programs import PROGRAMS
 from ckpt.loading.other_checkpoint import OtherCheckpoint
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.ranks.default_topology import current_topology

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 
@@ -9,9 +11,9 @@ from ckpt.errors import ConfigurationError
 from ckpt.errors.imports import private_name
 from ckpt.ranks.topology import Topology
 from recipes.support.ranks import environment_with
-from recipes.training.gpt import GPT, next_token_loss
+from recipes.training.model import Step
 from recipes.training.parallel.base import Arranged
-from recipes.training.parallel.replicated import DataParallel, WithOneUnused
+from recipes.training.parallel.replicated import DataParallel, ModelInDDP, WithOneUnused
 
 
 class Accelerated(DataParallel):
@@ -22,21 +24,21 @@ class Accelerated(DataParallel):
 
     name = "accelerate"
 
-    def _arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
+    def _arrange(self, step: Step, topology: Topology, device: torch.device) -> Arranged:
         accelerator = self._accelerator(topology, device)
         if accelerator.num_processes != topology.world_size:
             raise ConfigurationError(
                 f"parallel=accelerate: Accelerate found {accelerator.num_processes} ranks, not {topology.world_size}; choose parallel=ddp, "
                 "or unset ACCELERATE_ variables"
             )
-        wrapped = accelerator.prepare(WithOneUnused(model) if self.exact_resume else model)
+        wrapped = accelerator.prepare(WithOneUnused(step) if self.exact_resume else step)
 
-        def backward(rows: torch.Tensor) -> torch.Tensor:
-            loss = next_token_loss(wrapped(rows[:, :-1]), rows[:, 1:])
+        def backward(batch: Any) -> torch.Tensor:
+            loss = wrapped(batch)
             accelerator.backward(loss)
             return loss.detach()
 
-        return Arranged(model, backward, accelerator.prepare_optimizer)
+        return Arranged(step.model, backward, accelerator.prepare_optimizer, ModelInDDP)
 
     def _accelerator(self, topology: Topology, device: torch.device) -> Accelerator:
         """Make an accelerator on the existing process group. It reads ranks from the environment, which is set for the call."""

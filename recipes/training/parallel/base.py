@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
-from recipes.training.gpt import GPT, next_token_loss
+from ckpt.state.statefuls import ModelState
+from recipes.training.model import Step, member
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Backward = Callable[[torch.Tensor], "torch.Tensor | None"]
-"""Tokens (rows, context + 1) -> the mean loss over these rows, or None on a rank without it; it also computes the gradients."""
+Backward = Callable[[Any], "torch.Tensor | None"]
+"""A batch -> the mean loss over its rows, or None on a rank without it; it also computes the gradients."""
 
 
 @dataclass
@@ -29,13 +30,15 @@ class Arranged:
 
     Attributes:
         module: this rank's part of the model, with the parameter names of the whole model.
-        backward: forward and backward pass over this rank's rows of a batch. Collective.
+        backward: forward and backward pass over this rank's part of a batch. Collective.
         wrap_optimizer: wraps an optimizer of `module`'s parameters.
+        state_of: makes the component of `module`.
     """
 
     module: nn.Module
     backward: Backward
     wrap_optimizer: Callable[[Optimizer], Optimizer] = field(default=lambda optimizer: optimizer)
+    state_of: Callable[[nn.Module], ModelState] = ModelState
 
 
 class Layout(ABC):
@@ -51,8 +54,8 @@ class Layout(ABC):
     """The names of its process groups, outermost first, for components with a `process_group_name`."""
     data_axes: ClassVar[tuple[str, ...]] = ()
     """Ranks along these axes train on different parts of a batch; along the other axes on equal rows."""
-    cuts_model: ClassVar[bool] = True
-    """Whether ranks hold parts of the model, so that it has to be a GPT of ours."""
+    needs: ClassVar[tuple[str, str] | None] = None
+    """The member of a `Model` that says how the layout cuts inside it, and the key that replaces it."""
 
     def __init__(self, **sizes: int | None) -> None:
         for axis, size in sizes.items():
@@ -88,24 +91,32 @@ class Layout(ABC):
         """Refuse a model that the layout cannot cut.
 
         Raises:
-            ConfigurationError: the model is no GPT of ours, or its size does not fit the layout's.
+            ConfigurationError: the model does not say how, or its size does not fit the layout's.
         """
-        if self.cuts_model and not isinstance(model, GPT):
+        self.require_plan(model, type(model).__name__)
+
+    def require_plan(self, model: object, kind: str) -> None:
+        """Refuse a model, or its class, if the layout has to cut inside it, and neither it nor the config says how."""
+        if self.needs is None:
+            return
+        name, key = self.needs
+        if member(model, name) is None and getattr(self, key) is None:
             raise ConfigurationError(
-                f"parallel={self.name} knows where to cut a recipes GPT, but the model is a {type(model).__name__}: choose parallel=ddp"
+                f"parallel={self.name} cuts inside the model, and {kind} has no {name} that says how: give "
+                f"parallel.{key}._target_=<function>, the model that method, or parallel=fsdp, which needs neither"
             )
 
-    def arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
-        """Lay the model out. Collective; every rank passes the same whole model, on its device.
+    def arrange(self, step: Step, topology: Topology, device: torch.device) -> Arranged:
+        """Lay a model out. Collective; every rank passes the same whole model, on its device.
 
         One rank holds it whole in every layout, and has no process group.
         """
         if topology.world_size == 1:
-            return Arranged(model, backward_of(model))
-        return self._arrange(model, topology, device)
+            return Arranged(step.model, backward_of(step))
+        return self._arrange(step, topology, device)
 
     @abstractmethod
-    def _arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
+    def _arrange(self, step: Step, topology: Topology, device: torch.device) -> Arranged:
         """Lay the model out over several ranks. See `arrange`."""
 
     def position(self, rank: int, num_ranks: int) -> dict[str, int]:
@@ -165,11 +176,11 @@ class Layout(ABC):
         return number, count
 
 
-def backward_of(model: nn.Module) -> Backward:
-    """Return the plain forward and backward pass of a module that takes tokens and returns logits."""
+def backward_of(step: Callable[[Any], torch.Tensor]) -> Backward:
+    """Return the plain forward and backward pass of a step, which takes a batch and returns its mean loss."""
 
-    def backward(rows: torch.Tensor) -> torch.Tensor:
-        loss = next_token_loss(model(rows[:, :-1]), rows[:, 1:])
+    def backward(batch: Any) -> torch.Tensor:
+        loss = step(batch)
         loss.backward()
         return loss.detach()
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from glob import escape
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
-from recipes.training.gpt import GPT
+from ckpt.state.statefuls import ModelState
+from recipes.training.model import Step
 from recipes.training.parallel.base import Arranged, Layout, backward_of
 
 
@@ -17,7 +21,6 @@ class Single(Layout):
 
     name = "single"
     axes = ()
-    cuts_model = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +31,7 @@ class Single(Layout):
                 f"parallel=single trains on one rank, but there are {num_ranks}: choose parallel=ddp, or launch.nproc_per_node=1"
             )
 
-    def _arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
+    def _arrange(self, step: Step, topology: Topology, device: torch.device) -> Arranged:
         raise AssertionError("`check` refuses several ranks")
 
 
@@ -45,27 +48,34 @@ class DataParallel(Layout):
     name = "ddp"
     axes = ("dp",)
     data_axes = ("dp",)
-    cuts_model = False
 
     def __init__(self, *, dp: int | None = None, exact_resume: bool = True) -> None:
         super().__init__(dp=dp)
         self.exact_resume = exact_resume
 
-    def _arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
+    def _arrange(self, step: Step, topology: Topology, device: torch.device) -> Arranged:
         if not self.exact_resume:
-            return Arranged(model, backward_of(DistributedDataParallel(model)))
+            return Arranged(step.model, backward_of(DistributedDataParallel(step)), state_of=ModelInDDP)
         # With find_unused_parameters DDP does not rebuild its buckets.
-        wrapped = DistributedDataParallel(WithOneUnused(model), find_unused_parameters=True)
-        return Arranged(model, backward_of(wrapped))
+        wrapped = DistributedDataParallel(WithOneUnused(step), find_unused_parameters=True)
+        return Arranged(step.model, backward_of(wrapped), state_of=ModelInDDP)
+
+
+class ModelInDDP(ModelState):
+    """A module that DDP wraps: it sends the buffers of rank 0, such as those of batch norm, to all at each forward pass."""
+
+    @property
+    def rank_private(self) -> list[str]:
+        return [escape(name) for name, _ in self.module.named_buffers()]
 
 
 class WithOneUnused(nn.Module):
-    """A model and a parameter that no step uses: DDP warns if it looks for unused parameters and finds none."""
+    """A step and a parameter that it does not use: DDP warns if it looks for unused parameters and finds none."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, step: Step) -> None:
         super().__init__()
-        self.model = model
-        self.unused = nn.Parameter(torch.zeros(1, device=next(model.parameters()).device))
+        self.step = step
+        self.unused = nn.Parameter(torch.zeros(1, device=next(step.parameters()).device))
 
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        return self.model(*inputs)
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.step(batch)

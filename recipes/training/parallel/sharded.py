@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
-from recipes.training.gpt import GPT
+from ckpt.state.abilities import tied_names
+from recipes.training.model import Step, member
 from recipes.training.parallel.base import Arranged, Layout, backward_of
 from recipes.training.parallel.gradients import sum_gradients
 
@@ -32,9 +36,9 @@ class FullySharded(Layout):
     def __init__(self, *, dp: int | None = None) -> None:
         super().__init__(dp=dp)
 
-    def _arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
-        shard(model, self.mesh(device, topology.world_size))
-        return Arranged(model, backward_of(model))
+    def _arrange(self, step: Step, topology: Topology, device: torch.device) -> Arranged:
+        shard(step.model, self.mesh(device, topology.world_size))
+        return Arranged(step.model, backward_of(step))
 
 
 class HybridSharded(FullySharded):
@@ -54,22 +58,41 @@ class HybridSharded(FullySharded):
 
 
 class _TensorParallel(Layout):
-    """A layout with a tensor-parallel axis: heads, MLP columns and the vocabulary are cut over its ranks."""
+    """A layout with a tensor-parallel axis, over whose ranks layers are cut by a plan."""
 
     axes = ("dp", "tp")
     data_axes = ("dp",)
+    needs = ("tensor_plan", "plan")
 
-    def __init__(self, *, dp: int | None = None, tp: int | None = None) -> None:
+    def __init__(
+        self, *, dp: int | None = None, tp: int | None = None, plan: Mapping[str, ParallelStyle] | None = None
+    ) -> None:
         super().__init__(dp=dp, tp=tp)
+        self.plan = plan
 
     def fit(self, model: nn.Module, num_ranks: int) -> None:
         super().fit(model, num_ranks)
-        assert isinstance(model, GPT)
-        tp, heads = self.sizes(num_ranks)["tp"], model.size.heads
-        if heads % tp:
-            raise ConfigurationError(
-                f"parallel.tp={tp} cuts the model across its heads, but does not divide their number, {heads}: give a divisor"
-            )
+        plan = self.plan_of(model, num_ranks)
+        modules = dict(model.named_modules())
+        for name in plan:
+            if not any(fnmatchcase(module, name) for module in modules):
+                raise ConfigurationError(
+                    f"parallel={self.name}: the plan cuts {name}, and {type(model).__name__} has no such module: it has "
+                    f"{', '.join(modules)[1:400]}"
+                )
+        for name, module in modules.items():
+            if _own(module) and any(module.children()) and not any(fnmatchcase(name, cut) for cut in plan):
+                raise ConfigurationError(
+                    f"parallel={self.name}: {name or type(model).__name__} holds parameters beside modules of its own, and the plan does "
+                    "not say how they are cut: name it in the plan, or move them into a module of their own"
+                )
+
+    def plan_of(self, model: nn.Module, num_ranks: int) -> Mapping[str, ParallelStyle]:
+        """Return how the layers of a model are cut: by `parallel.plan`, or as the model says."""
+        if self.plan is not None:
+            return self.plan
+        plan: Mapping[str, ParallelStyle] = model.tensor_plan(self.sizes(num_ranks)["tp"])  # type: ignore[operator]
+        return plan
 
 
 class TensorThenFullySharded(_TensorParallel):
@@ -80,17 +103,18 @@ class TensorThenFullySharded(_TensorParallel):
     Args:
         dp: ranks that share a batch, and each tensor-parallel part of the model; None: ranks / tp.
         tp: ranks that share a layer; None: 2.
+        plan: name of a module, `*` for a part of it -> how it is cut; None: as the model says, by `tensor_plan`.
     """
 
     name = "tp_fsdp"
 
-    def _arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
+    def _arrange(self, step: Step, topology: Topology, device: torch.device) -> Arranged:
         mesh = self.mesh(device, topology.world_size)
-        cut_layers(model, mesh["tp"])
-        shard(model, mesh["dp"])
+        cut_layers(step.model, mesh["tp"], self.plan_of(step.model, topology.world_size))
+        shard(step.model, mesh["dp"])
         # The logits are a view of a DTensor's memory, which is not written to.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-        return Arranged(model, backward_of(model))
+        return Arranged(step.model, backward_of(step))
 
 
 class TensorAndDataParallel(_TensorParallel):
@@ -99,55 +123,49 @@ class TensorAndDataParallel(_TensorParallel):
     Args:
         dp: number of copies; None: ranks / tp.
         tp: ranks that share a layer; None: 2.
+        plan: name of a module, `*` for a part of it -> how it is cut; None: as the model says, by `tensor_plan`.
     """
 
     name = "ddp_tp"
 
-    def _arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
+    def _arrange(self, step: Step, topology: Topology, device: torch.device) -> Arranged:
         mesh = self.mesh(device, topology.world_size)
-        cut_layers(model, mesh["tp"])
-        plain = backward_of(model)
+        cut_layers(step.model, mesh["tp"], self.plan_of(step.model, topology.world_size))
+        plain = backward_of(step)
 
-        def backward(rows: torch.Tensor) -> torch.Tensor | None:
-            loss = plain(rows)
-            sum_gradients(model.parameters(), mesh.get_group("dp"), mean=True)
+        def backward(batch: Any) -> torch.Tensor | None:
+            loss = plain(batch)
+            sum_gradients(step.model.parameters(), mesh.get_group("dp"), mean=True)
             return loss
 
-        return Arranged(model, backward)
+        return Arranged(step.model, backward)
 
 
-def shard(model: GPT, mesh: DeviceMesh) -> None:
+def shard(model: nn.Module, mesh: DeviceMesh) -> None:
     """Shard every tensor's first dimension over the mesh; FSDP2 gathers it block by block."""
-    for block in model.h.values():
+    for block in member(model, "blocks"):
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)  # with the embeddings and the head, which may be tied
+    fully_shard(model, mesh=mesh)  # with what is in no block, such as embeddings and the head, which may be tied
+    if member(model, "train_step") is not None:
+        register_fsdp_forward_method(model, "train_step")
 
 
-def cut_layers(model: GPT, mesh: DeviceMesh) -> None:
-    """Cut the layers over a mesh of one axis, as Megatron does: first by columns, then by rows, one all-reduce per half block.
+def cut_layers(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
+    """Cut the layers that a plan names over a mesh of one axis.
 
     Every parameter becomes a DTensor, also those that every rank holds whole, because an optimizer steps all of them together.
     """
-    for block in model.h.values():
-        plan: dict[str, ParallelStyle] = {
-            "attn.c_attn": ColwiseParallel(),
-            "attn.c_proj": RowwiseParallel(),
-            "mlp.c_fc": ColwiseParallel(),
-            "mlp.c_proj": RowwiseParallel(),
-        }
-        parallelize_module(block, mesh, plan, src_data_rank=None)
-        _hold_whole(block.ln_1, mesh)
-        _hold_whole(block.ln_2, mesh)
-    ends: dict[str, ParallelStyle] = {
-        "wte": RowwiseParallel(input_layouts=Replicate()),
-        "lm_head": ColwiseParallel(output_layouts=Replicate()),
-    }
-    assert model.wte is not None and model.wpe is not None and model.ln_f is not None and model.lm_head is not None
-    parallelize_module(model, mesh, ends, src_data_rank=None)
-    if model.tied_names:
-        model.lm_head.weight = model.wte.weight
-    _hold_whole(model.wpe, mesh)
-    _hold_whole(model.ln_f, mesh)
+    parallelize_module(model, mesh, dict(plan), src_data_rank=None)
+    for alias, first in tied_names(model).items():
+        (holder, _, name), (owner, _, original) = alias.rpartition("."), first.rpartition(".")
+        setattr(model.get_submodule(holder), name, getattr(model.get_submodule(owner), original))
+    for module in model.modules():
+        if any(not isinstance(parameter, DTensor) for parameter in _own(module)):
+            _hold_whole(module, mesh)
+
+
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    return list(module.parameters(recurse=False))
 
 
 def _hold_whole(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -46,11 +46,12 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
         yield server
 
 
+IN_FULL = [pytest.param(scheme, marks=pytest.mark.full) for scheme in ("gs", "memory")]
 REAL = json.loads(os.environ.get("CKPT_TEST_STORES", "[]"))
 """Stores of others that run beside the tests: see `tests/support/real_stores.py`."""
 
 
-@pytest.fixture(params=["s3", "gs", "memory", *(f"real{number}" for number in range(len(REAL)))])
+@pytest.fixture(params=["s3", *IN_FULL, *(f"real{number}" for number in range(len(REAL)))])
 def root(request: pytest.FixtureRequest, server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> str:
     name = request.node.name.replace("[", "-").rstrip("]")
     address = f"{request.param}://bucket/{name}"
@@ -166,7 +167,7 @@ def test_a_bit_that_flips_on_the_way_is_found(server: ObjectServer) -> None:
         ckpt.load("s3://bucket/f")
 
 
-def test_a_missing_object_is_named_and_a_store_that_fails_is_not_taken_for_one_without_checkpoints(server: ObjectServer) -> None:
+def test_a_missing_object_is_named_and_a_store_that_fails_is_not_taken_for_an_empty_one(server: ObjectServer) -> None:
     Loop().run("s3://bucket/m", 2)
     (gone,) = [key for key in server.objects["bucket"] if key.endswith("model/packed-float32-00000/c/0")]
     kept = server.objects["bucket"].pop(gone)

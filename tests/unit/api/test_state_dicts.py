@@ -32,7 +32,7 @@ def test_a_state_dict_comes_back_as_it_was(tmp_path: Path, format: str) -> None:
     assert float(loaded["list"][1]["deep"]) == 1.5
     assert report.path == str(tmp_path / "new" / "folder")
     assert report.bytes == sum(file.stat().st_size for file in (tmp_path / "new").rglob("*") if file.is_file())
-    assert str(report).startswith(f"{report.path}: ")
+    assert str(report).startswith("saved folder: ")
     assert str(report).endswith(" GB/s")
 
 

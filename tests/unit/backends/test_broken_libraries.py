@@ -77,11 +77,12 @@ print(json.dumps(said))
             "which is installed: cannot import name 'x' from 'zarr.y'. Install versions that fit: pip install --upgrade ckpt-coord",
             marks=pytest.mark.full,
         ),
-        (
+        pytest.param(
             "numcodecs",
             "ValueError('numpy.dtype size changed')",
             {"zarr in gzip"},
             "cannot be imported: ValueError: numpy.dtype size changed. Install versions that fit",
+            marks=pytest.mark.full,
         ),
         (
             "tensorstore",

@@ -35,7 +35,10 @@ class Places:
 
 @pytest.mark.filterwarnings("ignore")
 class InStores(BackendContract):
-    @pytest.fixture(scope="class", params=["s3", "gs", "memory"])
+    @pytest.fixture(
+        scope="class",
+        params=["s3", pytest.param("gs", marks=pytest.mark.full), pytest.param("memory", marks=pytest.mark.full)],
+    )
     def tmp_path_factory(self, request: pytest.FixtureRequest) -> Iterator[Places]:
         with pytest.MonkeyPatch.context() as patch, ObjectServer() as server, server.used():
             patch.setattr(store, "RETRY_S", 0.3)

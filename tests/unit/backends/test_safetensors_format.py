@@ -76,7 +76,7 @@ long_keys = st.builds(_repeated, st.text(min_size=1, max_size=50), st.integers(3
     st.randoms(use_true_random=False),
 )
 @settings(max_examples=30)
-def test_room_left_for_a_header_is_enough_wherever_the_tensors_lie_and_the_library_opens_the_file(
+def test_room_left_for_a_header_is_enough_and_the_library_opens_the_file(
     tmp_path_factory: pytest.TempPathFactory,
     tensors: list[tuple[str, list[int]]],
     dtype: torch.dtype,

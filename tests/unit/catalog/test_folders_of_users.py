@@ -174,7 +174,7 @@ def test_a_file_that_a_user_put_into_a_checkpoint_moves_into_the_one_that_replac
     assert verify_checkpoint(tmp_path / "checkpoint-1") == ["NOTES.txt does not belong to the checkpoint"]
 
 
-def test_a_checkpoint_that_does_not_tell_its_files_from_a_users_is_quarantined_when_it_is_to_be_removed(
+def test_a_checkpoint_that_does_not_tell_its_files_from_a_users_is_quarantined(
     tmp_path: Path,
 ) -> None:
     saved(tmp_path, "1")
@@ -187,9 +187,7 @@ def test_a_checkpoint_that_does_not_tell_its_files_from_a_users_is_quarantined_w
 
 
 @pytest.mark.parametrize("how", ["replaced", "surplus", "overwritten"])
-def test_a_checkpoint_of_a_newer_format_is_quarantined_when_it_is_to_be_removed_and_stops_no_save(
-    tmp_path: Path, how: str
-) -> None:
+def test_a_checkpoint_of_a_newer_format_is_quarantined_and_stops_no_save(tmp_path: Path, how: str) -> None:
     with run_on(tmp_path, keep_last=1 if how == "surplus" else None) as run:
         run.save_checkpoint(checkpoint_id="1")
         newer = replace(read_manifest(tmp_path / "checkpoint-1"), format_version=FORMAT_VERSION + 1)

@@ -34,7 +34,7 @@ from ckpt.storage.pieces import Pieces
 from ckpt.storage.stored import check_file, read_index, read_manifest
 from tests.support import plain_safetensors
 from tests.support.arrays import array, expected, read_by_extents
-from tests.support.covering import and_in_full, covering
+from tests.support.covering import and_in_full, covering, sampled
 from tests.support.incremental_saves import Shelf, as_saved, bytes_on_disk
 from tests.support.states import BACKENDS, backend_named
 
@@ -112,7 +112,7 @@ def saves_and_deletions(
             assert only.apparent_bytes == only.unique_bytes == on_disk
 
 
-@pytest.mark.parametrize("store", STORES)
+@sampled("store", STORES, 2)
 @given(
     st.lists(st.sets(st.integers(0, 14), max_size=6), min_size=2, max_size=5),
     st.permutations(range(5)),
@@ -186,7 +186,7 @@ def test_a_save_of_nothing_new_writes_descriptions_alone(tmp_path: Path, store: 
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("store", STORES)
+@sampled("store", STORES, 2)
 def test_retention_frees_what_no_checkpoint_uses_any_more(tmp_path: Path, store: str) -> None:
     shelf = Shelf(tmp_path, made(store), ranks=(0,))
     specs = [array(f"model/{n}", torch.rand(128, 64)) for n in range(10)]
@@ -299,7 +299,7 @@ def test_the_number_of_data_files_stays_bounded_where_every_save_leaves_a_little
     assert sum(shelf.written_bytes(str(step)) for step in range(1, 19)) < 3 * shelf.written_bytes("0")
 
 
-@pytest.mark.parametrize("seed", range(4))
+@sampled("seed", range(4))
 def test_no_safetensors_file_names_a_tensor_that_is_not_of_its_checkpoint(tmp_path: Path, seed: int) -> None:
     """Whatever comes, goes, changes, or gets another type or shape between two saves; tensors without elements, too."""
     dice = random.Random(seed)
@@ -396,7 +396,7 @@ def test_a_name_that_is_taken_is_an_error_and_nothing_is_written_through_it(tmp_
     require_sound(shelf, "0")
 
 
-@pytest.mark.parametrize("store", STORES)
+@sampled("store", STORES, 2)
 @pytest.mark.parametrize("damage", ["gone", "shorter", "a link", "a folder"])
 def test_a_file_that_is_not_what_it_was_is_not_linked(tmp_path: Path, store: str, damage: str) -> None:
     shelf = Shelf(tmp_path, made(store), ranks=(0,))
@@ -499,7 +499,7 @@ def test_comparing_stops_at_the_first_block_that_differs() -> None:
     assert taken == [0, 1]
 
 
-@pytest.mark.parametrize("store", RAW)
+@sampled("store", RAW, 2)
 def test_large_chunks_are_linked_and_written_past_the_page_cache_alike(tmp_path: Path, store: str) -> None:
     shelf = Shelf(tmp_path, made(store), min_live=0.49)
     arrays = dict(array(f"model/{n}", torch.rand(3 << 19)) for n in range(4))  # of two blocks
@@ -543,9 +543,7 @@ def test_an_array_of_another_shape_type_or_grid_is_written_again_and_one_that_is
 
 
 @pytest.mark.parametrize("store", RAW)
-def test_a_chunk_of_the_same_number_and_bytes_is_not_linked_under_the_name_that_another_one_had(
-    tmp_path: Path, store: str
-) -> None:
+def test_a_chunk_of_the_same_number_and_bytes_is_not_linked_under_another_ones_name(tmp_path: Path, store: str) -> None:
     shelf = Shelf(tmp_path, made(store), ranks=(0,), min_live=0.01)
     wide = torch.arange(24, dtype=torch.int32).reshape(4, 6)  # two by three chunks
     tall = torch.empty(6, 4, dtype=torch.int32)  # three by two, the first with the bytes of the first, and so on
@@ -559,7 +557,7 @@ def test_a_chunk_of_the_same_number_and_bytes_is_not_linked_under_the_name_that_
     assert linked == {"ocdbt": 6, "safetensors": 0}.get(store, 2)
 
 
-@pytest.mark.parametrize(
+@sampled(
     ("before", "after"),
     [
         ("zarr", "ocdbt"),
@@ -569,6 +567,7 @@ def test_a_chunk_of_the_same_number_and_bytes_is_not_linked_under_the_name_that_
         ("safetensors", "zarr"),
         ("ocdbt", "safetensors"),
     ],
+    3,
 )
 def test_nothing_is_linked_from_a_checkpoint_that_is_stored_otherwise(tmp_path: Path, before: str, after: str) -> None:
     shelf = Shelf(tmp_path, made(before))

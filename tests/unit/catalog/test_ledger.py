@@ -267,9 +267,7 @@ def test_a_discarded_save_leaves_nothing(root: Path, clock: Clock) -> None:
     assert os.listdir(root) == []
 
 
-def test_a_checkpoint_of_any_name_is_removed_at_once_and_deleted_by_the_next_save_at_the_latest(
-    root: Path, clock: Clock
-) -> None:
+def test_a_checkpoint_of_any_name_is_removed_at_once_and_deleted_by_the_next_save(root: Path, clock: Clock) -> None:
     later: list[Path] = []
     (root / "step-5").mkdir(parents=True)
     clock.fill(root / "step-5")

@@ -22,6 +22,7 @@ import pytest
 from ckpt.catalog import owner
 from ckpt.catalog.owner import FolderLock
 from ckpt.errors import FolderInUseError
+from tests.support.covering import sampled
 from tests.support.pace import patience
 
 OTHER_RUN = """
@@ -300,7 +301,7 @@ def test_a_living_owners_helper_is_not_waited_for(file: Path) -> None:
 @pytest.mark.parametrize(
     ("of_folder", "of_file"), [(0o755, 0o600), (0o700, 0o600), (0o2775, 0o660), (0o770, 0o660), (0o777, 0o666)]
 )
-@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
+@sampled("umask", [0o022, 0o002, 0o077])
 def test_only_those_who_may_write_a_folder_may_open_its_lock_whatever_the_umask(
     file: Path, of_folder: int, of_file: int, umask: int
 ) -> None:

@@ -36,7 +36,7 @@ from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.ranks.topology import Topology
 from ckpt.saving import manifest_writer
 from ckpt.storage.stored import read_manifest
-from tests.support.ranks import run_ranks
+from tests.support.ranks import forkserver, run_ranks
 from tests.support.states import Fitted, Held, coordinator
 
 OTHER_RUN = """
@@ -175,7 +175,7 @@ def test_checkpoints_of_old_versions_are_a_runs_own_once_it_has_loaded_one(tmp_p
     assert names(tmp_path) == ["checkpoint-3", "checkpoint-fresh"]
 
 
-def test_restarts_count_the_checkpoints_of_all_lives_up_to_the_loaded_ones_and_each_saves_under_its_own_id(
+def test_restarts_count_the_checkpoints_of_all_lives_and_each_saves_under_its_own_id(
     tmp_path: Path,
 ) -> None:
     for life in range(1, 5):
@@ -311,12 +311,10 @@ def test_a_checkpoint_is_replaced_by_a_run_that_goes_on_from_it_or_may_overwrite
 
 
 def test_a_killed_run_of_a_shared_root_lives_no_more_and_its_owner_file_goes(tmp_path: Path) -> None:
-    act = f"_shared_until_killed(Path({str(tmp_path)!r}))"
-    child = subprocess.Popen(
-        [sys.executable, "-c", f"from tests.unit.catalog.test_shared_roots import Path, _shared_until_killed; {act}"],
-        cwd=Path(__file__).parents[3],
-    )
-    child.wait()
+    child = forkserver().Process(target=_shared_until_killed, args=(tmp_path,))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
     assert len(list(tmp_path.glob(".run-*.owner.json"))) == 1
     with run_on(tmp_path, shared_root=True, keep_last=1) as run:
         run.load_checkpoint()

@@ -39,6 +39,7 @@ from ckpt.format.manifest import MANIFEST_NAME, Index
 from ckpt.format.manifest_parsing import parse_index
 from ckpt.ranks.default_topology import use_topology
 from ckpt.storage.stored import read_manifest
+from tests.support.covering import sampled
 from tests.support.ranks import Dead, Topology, run_ranks, run_threads
 from tests.support.sharded_saves import SafetensorsSaveShardedStrategy
 from tests.support.states import random_bits, same_bits
@@ -170,9 +171,7 @@ def _lasting(files: Iterable[str]) -> set[str]:
 
 
 @in_files
-def test_descriptions_that_an_older_save_has_listed_in_the_manifest_go_and_stay_like_those_in_indexes(
-    folder: Path, save: Any
-) -> None:
+def test_descriptions_listed_in_the_manifest_of_an_older_save_go_like_those_in_indexes(folder: Path, save: Any) -> None:
     manifest = read_manifest(folder)
     for index in indexes_of(folder):
         for path in [path for path in index.files if path.endswith("zarr.json")]:
@@ -334,9 +333,9 @@ def require_whole_whether_or_not_removed(folder: Path, manifest_before: bytes) -
     assert odd == []
 
 
-@pytest.mark.parametrize("save", [SAVES["zarr"], SAVES["tensorstore, ocdbt"]], ids=["zarr", "ocdbt"])
+@sampled("save", [SAVES["zarr"], SAVES["tensorstore, ocdbt"]], ids=["zarr", "ocdbt"])
 @pytest.mark.parametrize("call", ["fsync", "replace", "unlink", "rmdir"])
-def test_whenever_a_removal_is_interrupted_there_is_a_whole_checkpoint_and_the_next_one_ends_it(
+def test_an_interrupted_removal_leaves_a_whole_checkpoint_and_the_next_one_ends_it(
     folder: Path, save: Any, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """S1.14: before the manifest's rename nothing is changed, after it only files are left that belong to nothing."""

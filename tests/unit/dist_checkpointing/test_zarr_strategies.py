@@ -124,7 +124,7 @@ def test_the_constructor_takes_backend_and_version_by_position_as_before(tmp_pat
 # What lies on disk
 
 
-def test_an_array_has_the_chunks_of_its_shards_and_raw_elements_and_no_other_version_of_the_format(
+def test_an_array_has_the_chunks_of_its_shards_and_raw_elements_in_one_version_of_zarr(
     tmp_path: Path,
 ) -> None:
     """S1.26, S1.38: global shape, chunk = global shape / fragmentation, no compressor, Zarr v3 however zarr-python's default drifts."""
@@ -516,7 +516,7 @@ def test_what_was_read_is_checked_then_padded_and_the_range_is_cut_last() -> Non
         postprocess_numpy_array(np.array(["abc"]), uncut("w", torch.zeros(1)))
 
 
-def test_only_folders_with_array_metadata_are_described_and_a_key_with_a_slash_is_a_folder_in_a_folder(
+def test_only_folders_with_array_metadata_are_described_also_where_a_key_has_a_slash(
     tmp_path: Path,
 ) -> None:
     """S1.36: whatever library says shape and data type."""

@@ -86,7 +86,7 @@ def require_equal(found: dict[str, torch.Tensor], tensors: dict[str, torch.Tenso
 @pytest.mark.usefixtures("turns")
 @settings(max_examples=50)
 @given(TENSORS, TENSORS, BUCKETS, OWNERS)
-def test_what_all_owners_send_gives_back_every_bit_and_again_with_other_tensors_in_the_same_memory(
+def test_what_all_owners_send_gives_back_every_bit_also_in_memory_used_before(
     kinds: list[tuple[torch.dtype, tuple[int, ...], str]],
     others: list[tuple[torch.dtype, tuple[int, ...], str]],
     bucket_bytes: int,

@@ -16,6 +16,7 @@ import torch
 from ckpt.engine.inference.vllm_servers import VllmServers, VllmTrainer
 from ckpt.errors import CheckpointError, ConfigurationError, MissingStateError
 from ckpt.ranks.waiting import in_thread
+from tests.support.covering import sampled
 from tests.support.stand_in_vllm import Model, Server, Source, installed
 
 TIMEOUT_S = 20.0
@@ -167,7 +168,7 @@ def test_trainers_that_are_gone_after_the_commit_are_not_needed(make: Callable[.
     assert [generated(server) for server in job.servers] == [("7", [7, 7])] * 2
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@sampled("failing", [0, 1])
 def test_a_server_whose_worker_cannot_load_serves_no_half_version_if_the_trainers_are_gone(make: Callable[..., Job], failing: int) -> None:
     may_load = threading.Event()
     job = make(gates={"update_weights": may_load})

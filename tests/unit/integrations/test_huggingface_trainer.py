@@ -32,6 +32,7 @@ from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.saving.manifest_writer import ManifestWriter
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.storage.stored import read_manifest
+from tests.support.covering import sampled
 from tests.support.trainers import STEPS, Seen, Stopped, state_of, stop, trainer
 from tests.support.values import same_values
 
@@ -113,7 +114,7 @@ BEST = {
 }
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@sampled("mode", ["sync", "async"])
 def test_the_best_checkpoint_stays_and_is_loaded_at_the_end(tmp_path: Path, mode: str) -> None:
     arguments = BEST | {"load_best_model_at_end": True, "save_total_limit": 1}
     one = trainer(tmp_path / "ours", kind=Graded, ckpt={"mode": mode}, **arguments)
@@ -166,7 +167,7 @@ def test_a_run_that_has_ended_trains_no_further_step(tmp_path: Path) -> None:
     assert [*seen.losses] == [5]
 
 
-@pytest.mark.parametrize("resume", [None, "latest"])
+@sampled("resume", [None, "latest"])
 def test_a_smaller_batch_after_out_of_memory_replaces_what_was_saved_before(tmp_path: Path, resume: str | None) -> None:
     num_failures, checkpointers = 0, []
 

@@ -13,6 +13,7 @@ from accelerate.utils import ProjectConfiguration
 from ckpt.catalog.catalog import catalog_at
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigurationError
 from ckpt.format.places import place_of
+from tests.support.covering import sampled
 from tests.support.object_server import ObjectServer
 from tests.support.trainers import STEPS, Seen, Stopped, state_of, stop, trainer
 from tests.support.values import same_values
@@ -34,7 +35,7 @@ def saved_in(root: str) -> list[str]:
     return [one.id.lstrip("0") for one in catalog_at(place_of(root)).committed()]
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@sampled("mode", ["sync", "async"])
 def test_a_trainer_goes_on_to_the_bit_from_a_store(tmp_path: Path, mode: str) -> None:
     options = {"folder": ROOT, "mode": mode, "format": "tensorstore"}
     straight, after = Seen(), Seen()

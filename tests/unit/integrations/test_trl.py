@@ -22,7 +22,11 @@ def _trainer(folder: Path, *callbacks: Any) -> Any:
     from tests.support.trainers import model
 
     class Tuner(CkptTrainerMixin, trl.SFTTrainer):
-        pass
+        """Keeps the tokens of each step."""
+
+        def training_step(self, model: Any, inputs: dict[str, Any], *rest: Any, **options: Any) -> Any:
+            self.__dict__.setdefault("batches", {})[self.state.global_step + 1] = inputs["input_ids"].tolist()
+            return super().training_step(model, inputs, *rest, **options)
 
     words = ["<eos>", *(f"word{number}" for number in range(15))]
     tokens = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<eos>"))
@@ -55,6 +59,7 @@ def test_sft_goes_on_to_the_bit(tmp_path: Path) -> None:
         _trainer(tmp_path / "stopped", Seen(10, stop)).train(resume_from_checkpoint="latest")
     resumed = _trainer(tmp_path / "stopped", after := Seen())
     resumed.train(resume_from_checkpoint="latest")
+    assert resumed.batches == {step: straight.batches[step] for step in range(9, STEPS + 1)}, "15 batches in an epoch"
     assert after.losses == {step: before.losses[step] for step in range(9, STEPS + 1)}
     assert same_values(state_of(resumed), state_of(straight))
     assert (tmp_path / "stopped/README.md").exists(), "TRL's own part of a save is done"

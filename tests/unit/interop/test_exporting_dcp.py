@@ -20,6 +20,7 @@ from ckpt.interop.opened import Opened
 from ckpt.interop.registry import source_at
 from ckpt.loading.direct import DirectLoad
 from ckpt.ranks.topology import Topology
+from tests.support.covering import sampled
 from tests.support.dcp_runs import (
     dcp_state,
     one_process_is_meant,
@@ -44,7 +45,7 @@ def read_by_torch(folder: Path, file: Path) -> Any:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("format", ["zarr", "kimi-engine"])
+@sampled("format", ["zarr", "kimi-engine"])
 def test_torch_reads_every_tensor_and_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str) -> None:
     monkeypatch.setattr(exporting_dcp, "PIECE_BYTES", 20_000)
     plain = {"names": ["a", "b"], "none": None, "deep": {"list": [torch.arange(5), {"x": 3}]}}

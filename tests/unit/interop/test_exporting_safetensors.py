@@ -200,7 +200,7 @@ def test_of_a_sharded_state_dict_a_component_is_how_keys_begin(tmp_path: Path) -
     assert load_file(tmp_path / "all" / "model.safetensors").keys() == tensors.keys()
     with pytest.raises(
         MissingStateError,
-        match="holds no tensor of component=mode; it has model, optimizer. Choose another, or component=null",
+        match="holds no tensor of component=mode; it has model, optimizer. Choose another, or component=None",
     ):
         select(tmp_path / "src", "mode", Topology.alone())
 

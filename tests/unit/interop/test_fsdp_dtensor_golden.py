@@ -10,7 +10,8 @@ from typing import Any
 import ckpt
 from ckpt.format.box import Box
 from ckpt.interop.opened import Opened
-from ckpt.interop.registry import format_at, source_at
+from ckpt.interop.programs import format_at
+from ckpt.interop.registry import source_at
 from ckpt.loading.direct import DirectLoad
 from ckpt.ranks.topology import Topology
 from tests.golden.fsdp_dtensor.contents import param_to_group_meta, plain, tensors

@@ -43,6 +43,7 @@ from ckpt.interop.megatron.zarr import (
 )
 from tests.golden.megatron.truth import truth
 from tests.support.bounded import BOMBS, little_memory
+from tests.support.covering import sampled
 from tests.support.states import ALL_DTYPES, global_index, random_bits, same_bits
 from tests.support.values import same_values
 
@@ -281,7 +282,7 @@ def test_a_damaged_chunk_that_is_encoded_is_named(tmp_path: Path, damage: str, l
             read(fresh, "w")
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@sampled("library", LIBRARIES)
 @pytest.mark.parametrize(
     "bomb", ["zlib, a small stream first", "bz2, a small stream first", "zstd, a small frame first", "blosc"]
 )

@@ -26,6 +26,7 @@ from ckpt import Checkpointer
 from ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, MissingStateError
 from ckpt.ranks.topology import Topology
 from tests.support.bounded import little_memory
+from tests.support.covering import sampled
 from tests.support.dcp_runs import dcp_state, require_equal, run_of, save_by_dcp, tensors_of_all_kinds
 from tests.support.ranks import run_ranks
 from tests.support.states import same_bits
@@ -84,7 +85,7 @@ def _load_sharded(topology: Topology, folder: Path, load: str) -> dict[str, torc
     return {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in state.items()}
 
 
-@pytest.mark.parametrize("load", ["direct", "two-stage"])
+@sampled("load", ["direct", "two-stage"])
 def test_shards_that_dcp_saved_on_two_ranks_load_on_three(tmp_path: Path, load: str) -> None:
     saved, _ = run_ranks(2, _save_sharded, tmp_path / "dcp", process_group=True)
     on_three = run_ranks(3, _load_sharded, tmp_path, load, process_group=True)

@@ -15,8 +15,9 @@ import ckpt
 from ckpt.cli.reading_others import other_at
 from ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from ckpt.format.places import ObjectPath
-from ckpt.interop.registry import format_at
+from ckpt.interop.programs import format_at
 from ckpt.storage.objects.store import store_of
+from tests.support.covering import sampled
 from tests.support.object_server import ObjectServer
 from tests.support.values import same_values
 
@@ -73,7 +74,7 @@ def made(kind: str, tmp_path: Path) -> Path:
     return next(path.parent for path in sorted((GOLDEN / "dcp" / kind).rglob(".metadata")))
 
 
-@pytest.mark.parametrize("load", ["direct", "two-stage"])
+@sampled("load", ["direct", "two-stage"])
 @pytest.mark.parametrize("kind", ["safetensors", "one file", "torch.save", "torch-2.13.0", "torchtitan-0.3.0"])
 def test_it_is_read_as_from_a_folder(server: ObjectServer, tmp_path: Path, kind: str, load: str) -> None:
     torch.manual_seed(0)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 
 import pytest
-from recipes.commands.converting import DESTINATIONS
 
-from ckpt.interop.registry import PROGRAMS, register_programs
+from ckpt.cli.converting import DESTINATIONS
+from ckpt.interop.programs import PROGRAMS
+from ckpt.interop.registry import register_programs
 from ckpt.loading import programs
 
 

@@ -38,6 +38,7 @@ from ckpt.state.state_digest import state_digest
 from ckpt.storage.extents import ExtentReader
 from ckpt.storage.stored import read_index, read_manifest
 from tests.support.anonymous_memory import most_anonymous_bytes
+from tests.support.covering import sampled
 from tests.support.crafts import edit_json
 from tests.support.ranks import run_threads
 from tests.support.sharded_saves import bytes_of, save_training_state, threads
@@ -211,7 +212,7 @@ def test_every_format_goes_over_into_every_other_and_loads_as_it_was(
     run_threads(4, require_every_pattern, tmp_path / "new", nodes=[2, 2], agree_s=60.0, timeout_s=120.0)
 
 
-@pytest.mark.parametrize("by", ["ocdbt", "kimi"])
+@sampled("by", ["ocdbt", "kimi"])
 def test_there_and_back_is_the_same_to_the_byte(saved: dict[str, Path], tmp_path: Path, by: str) -> None:
     rewrite(saved["zarr"], tmp_path / "between", made(by), Topology.alone())
     rewrite(tmp_path / "between", tmp_path / "back", ZarrBackend(), Topology.alone())
@@ -238,7 +239,7 @@ def test_what_is_compressed_there_and_raw_here_is_what_a_raw_save_would_have_wri
     assert small == bytes_of(saved["zstd"])
 
 
-@pytest.mark.parametrize("to", ["ocdbt", "kimi"])
+@sampled("to", ["ocdbt", "kimi"])
 def test_digests_go_over_with_the_chunks_that_both_store_alike(saved: dict[str, Path], tmp_path: Path, to: str) -> None:
     rewrite(saved["zarr"], tmp_path / "new", made(to), Topology.alone())
     old, new = indexes_of(saved["zarr"]), indexes_of(tmp_path / "new")
@@ -266,7 +267,7 @@ def digest_of_model(topology: Topology, path: Path, rows: Sequence[int]) -> str:
     return state_digest({"model": model}, topology)
 
 
-@pytest.mark.parametrize("to", FORMATS)
+@sampled("to", FORMATS)
 def test_another_layout_loads_the_same_digest_from_every_format(
     saved: dict[str, Path], tmp_path: Path, to: str
 ) -> None:
@@ -299,10 +300,7 @@ def test_what_an_incremental_save_has_linked_is_copied(tmp_path: Path) -> None:
     assert all(same_bits(loaded.state[key], value) for key, value in state.items())
 
 
-@pytest.mark.parametrize(
-    "backend",
-    ["zarr", "kimi", pytest.param("ocdbt", marks=pytest.mark.full), pytest.param("zstd", marks=pytest.mark.full)],
-)
+@sampled("backend", ["zarr", "kimi", "ocdbt", "zstd"])
 def test_damage_of_the_old_one_is_found_and_nothing_new_appears(
     saved: dict[str, Path], tmp_path: Path, backend: str
 ) -> None:

@@ -17,7 +17,7 @@ import ckpt
 from ckpt import Checkpointer
 from ckpt.cli.main import run
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError, MissingStateError
-from ckpt.interop.registry import format_at
+from ckpt.interop.programs import format_at
 from ckpt.interop.torch_checkpointing.shards import shards_of_metadata
 from ckpt.ranks.topology import Topology
 from tests.golden.torch_checkpointing.contents import RANKS, own, raw, state

@@ -18,6 +18,7 @@ from ckpt.loading import casting
 from ckpt.loading.casting import Cast, batches_of, readings_of
 from ckpt.loading.strategy import ReadRequest
 from ckpt.ranks.topology import Topology
+from tests.support.covering import sampled
 from tests.support.states import Fitted, coordinator, spreading
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn)
@@ -42,7 +43,7 @@ def converted(model: torch.nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("into", FLOATS)
 @pytest.mark.parametrize("saved", FLOATS)
-@pytest.mark.parametrize("load", ["direct", "two-stage"])
+@sampled("load", ["direct", "two-stage"])
 def test_a_model_takes_what_was_saved_in_another_type(load: Any, saved: torch.dtype, into: torch.dtype, tmp_path: Path) -> None:
     model, fresh = net(0).to(saved), net(1).to(into)
     with Checkpointer(tmp_path, model=model, save_rng=False) as saving:

@@ -153,7 +153,7 @@ def test_components_that_are_left_out_on_purpose_are_restored_neither_here_nor_m
     assert same_bits(held[0].state["w"], global_index((3,))) and held[1].loaded is None
 
 
-def test_an_optional_component_that_does_not_match_is_left_out_whole_even_where_the_load_is_strict(
+def test_an_optional_component_that_does_not_match_is_left_out_whole_in_a_strict_load(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(tmp_path, model={"w": global_index((3,))}, ema=torch.nn.Linear(3, 2))
@@ -211,7 +211,7 @@ def test_an_optional_optimizer_that_does_not_fit_keeps_just_the_state_it_had(tmp
     assert torch.all(optimizer.optimizer.state[module.weight]["exp_avg"] == 7)
 
 
-def test_an_optimizer_with_a_new_parameter_goes_on_with_the_others_where_the_load_is_not_strict(tmp_path: Path) -> None:
+def test_an_optimizer_with_a_new_parameter_goes_on_with_the_others_in_a_lenient_load(tmp_path: Path) -> None:
     saved = trained(torch.nn.Linear(3, 2))
     save(tmp_path, optimizer=saved)
     module = torch.nn.Linear(3, 2)
@@ -304,7 +304,7 @@ class Refusing(Held):
 
 
 @pytest.mark.parametrize("required", [True, False])
-def test_an_object_that_refuses_its_state_on_one_rank_stops_all_if_required_and_is_reported_by_all_if_not(
+def test_an_object_that_refuses_its_state_on_one_rank_stops_all_or_is_reported_by_all(
     tmp_path: Path, required: bool
 ) -> None:
     def load_on(topology: Topology) -> tuple[str, bool]:

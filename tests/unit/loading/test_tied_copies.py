@@ -17,6 +17,7 @@ import ckpt
 from ckpt import Checkpointer, StateComponent
 from ckpt.errors import CheckpointError, MissingStateError, ShapeMismatchError
 from ckpt.ranks.topology import Topology
+from tests.support.covering import sampled
 from tests.support.ranks import run_ranks
 from tests.support.states import Fitted, coordinator, random_bits, same_bits
 
@@ -81,7 +82,7 @@ def restore(path: Path, into: torch.nn.Module, run: Path, **options: Any) -> Any
         return checkpoints.restore(path, **options)
 
 
-@pytest.mark.parametrize("load", ["direct", "two-stage"])
+@sampled("load", ["direct", "two-stage"])
 @pytest.mark.parametrize("way", WAYS)
 def test_equal_copies_are_one_tensor(tmp_path: Path, way: str, load: str) -> None:
     saved, live = Model(0), Model(1)
@@ -91,7 +92,7 @@ def test_equal_copies_are_one_tensor(tmp_path: Path, way: str, load: str) -> Non
         assert same_bits(live.state_dict()[name], one), name
 
 
-@pytest.mark.parametrize("at", [0, ROWS * WIDTH - 1])
+@sampled("at", [0, ROWS * WIDTH - 1])
 @pytest.mark.parametrize("way", WAYS)
 def test_unequal_copies_are_refused_by_their_names_and_nothing_is_changed(tmp_path: Path, way: str, at: int) -> None:
     state, live = copies_of(Model(0)), Model(1)

@@ -18,6 +18,7 @@ from ckpt.loading.direct import DirectLoad
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.ranks.topology import Topology
 from recipes.support.ranks import bug_beneath
+from tests.support.covering import sampled
 from tests.support.crafts import edit_file
 from tests.support.ranks import run_ranks
 from tests.support.states import Held, coordinator, spreading
@@ -73,7 +74,7 @@ def load_newest(topology: Topology, root: Path, codec: str, strategy: str) -> No
         assert bug_beneath(caught.value) is None
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@sampled("strategy", STRATEGIES)
 @pytest.mark.parametrize("how", DAMAGE)
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_load_falls_back_from_a_chunk_that_does_not_decode(

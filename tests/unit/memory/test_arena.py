@@ -57,7 +57,7 @@ def test_who_finds_no_room_gets_that_which_another_thread_gives_back() -> None:
     assert again.data_ptr() == rooms[1].data_ptr()
 
 
-def test_an_arena_that_is_large_enough_stays_as_it_is_and_one_that_grows_waits_until_nothing_is_taken() -> None:
+def test_an_arena_that_is_large_enough_stays_and_one_that_grows_waits_until_nothing_is_taken() -> None:
     made: list[int] = []
 
     def make(num_bytes: int) -> torch.Tensor:

@@ -17,6 +17,7 @@ from ckpt.ranks import stores
 from ckpt.ranks.addresses import LOOPBACK
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError, connection, reach, serve
+from tests.support.covering import sampled
 from tests.support.frozen import Frozen
 
 SIZES = [0, 1, 64 << 10, (64 << 10) + 1, 4 << 20, (4 << 20) + 1, 9 << 20]
@@ -28,7 +29,7 @@ def store() -> dist.TCPStore:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("compress", [True, False])
+@sampled("compress", [True, False])
 def test_bytes_of_any_size_arrive_as_they_were_and_leave_no_key(
     store: dist.TCPStore, size: int, compress: bool
 ) -> None:
@@ -156,7 +157,7 @@ def test_sockets_that_other_threads_make_beside_a_new_connection_are_left_alone(
 # Queues
 
 
-@pytest.mark.parametrize("kind", ["tcp", "tcp without libuv", "hash", "file"])
+@sampled("kind", ["tcp", "tcp without libuv", "hash", "file"], 2)
 def test_messages_of_any_size_come_in_their_order_and_leave_no_key(kind: str, tmp_path: Path) -> None:
     kinds: dict[str, Callable[[], dist.Store]] = {
         "tcp": lambda: serve(LOOPBACK, timeout_s=300.0),

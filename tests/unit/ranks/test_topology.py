@@ -249,7 +249,7 @@ def _come_back_late(topology: Topology, sleeper: int) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("sleeper", [0, 1])
-def test_a_rank_that_comes_back_when_it_was_given_up_can_know_before_it_does_what_cannot_be_undone(
+def test_a_rank_that_was_given_up_can_know_before_it_does_what_cannot_be_undone(
     sleeper: int,
 ) -> None:
     outcomes = run_threads(3, _come_back_late, sleeper, agree_s=0.8)

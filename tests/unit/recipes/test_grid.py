@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor.parallel import RowwiseParallel
 
 from ckpt.errors import ConfigurationError
 from recipes.training.gpt import GPT
@@ -134,14 +135,27 @@ def test_a_model_that_cannot_be_cut_so_is_refused() -> None:
     Pipeline().fit(GPT(), 5)
 
 
-def test_only_layouts_that_keep_the_model_whole_take_any_model() -> None:
-    for layout in (Single(), DataParallel(), Accelerated()):
+def test_only_layouts_that_cut_inside_a_model_ask_it_how() -> None:
+    for layout in (Single(), DataParallel(), Accelerated(), FullySharded(), HybridSharded(fsdp=1)):
         layout.fit(torch.nn.Linear(2, 2), 1)
-    for layout in (FullySharded(), HybridSharded(fsdp=1), TensorThenFullySharded(tp=1), Pipeline()):
-        with pytest.raises(
-            ConfigurationError, match=rf"parallel={layout.name} knows where to cut .* the model is a Linear"
-        ):
+    for layout, name, key in (
+        (TensorThenFullySharded(tp=1), "tensor_plan", "plan"),
+        (TensorAndDataParallel(tp=1), "tensor_plan", "plan"),
+        (Pipeline(), "keep_stage", "stages"),
+        (DataParallelPipeline(pp=1), "keep_stage", "stages"),
+    ):
+        said = rf"parallel={layout.name} cuts inside the model, and Linear has no {name} .* give parallel\.{key}\._target_="
+        with pytest.raises(ConfigurationError, match=said):
             layout.fit(torch.nn.Linear(2, 2), 1)
+
+
+def test_a_plan_that_names_no_module_or_leaves_half_a_module_out_is_refused() -> None:
+    attention = torch.nn.MultiheadAttention(4, 2)
+    with pytest.raises(ConfigurationError, match=r"the plan cuts outproj, and MultiheadAttention has no such module"):
+        TensorAndDataParallel(tp=1, plan={"outproj": RowwiseParallel()}).fit(attention, 1)
+    with pytest.raises(ConfigurationError, match=r"MultiheadAttention holds parameters beside modules of its own"):
+        TensorAndDataParallel(tp=1, plan={"out_proj": RowwiseParallel()}).fit(attention, 1)
+    TensorAndDataParallel(tp=1, plan={"0.*": RowwiseParallel()}).fit(torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2))), 1)
 
 
 def test_gradients_travel_in_buckets_of_one_data_type_and_bounded_size() -> None:

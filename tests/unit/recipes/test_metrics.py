@@ -13,7 +13,7 @@ from ckpt.errors import ConfigurationError
 from ckpt.loading.report import LoadReport
 from ckpt.saving.prepared_save import SaveReport
 from recipes.support import metrics
-from recipes.support.metrics import Metrics, check_report
+from recipes.support.metrics import Metrics, check_loggers
 from recipes.support.report import Report
 
 
@@ -21,19 +21,24 @@ def run(kind: str | None, folder: Path) -> dict[str, Any]:
     return {"report": kind, "run_dir": str(folder), "train": {"steps": 9, "batch_size": 1}}
 
 
-@pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
-def test_a_missing_package_is_one_sentence_before_anything_begins(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["tensorboard", "wandb", "mlflow"])
+def test_a_missing_package_is_one_sentence_before_anything_begins(
+    monkeypatch: pytest.MonkeyPatch, kind: str, tmp_path: Path
+) -> None:
     monkeypatch.setattr(metrics, "find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError) as caught:
-        check_report(kind)
-    said = f"report={kind} needs the package {kind}, which is not installed: pip install {kind}, or leave report= out"
-    assert str(caught.value) == said
+    target = f"recipes.support.metrics.{metrics.REPORTS[kind].__name__}"
+    logged = run(None, tmp_path) | {"logger": {"csv": {"_target_": "recipes.support.metrics.Csv"}, kind: {"_target_": target}}}
+    for key, cfg in (("report", run(kind, tmp_path)), ("logger", logged)):
+        with pytest.raises(ConfigurationError) as caught:
+            check_loggers(cfg)
+        said = f"{key}={kind} needs the package {kind}, which is not installed: pip install {kind}, or leave {key}= out"
+        assert str(caught.value) == said
 
 
 def test_only_known_reports_are_taken(tmp_path: Path) -> None:
-    check_report(None)
-    with pytest.raises(ConfigurationError, match="^report=mlflow: expected tensorboard, wandb or null$"):
-        check_report("mlflow")
+    check_loggers(run(None, tmp_path))
+    with pytest.raises(ConfigurationError, match="^report=print: expected tensorboard, wandb, csv, mlflow or null$"):
+        check_loggers(run("print", tmp_path))
     made = Metrics(run(None, tmp_path))
     made.add(1, {"train/loss": 2.0})
     made.close()
@@ -88,3 +93,56 @@ def test_figures_come_with_the_step_that_they_are_of(monkeypatch: pytest.MonkeyP
         {"step": 6, "sync/blocked_s": 0.5, "sync/bytes": 7, "sync/staleness_s": 0.75},
         "finish",
     ]
+
+
+class FakeMlflow:
+    """The calls of MLflow's client that are made, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def MlflowClient(self, *, tracking_uri: str) -> FakeMlflow:
+        self.calls.append(tracking_uri)
+        return self
+
+    def get_experiment_by_name(self, name: str) -> None:
+        return None
+
+    def create_experiment(self, name: str) -> str:
+        self.calls.append(name)
+        return "1"
+
+    def create_run(self, experiment: str, *, run_name: str, tags: dict[str, str]) -> SimpleNamespace:
+        self.calls.append((experiment, run_name, tags))
+        return SimpleNamespace(info=SimpleNamespace(run_id="r"))
+
+    def log_metric(self, run_id: str, name: str, value: float, *, step: int) -> None:
+        self.calls.append((run_id, name, value, step))
+
+    def set_terminated(self, run_id: str) -> None:
+        self.calls.append(f"end of {run_id}")
+
+
+def test_several_loggers_get_the_same_figures_and_a_table_drops_what_a_resumed_run_makes_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake, folder = FakeMlflow(), tmp_path / "outputs" / "dev"
+    monkeypatch.setitem(sys.modules, "mlflow", fake)  # type: ignore[arg-type]
+    both = {name: {"_target_": f"recipes.support.metrics.{name.title()}"} for name in ("csv", "mlflow")}
+    cfg = run(None, folder) | {"logger": both, "tags": ["try"]}
+    first = Report(cfg, shown=True)
+    for step in (1, 2, 3):
+        first.trained(step, step / 2)
+    first.close()
+    assert fake.calls == [
+        f"sqlite:///{folder}/mlflow.db", "outputs", ("1", "dev", {"try": "true"}),
+        *(("r", "train/loss", step / 2, step) for step in (1, 2, 3)), "end of r",
+    ]  # fmt: skip
+    again = Report(cfg, shown=True)
+    again.resumed(LoadReport("/runs/checkpoint-2", "2", 0.5, 10, 20, ""))
+    again.trained(3, 7.0)
+    again.close()
+    assert (folder / "metrics.csv").read_text().split() == [
+        "step,name,value", "1,train/loss,0.5", "2,train/loss,1.0", "2,checkpoint/load_s,0.5", "2,checkpoint/bytes_read,10",
+        "3,train/loss,7.0",
+    ]  # fmt: skip

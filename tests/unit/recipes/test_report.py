@@ -103,6 +103,17 @@ def test_a_fall_back_says_why(capsys: pytest.CaptureFixture[str], damaged: tuple
     assert capsys.readouterr().out.startswith(f"WARNING: resume=latest fell back to /c-3, because {says}\n")
 
 
+def test_a_run_prints_the_lines_that_a_checkpointer_logs(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report(RUN, shown=True)
+    restored = loaded(path="/c-3", config_text="", requests={"range": (3, 10)})
+    saved = SaveReport("s3://bucket/run/c-5", "5", 5_000_000, 0.5, 0.5, 4_000_000, requests={"put": (1200, 4_000_000)})
+    report.resumed(restored)
+    report.saved([saved])
+    assert capsys.readouterr().out.splitlines() == [str(restored), str(saved)]
+    assert str(restored) == "restored /c-3 at step 4: 0.500 s, 0.0 MB, 0.00 GB/s, 3 range"
+    assert str(saved) == "saved c-5: 0.500 s, 5.0 MB, 0.01 GB/s, 1,200 put, 1.0 MB linked"
+
+
 def test_a_summary_counts_on_from_the_step_that_was_resumed() -> None:
     summary = Summary(world_size=3)
     summary.add_resume(loaded(fell_back_from=("/runs/checkpoint-00000006",)), "d" * 32)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from ckpt.errors import ConfigurationError
 from ckpt.memory.device import OWN_DEVICE
 from recipes.support.slurm import slurm_variables
+from tests.support.ranks import forkserver
 
-REPO = Path(__file__).parents[3]
 TASK = {
     "SLURM_JOB_ID": "71",
     "SLURM_STEP_ID": "0",
@@ -58,21 +56,22 @@ def test_elsewhere_nothing_is_set(environment: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("has_terminal", [True, False], ids=["in the shell", "in a job that was submitted from there"])
 def test_an_interactive_shell_has_one_task_and_a_terminal(has_terminal: bool) -> None:
-    code = f"""
-import os, sys
-for terminal in sys.argv[1:]:
-    os.open(terminal, os.O_RDWR)  # the first of a session is its terminal
-from recipes.support.slurm import slurm_variables
-print(len(slurm_variables({TASK | {"SLURM_PTY_PORT": "40000"}!r})))
-"""
     ours, theirs = os.openpty()
     try:
-        command = [sys.executable, "-c", code, *([os.ttyname(theirs)] if has_terminal else [])]
-        done = subprocess.run(command, cwd=REPO, start_new_session=True, capture_output=True, text=True, check=True)
+        task = forkserver().Process(target=_end_with_number_of_variables, args=([os.ttyname(theirs)] if has_terminal else [],))
+        task.start()
+        task.join()
     finally:
         os.close(ours)
         os.close(theirs)
-    assert (int(done.stdout) == 0) is has_terminal
+    assert task.exitcode == (0 if has_terminal else 8)
+
+
+def _end_with_number_of_variables(terminals: list[str]) -> None:
+    os.setsid()
+    for terminal in terminals:
+        os.open(terminal, os.O_RDWR)  # the first of a session is its terminal
+    sys.exit(len(slurm_variables(TASK | {"SLURM_PTY_PORT": "40000"})))
 
 
 def test_what_the_user_has_set_stays() -> None:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
-from recipes.training.text import DEFAULT_BYTES, Corpus, Samples, TextData, TextLoader, shuffled
+from recipes.training.data import SampleLoader, shuffled
+from recipes.training.text import DEFAULT_BYTES, Corpus, TextData, TextLoader, Windows
 
 CONTEXT = 7
 CPU = torch.device("cpu")
@@ -38,7 +39,13 @@ def loader(folder: Path, *, dispatch: bool = True, batch_size: int = 4, seed: in
 
 
 def batches(source: TextLoader, num: int) -> list[list[list[int]]]:
-    return [source.next_batch().tolist() for _ in range(num)]
+    """Rows of whole windows: the tokens, and the last one that is only a target."""
+    drawn = (source.next_batch() for _ in range(num))
+    return [torch.cat([tokens, following[:, -1:]], dim=1).tolist() for tokens, following in drawn]
+
+
+def in_order(folder: Path, seed: int) -> SampleLoader:
+    return SampleLoader(Windows(TextData(path=str(folder)).corpus, 8), 4, (0, 1), seed, CPU)
 
 
 def test_files_are_one_row_of_bytes_in_the_order_of_their_names(folder: Path) -> None:
@@ -73,16 +80,17 @@ def test_shuffling_differs_from_key_to_key_and_moves_nearly_everything() -> None
 
 
 def test_an_epoch_shows_every_window_once(folder: Path) -> None:
-    samples = Samples(TextData(path=str(folder)).corpus, 8, num=125, seed=5)
+    samples = in_order(folder, seed=5)
     for epoch in range(2):
-        starts = sorted(samples[epoch * 125 + i].tolist() for i in range(125))
+        starts = sorted(samples.dataset[samples.sample(epoch * 125 + i)].tolist() for i in range(125))
         assert starts == sorted([(8 * window + i) % 251 for i in range(8)] for window in range(125))
 
 
 def test_a_step_takes_the_next_samples_of_the_global_order(folder: Path) -> None:
     source = loader(folder, batch_size=4)
-    samples = Samples(source.samples.corpus, 8, num=125, seed=0)
-    assert batches(source, 40) == [[samples[4 * step + i].tolist() for i in range(4)] for step in range(40)]
+    samples = in_order(folder, seed=0)
+    steps = [[samples.dataset[samples.sample(4 * step + i)].tolist() for i in range(4)] for step in range(40)]
+    assert batches(source, 40) == steps
 
 
 @pytest.mark.parametrize("dispatch", [True, False], ids=["dispatched", "own"])

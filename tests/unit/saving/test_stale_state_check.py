@@ -36,7 +36,7 @@ def test_the_same_tensors_under_a_later_step_raise_an_alarm_that_names_both_chec
     assert "checkpoint-110" in alarm and "checkpoint-90" in alarm and "every tensor" in alarm
 
 
-def test_an_optimizer_or_a_trained_model_that_stands_still_raises_one_and_a_frozen_model_does_not() -> None:
+def test_a_trained_model_or_optimizer_that_stands_still_raises_and_a_frozen_model_does_not() -> None:
     known = StaleStateCheck(components())
     known.alarms("1", votes(model="a", teacher="t", optimizer="b"))
     (alarm,) = known.alarms("2", votes(model="c", teacher="t", optimizer="b"))

@@ -31,6 +31,7 @@ from ckpt.state.replication import (
     require_unchanged,
 )
 from ckpt.state.sharing import StateComponent, level_of
+from tests.support.covering import sampled
 from tests.support.ranks import run_threads
 from tests.support.states import ALL_DTYPES, Held, random_bits
 
@@ -64,7 +65,7 @@ def trained_adam() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (1,), LARGE], ids=str)
+@sampled("shape", [LARGE, (), (1,)], 2, ids=str)
 def test_one_bit_of_any_type_is_seen_by_tensor_and_one_element_that_is_sampled_by_quick(
     dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:

@@ -22,6 +22,7 @@ from ckpt.catalog.verify import verify_checkpoint
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import StorageError
 from ckpt.ranks.topology import Topology
+from tests.support.covering import sampled
 from tests.support.states import Held, coordinator
 
 BACKENDS = {
@@ -32,7 +33,7 @@ BACKENDS = {
 }
 
 
-@pytest.fixture(params=["ext4", "tmpfs"])
+@pytest.fixture(params=["tmpfs", pytest.param("ext4", marks=pytest.mark.full)])
 def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     """A disk of 64 MiB; skips where none may be mounted."""
     folder, image = tmp_path / "disk", tmp_path / "image"
@@ -73,10 +74,8 @@ def _save(disk: Path, backend: Any, num_bytes: int, id: str) -> None:
         with_backend.close()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_save_that_fits_is_saved_and_one_that_does_not_says_how_much_it_needs_and_what_is_free(
-    disk: Path, backend: str
-) -> None:
+@sampled("backend", BACKENDS, 3)
+def test_a_save_that_does_not_fit_says_how_much_it_needs_and_what_is_free(disk: Path, backend: str) -> None:
     """OCDBT's files reserve space ahead; on ext4 a reservation that is refused keeps all there is."""
     made = BACKENDS[backend]()
     _save(disk, made, 2 << 20, "1")
@@ -96,7 +95,7 @@ def test_a_save_that_fits_is_saved_and_one_that_does_not_says_how_much_it_needs_
     assert _free(disk) >= before - (4 << 20)
 
 
-@pytest.mark.parametrize("backend", ["zarr", "tensorstore"])
+@sampled("backend", ["zarr", "tensorstore"])
 def test_wherever_a_save_meets_a_full_disk_it_says_both_numbers(disk: Path, backend: str) -> None:
     _save(disk, BACKENDS[backend](), 2 << 20, "1")
     before, outcomes = sorted(path for path in disk.rglob("*") if ".owner." not in path.name), set()
