@@ -185,6 +185,8 @@ def test_what_others_save_is_synced_file_by_file_and_folder_by_folder_as_ours_is
     folder.mkdir()
     if make is RawDirect and not takes_direct_writes(folder, 0):
         pytest.skip("this file system takes no O_DIRECT")
+    if make is PEERS["torch-checkpointing"]:
+        pytest.importorskip("torch_checkpointing")
     synced: set[int] = set()
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.add(os.fstat(descriptor).st_ino), fsync(descriptor)))
