@@ -115,7 +115,7 @@ def _obstacle(name: str, workload: Workload, scratch: Path) -> str:
     if name == "torch-checkpointing" and importlib.util.find_spec("torch_checkpointing") is None:
         return "the package torch_checkpointing is not installed: pip install -e '.[torch-checkpointing]'"
     if name == "torch-checkpointing" and workload.num_loading != workload.saved.topology.world_size:
-        return "its ranks exchange what a load on other ranks needs between accelerators alone, so that it is measured on the ranks that saved"
+        return "its ranks exchange what a load on others needs between accelerators alone, so that it is measured on the ranks that saved"
     device = workload.saved.device.torch_device.type
     if name in _ON_HOST and device != "cpu":
         return f"it knows host memory only, and the state is on {device}"
