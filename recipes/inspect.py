@@ -12,15 +12,10 @@ from recipes.support.cli import recipe
 
 @recipe("inspect", writes=False)
 def main(cfg: DictConfig) -> None:
-    from ckpt.cli.pages.inspect_page import leave_page
-    from ckpt.cli.reading import InspectKeys, show
+    from ckpt.cli.pages.inspect_page import InspectKeys, inspect
     from recipes.support.config import command_keys
 
-    keys = command_keys(cfg, InspectKeys)
-    if keys.html is not None:
-        leave_page(keys)
-    if keys.html is None or keys.json:
-        show(keys)
+    inspect(command_keys(cfg, InspectKeys))
 
 
 if __name__ == "__main__":

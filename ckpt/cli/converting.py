@@ -72,7 +72,7 @@ class ConvertKeys:
     src: str = argued("the old checkpoint")
     dst: str = argued("a folder for the new one")
     to: str = argued("the format of the new one", default="zarr", choices=DESTINATIONS)
-    component: str | None = argued(f"to {SAFETENSORS}: the component, or null for everything", default="model")
+    component: str | None = argued(f"to {SAFETENSORS}: the component, or none for everything", default="model")
     max_shard_size: str | None = argued(f"to {SAFETENSORS}: the size above which there are several files", default="5GB")
     config_from: str | None = argued(f"to {SAFETENSORS}: a folder of Hugging Face's, whose configs are copied", default=None)
     load: LoadKeys = field(default_factory=LoadKeys)

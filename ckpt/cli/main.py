@@ -54,7 +54,7 @@ COMMANDS = {
         """,
     ),
     "show": _Entry(
-        "reading:show",
+        "pages.inspect_page:inspect",
         "InspectKeys",
         "Show what a checkpoint holds: components, arrays, types, shapes and sizes.",
         """
@@ -128,7 +128,8 @@ COMMANDS = {
         "BisectKeys",
         "Find the first checkpoint at which two runs differ, and what differs in it.",
         """
-        It compares the checkpoints that both runs have, the oldest first, and exits with 0 if all are equal, and with 1 if not. In a
+        It compares the checkpoints that both runs have, the oldest first, by their recorded digests where both have the same arrays;
+        `ckpt verify` tells whether the bytes are still those. It exits with 0 if all are equal, and with 1 if not. In a
         checkout, `python -m recipes.bisect` also replays two runs of its recipes, down to one step.
 
         $ ckpt bisect outputs/good/checkpoints outputs/bad/checkpoints

@@ -14,7 +14,7 @@ from ckpt.catalog.incremental import DiskUse, disk_use, files_of
 from ckpt.cli.arguments import argument
 from ckpt.cli.pages.checkpoint_page import checkpoint_values
 from ckpt.cli.pages.page import Served, page, utc, write_page
-from ckpt.cli.reading import InspectKeys, committed_below, is_checkpoint, manifests_below
+from ckpt.cli.reading import InspectKeys, committed_below, is_checkpoint, manifests_below, show
 from ckpt.cli.reading_others import other_at
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, printable, sentence
 from ckpt.format.manifest import CheckpointManifest
@@ -64,6 +64,14 @@ class Commit:
         run = f"\nrun {self.committed.run_id}" if self.committed.run_id else ""
         sizes = f"{decimal(self.size)}, {decimal(self.new_bytes)} of them new"
         return f"{self.name}\ncommitted {utc(self.committed.timestamp)} UTC\n{sizes}{run}"
+
+
+def inspect(keys: InspectKeys) -> None:
+    """Show what `show` shows; or, where a file is given for it, leave the page, and show no more than JSON beside it."""
+    if keys.html is not None:
+        leave_page(keys)
+    if keys.html is None or keys.json:
+        show(keys)
 
 
 def leave_page(keys: InspectKeys) -> None:

@@ -146,6 +146,19 @@ def test_a_checkpoint_is_converted_to_files_that_safetensors_reads(root: Path, t
     assert code == 2 and "zarr" in err and not (tmp_path / "x").exists()
 
 
+def test_show_leaves_a_page_where_a_file_is_given_for_it(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    for path in (root, root / "checkpoint-00000001"):
+        code, out, err = called(capsys, "show", path, "--html", page)
+        assert (code, err) == (0, "") and out.startswith(f"{page}: a page of {path}, ")
+        assert "model/w" in page.read_text()
+    page.unlink()
+    code, out, _ = called(capsys, "show", root, "--html", page, "--json")
+    assert code == 0 and len(json.loads(out)["checkpoints"]) == 3 and page.is_file()
+    code, out, err = called(capsys, "show", root, "--html", tmp_path / "no" / "page.html")
+    assert (code, out) == (2, "") and len(err.splitlines()) == 1
+
+
 def test_two_runs_part_at_the_first_checkpoint_that_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = saved(tmp_path / "good"), saved(tmp_path / "bad", seed=1)
     code, out, _ = called(capsys, "bisect", good, bad)
