@@ -13,6 +13,7 @@ Files:
     removing                rm
     bisecting               bisect
     serving                 serve
+    environment             how a command imports torch
     config_text             the config in a checkpoint
     tables, progress        what a terminal shows
     pages/                  what a browser shows

@@ -5,7 +5,6 @@ What a command prints names them as its face does; errors carry them as data (`c
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field
@@ -19,12 +18,6 @@ _OPTIONS = {
     "max_shard_size", "port", "to", "yes",
 }  # fmt: skip
 """Arguments that are options of `ckpt`."""
-
-
-def as_key(argument: Argument) -> str:
-    """`load.allow_pickle=true`."""
-    value = argument.value
-    return f"{argument.name}={value if isinstance(value, str) else json.dumps(value)}"
 
 
 def as_option(argument: Argument) -> str:

@@ -17,6 +17,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from ckpt.cli.arguments import as_option, spelled
+from ckpt.cli.environment import import_torch
 from ckpt.version import __version__
 
 TROUBLE = 2
@@ -27,14 +28,12 @@ class _Entry:
     """Where a command is, and how it is shown.
 
     Attributes:
-        place: module and function; the function takes keys, and returns an exit code or None.
-        keys: the dataclass in that module.
+        place: module and function; the function takes a dataclass, `keys`, and returns an exit code or None.
         short: its line in the list of commands.
         text: more about it: paragraphs, and lines that begin with `$` are examples.
     """
 
     place: str
-    keys: str
     short: str
     text: str = ""
 
@@ -42,7 +41,6 @@ class _Entry:
 COMMANDS = {
     "ls": _Entry(
         "listing:list_checkpoints",
-        "ListKeys",
         "List the checkpoints of a folder or an address, one line each.",
         """
         The oldest commit comes first. Marks are newest, best (by a metric that was saved with the checkpoints), and damaged, where
@@ -55,7 +53,6 @@ COMMANDS = {
     ),
     "show": _Entry(
         "pages.inspect_page:inspect",
-        "InspectKeys",
         "Show what a checkpoint holds: components, arrays, types, shapes and sizes.",
         """
         It reads checkpoints of this project, DCP, Megatron-Core, safetensors, Orbax, DeepSpeed,
@@ -67,7 +64,6 @@ COMMANDS = {
     ),
     "verify": _Entry(
         "reading:verify",
-        "ReadingKeys",
         "Read every byte of a checkpoint, or of all in a folder, and report damage.",
         """
         It exits with 0 if every byte is as it was saved, and with 1 if not. It writes nothing.
@@ -78,7 +74,6 @@ COMMANDS = {
     ),
     "diff": _Entry(
         "comparing:diff",
-        "DiffKeys",
         "Compare two checkpoints, of any formats: every tensor, value and key of the config.",
         """
         It exits with 0 if they are equal, and with 1 if they differ.
@@ -88,7 +83,6 @@ COMMANDS = {
     ),
     "convert": _Entry(
         "converting:convert",
-        "ConvertKeys",
         "Write a checkpoint, of this project or of another program, in another format.",
         """
         The names, shapes and bits stay. DST appears only after all of it was written, read back and compared. Under torchrun each
@@ -101,7 +95,6 @@ COMMANDS = {
     ),
     "copy": _Entry(
         "copying:copy",
-        "CopyKeys",
         "Copy a checkpoint, or all of a folder, between any two storages.",
         """
         Every byte is read back and compared with its digest before the copy is committed. A copy that was interrupted goes on where
@@ -114,7 +107,6 @@ COMMANDS = {
     ),
     "rm": _Entry(
         "removing:remove_checkpoints",
-        "RemoveKeys",
         "Remove checkpoints.",
         """
         It asks first. What is no checkpoint of this project is refused, and so is a checkpoint of a run that is saving now. Files
@@ -125,7 +117,6 @@ COMMANDS = {
     ),
     "bisect": _Entry(
         "bisecting:bisect",
-        "BisectKeys",
         "Find the first checkpoint at which two runs differ, and what differs in it.",
         """
         It compares the checkpoints that both runs have, the oldest first, by their recorded digests where both have the same arrays;
@@ -137,7 +128,6 @@ COMMANDS = {
     ),
     "serve": _Entry(
         "serving:serve",
-        "ServeKeys",
         "Show the runs, sweeps and checkpoints below a folder in a browser, on this machine.",
         """
         The pages follow the runs while they save. Only this machine can ask for them, and only by the address that is printed.
@@ -192,18 +182,18 @@ def _completion(shell: str) -> None:
 
 
 def _command(name: str, entry: _Entry) -> click.Command:
-    module, _, function = entry.place.partition(":")
+    import_torch()
+    module, _, name_in_it = entry.place.partition(":")
+    function = getattr(import_module(f"ckpt.cli.{module}"), name_in_it)
+    kind = get_type_hints(function)["keys"]
 
     def call(**given: Any) -> int | None:
-        made = import_module(f"ckpt.cli.{module}")
-        keys = _keys(getattr(made, entry.keys), given)
+        keys = _keys(kind, given)
         if (check := getattr(keys, "check", None)) is not None:
             check()
-        code: int | None = getattr(made, function)(keys)
+        code: int | None = function(keys)
         return code
 
-    _import_torch()
-    kind = getattr(import_module(f"ckpt.cli.{module}"), entry.keys)
     return click.Command(name, callback=call, params=list(_params(kind)), help=_help(entry), short_help=entry.short)
 
 
@@ -214,7 +204,7 @@ def _help(entry: _Entry) -> str:
     return "\n".join([entry.short, "", *lines[:first], "\b", *(f"  {line}" for line in lines[first:])])
 
 
-def _params(kind: type, outer: str = "") -> Iterator[click.Parameter]:
+def _params(kind: type) -> Iterator[click.Parameter]:
     """Make an argument of each key without a default, and an option of every other; keys of a nested dataclass have no prefix."""
     hints = get_type_hints(kind)
     for key in fields(kind):
@@ -254,19 +244,6 @@ def _keys(kind: type, given: dict[str, Any]) -> Any:
             value = given[key.name]
             values[key.name] = list(value) if isinstance(value, tuple) else value
     return kind(**values)
-
-
-def _import_torch() -> None:
-    """Import torch without the device plugins that it loads by itself: one without its driver makes the import fail."""
-    before = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD")
-    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    try:
-        import torch  # noqa: F401
-    finally:
-        if before is None:
-            del os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"]
-        else:
-            os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = before
 
 
 def run(words: list[str] | None = None) -> int:

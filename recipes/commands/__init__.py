@@ -1,10 +1,6 @@
-"""Commands that read, compare or convert checkpoints.
+"""Commands that need the recipes: they make the objects of a run. What works on checkpoints alone is in `ckpt.cli`.
 
-reading, reading_others   inspect, verify
-inspect_page, checkpoint_page, treemap, sharding_pictures   the page of inspect
 planning        plan
 patterns        doctor
-comparing       diff
 bisecting       bisect
-converting, converting_megatron   convert
 """

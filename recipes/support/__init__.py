@@ -10,12 +10,8 @@ ranks           one rank: its environment, device and process group
 local_ranks, forkserver   ranks started on this machine
 report          what a run prints, and summary.json
 live_line       the line of a run on a terminal
-progress        bytes under way, on a terminal
 metrics         figures for TensorBoard or W&B
-sweep           the table of a sweep
-sweep_page, sweep_advice   its page
-page            HTML pages from ckpt/cli/pages/templates
-tables          tables on the terminal
+sweep           the table of a sweep, and its files
 """
 
 from pathlib import Path

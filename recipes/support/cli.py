@@ -24,14 +24,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from ckpt.cli.arguments import as_key, spelled
+from ckpt.cli.arguments import spelled
+from ckpt.cli.environment import import_torch, variables
 from ckpt.errors.imports import private_name
 from recipes.support import CONF
 from recipes.support.completion import script
 from recipes.support.help import help_text
 from recipes.support.keys import as_choices
 from recipes.support.path_values import with_literal_paths
-from recipes.support.sentences import sentence_of, sentence_of_arguments, sentence_of_choices
+from recipes.support.sentences import in_config_words, sentence_of, sentence_of_arguments, sentence_of_choices
 
 Work = Callable[[DictConfig], int | float | None]
 
@@ -100,7 +101,7 @@ class _Command:
             self._print(f"{self.config_name} only reads, one path at a time: leave out -m")
             return self.code
         under_way = _UNDER_WAY.set(self)
-        with contextlib.ExitStack() as self.held, spelled(as_key):
+        with contextlib.ExitStack() as self.held, spelled(in_config_words):
             try:
                 self._run()
             finally:
@@ -118,8 +119,7 @@ class _Command:
             # For the processes of other launchers, which do not start in the checkout: it is not installed.
             paths = os.pathsep.join([str(CONF.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
             with (
-                _environment("PYTHONPATH", paths.strip(os.pathsep)),
-                _environment("HYDRA_FULL_ERROR", "1"),
+                variables({"PYTHONPATH": paths.strip(os.pathsep), "HYDRA_FULL_ERROR": "1"}),
                 _arguments(self.file, overrides),
                 _own_stderr(self.stderr) as said,
             ):
@@ -285,7 +285,7 @@ class _Job:
     def __call__(self, cfg: DictConfig) -> int | float | None:
         self.calls += 1
         swept = HydraConfig.get().mode == RunMode.MULTIRUN
-        with contextlib.redirect_stderr(self.stderr or sys.stderr), spelled(as_key):
+        with contextlib.redirect_stderr(self.stderr or sys.stderr), spelled(in_config_words):
             return self._work(cfg, swept)
 
     def _work(self, cfg: DictConfig, swept: bool) -> int | float | None:
@@ -323,31 +323,6 @@ def _job_of(module: str, name: str, config_name: str) -> _Job:
     return _Job(work, config_name, None)
 
 
-def torch_variables(log_level: str = "ERROR") -> dict[str, str]:
-    """Return the variables under which a process imports torch: without the device plugins that it loads by itself, and with few warnings.
-
-    An installed plugin without its driver makes every plain `import torch` fail; `ckpt.memory.device.Device` imports plugins
-    by name and says what is missing. Where no name server answers, torch's C++ parts warn of every connection between ranks.
-    OpenMP's threads spin for some microseconds and then sleep, unless the user has set how they wait: beside other programs, threads that
-    spin on keep the cores from those that they wait for (20 steps on two busy cores: 79 s, without spinning 13 s).
-
-    Args:
-        log_level: of the C++ parts, unless the user has set it.
-    """
-    given = {"TORCH_CPP_LOG_LEVEL": log_level, "OMP_WAIT_POLICY": "PASSIVE"}
-    if "OMP_WAIT_POLICY" not in os.environ:
-        given["GOMP_SPINCOUNT"] = "5000"
-    return {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", **{name: os.environ.get(name, value) for name, value in given.items()}}
-
-
-def import_torch() -> None:
-    """Import torch, under `torch_variables`."""
-    with contextlib.ExitStack() as inside:
-        for name, value in torch_variables().items():
-            inside.enter_context(_environment(name, value))
-        import torch  # noqa: F401
-
-
 def _user_errors() -> tuple[type[BaseException], ...]:
     """The errors that are printed as a sentence."""
     import_torch()
@@ -381,17 +356,6 @@ def _leads_its_host() -> bool:
         return Environment.read().local_rank in (0, None)
     except ConfigurationError:
         return True
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        os.environ |= {} if before is None else {name: before}
 
 
 @contextlib.contextmanager

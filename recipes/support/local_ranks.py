@@ -31,6 +31,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from ckpt.cli.environment import torch_variables
 from ckpt.errors import CheckpointError, RankAbsentError, describe, rebuild, sentence
 from ckpt.ranks.absence import Beat
 from ckpt.ranks.addresses import LOOPBACK
@@ -40,7 +41,6 @@ from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import reach, serve
 from ckpt.ranks.topology import Topology
 from ckpt.ranks.waiting import AwakeClock
-from recipes.support.cli import torch_variables
 from recipes.support.ranks import (
     RANK_VARIABLES,
     Environment,

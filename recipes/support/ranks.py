@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckpt.cli.arguments import as_key, spelled
+from ckpt.cli.arguments import spelled
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild, sentence
 from ckpt.memory.device import INTERFACE_VARIABLES, OWN_DEVICE, Device
 from ckpt.ranks.addresses import LOOPBACK, address_towards, interface_of, machine
@@ -28,6 +28,7 @@ from ckpt.ranks.stores import connection, where_is
 from ckpt.ranks.topology import Topology
 from recipes.support.config import made
 from recipes.support.run_folder import RunFolder, opened
+from recipes.support.sentences import in_config_words
 from recipes.support.slurm import cores_of_task, slurm_variables
 
 Job = Callable[[dict[str, Any], Topology], dict[str, Any] | None]
@@ -197,7 +198,7 @@ def run_job(
         grace_s=grace_s(cfg),
     )
     topology.watch(lambda message: end(RankAbsentError(message)))
-    with topology, spelled(as_key), ExitStack() as open_until_the_end:
+    with topology, spelled(in_config_words), ExitStack() as open_until_the_end:
         if take_from_lead:
             cfg = _taken_from_lead(cfg, topology, folder, open_until_the_end)
         with topology.phase("take a device") as phase:

@@ -27,11 +27,11 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ckpt.catalog.catalog import catalog_at
+from ckpt.cli.environment import torch_variables
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild, sentence
 from ckpt.format.places import place_of
 from ckpt.memory.device import OWN_DEVICE
 from ckpt.ranks.sigterm import TOLD_TO_END
-from recipes.support.cli import torch_variables
 from recipes.support.config import fits
 from recipes.support.ranks import RANK_VARIABLES, Job, end_after_this_step, grace_s
 from recipes.support.run_folder import RunFolder, opened

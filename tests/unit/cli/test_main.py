@@ -16,11 +16,12 @@ from safetensors.torch import load_file
 from ckpt import StateComponent
 from ckpt.catalog.catalog import catalog_at
 from ckpt.cli import removing
-from ckpt.cli.arguments import argument, as_key, as_option, spelled
+from ckpt.cli.arguments import argument, as_option, spelled
 from ckpt.cli.listing import age_of
 from ckpt.cli.main import COMMANDS, run
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.ranks.topology import Topology
+from recipes.support.sentences import in_config_words
 from tests.support.states import Held, coordinator
 
 
@@ -123,7 +124,7 @@ def test_sentences_name_options_here_and_keys_in_a_recipe(root: Path, capsys: py
     )
     assert called(capsys, "show", root, "--limit", "0")[2] == "error: --limit 0: expected at least 1, or --limit none for all\n"
     assert argument("load.allow_pickle") == "allow_pickle=True"
-    with spelled(as_key):
+    with spelled(in_config_words):
         assert (argument("load.allow_pickle"), argument("limit", None)) == ("load.allow_pickle=true", "limit=null")
         with spelled(as_option):
             assert argument("load.allow_pickle") == "--allow-pickle"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ckpt.cli.environment import torch_variables
 from recipes.support import ranks
-from recipes.support.cli import torch_variables
 
 BOUND = len(os.sched_getaffinity(0))
 
