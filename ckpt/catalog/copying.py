@@ -25,7 +25,14 @@ from ckpt.storage.metadata import CONFIG_FNAME
 from ckpt.storage.objects.files import ObjectFiles
 from ckpt.storage.removal import listed, remove
 from ckpt.storage.sink import sink_below
-from ckpt.storage.stored import files_root, noticing_removal, read_index, read_manifest, read_manifest_bytes
+from ckpt.storage.stored import (
+    data_of,
+    files_root,
+    noticing_removal,
+    read_manifest,
+    read_manifest_bytes,
+    recorded_sizes,
+)
 
 _PIECE_BYTES = 8 << 20
 
@@ -81,17 +88,13 @@ def copy_checkpoint(src: Place, dst: Place, *, progress: Callable[[int], None] =
 
 
 def _manifest_for(place: Place, manifest: CheckpointManifest, raw: bytes) -> bytes:
-    data = None if isinstance(place, Path) else place.name
+    data = data_of(place)
     return raw if data == manifest.data and manifest.fence is None else replace(manifest, data=data, fence=None).to_bytes()
 
 
 def _files_of(place: Place, manifest: CheckpointManifest) -> Iterator[tuple[str, int]]:
     """Yield path and size of every file of a checkpoint but its manifest, those of checkpoints inside of it included."""
-    for path, (size, _) in manifest.files.items():
-        yield path, size
-    for rank in manifest.index_ranks():
-        for path, record in read_index(place, manifest, rank).files.items():
-            yield path, record.size
+    yield from recorded_sizes(place, manifest).items()
     for path in manifest.files:
         folder, _, name = path.rpartition("/")
         if name == MANIFEST_NAME:

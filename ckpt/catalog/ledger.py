@@ -220,13 +220,17 @@ class Ledger:
             self._clean_up()
             self._require_not_of_another(checkpoint_id)
             folder = self._aside("unpublished", checkpoint_id)
-            self._owners[folder] = Owner(folder, self._run_id)
-            try:
-                folder.mkdir()
-            except OSError:
-                self._release(folder)
-                raise
+            self._make(folder)
         return folder
+
+    def _make(self, folder: Path, *, is_new: bool = True) -> None:
+        """Make an unpublished folder that this process owns."""
+        self._owners[folder] = Owner(folder, self._run_id)
+        try:
+            folder.mkdir(exist_ok=not is_new)
+        except OSError:
+            self._release(folder)
+            raise
 
     def open_at(self, target: Path) -> Path:
         """As `open`, for a checkpoint that gets a name of its own: see `publish_at`."""
@@ -247,12 +251,11 @@ class Ledger:
             with abandoned(folder, self._run_id, file_system_now(self._root), self._stale_s) as dead:
                 if not dead and owner_file(folder).exists():
                     raise FolderInUseError(f"{target} is being made by another process; wait until it has ended")
-            self._owners[folder] = Owner(folder, self._run_id)
-            folder.mkdir(exist_ok=True)
+            self._make(folder, is_new=False)
         return folder
 
     def leave(self, unpublished: Path) -> None:
-        """Give up a folder that `open_again` has opened, without its files: the next one goes on from them."""
+        """Give up a folder, and leave it with its owner file, which names its owner: `open_again` goes on from its files."""
         if (owner := self._owners.pop(unpublished, None)) is not None:
             owner.let_go()
 
@@ -451,8 +454,8 @@ class Ledger:
         match = _HIDDEN.fullmatch(unpublished.name)
         if match is None or not unpublished.exists() or self._remove(unpublished):
             self._release(unpublished)
-        elif (owner := self._owners.pop(unpublished, None)) is not None:
-            owner.let_go()  # the owner file stays, and names the folder's owner
+        else:
+            self.leave(unpublished)
 
     def discard_all(self) -> None:
         """Discard every open save of this object. Never raises."""

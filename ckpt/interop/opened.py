@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate, chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -279,12 +279,20 @@ class Piece(NamedTuple):
         return torch.empty(self.box.shape, dtype=torch_dtype(self.dtype), device="cpu")
 
 
-def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Group pieces that are read together, so that small ones cost little."""
-    batch: list[Piece] = []
+class _Sized(Protocol):
+    @property
+    def num_bytes(self) -> int: ...
+
+
+Sized = TypeVar("Sized", bound=_Sized)
+
+
+def batches(pieces: Iterable[Sized], most: int = PIECE_BYTES) -> Iterator[list[Sized]]:
+    """Group pieces, in order, into batches of at least one, and of at most so many bytes; small ones that are read together cost little."""
+    batch: list[Sized] = []
     num_bytes = 0
     for piece in pieces:
-        if batch and num_bytes + piece.num_bytes > PIECE_BYTES:
+        if batch and num_bytes + piece.num_bytes > most:
             yield batch
             batch, num_bytes = [], 0
         batch.append(piece)

@@ -52,7 +52,7 @@ from ckpt.storage.extents import ExtentReader
 from ckpt.storage.files import PIECE_BYTES, FolderTree, make_durable, read_once, write_all
 from ckpt.storage.metadata import CheckpointingConfig, maybe_load_config, save_config
 from ckpt.storage.runs import WantedBox
-from ckpt.storage.stored import read_index, read_listed_file, read_manifest, read_plain_file
+from ckpt.storage.stored import read_index, read_listed_file, read_manifest, read_plain_file, recorded_sizes
 
 _SHARDED_BACKENDS = {"zarr": "zarr", "ocdbt": "tensorstore"}
 """Store -> its name in `metadata.json` of a sharded state dict."""
@@ -298,10 +298,7 @@ class _Rewriting:
             above.require_folder(name)
         manifest = read_manifest(src / name)
         sizes = {MANIFEST_NAME: self._manifest.files[f"{name}/{MANIFEST_NAME}"][0]}
-        sizes |= {path: size for path, (size, _) in manifest.files.items()}
-        for rank in manifest.index_ranks():
-            index = read_index(src / name, manifest, rank)
-            sizes |= {path: record.size for path, record in index.files.items()}
+        sizes |= recorded_sizes(src / name, manifest)
         folders = FolderTree(folder)
         folders.make(folder / name)
         with CheckpointFolder(src / name) as old, CheckpointFolder(folder / name) as new:

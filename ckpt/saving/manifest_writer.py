@@ -29,6 +29,7 @@ from ckpt.saving.writing import WriteResult, joined_checksum, path_of
 from ckpt.state.sharing import EQUAL_COPIES, StateComponent, holders_of
 from ckpt.storage.durable import write_durably
 from ckpt.storage.files_of import files_below
+from ckpt.storage.stored import data_of
 from ckpt.version import __version__
 
 
@@ -198,11 +199,6 @@ def contents_of(
             yield packed[path], by_number
         elif entry.grid is not None:
             yield ArraySpec(path, entry.dtype, entry.shape, entry.grid), by_number
-
-
-def data_of(folder: Place) -> str | None:
-    """Return `CheckpointManifest.data` of a checkpoint whose other files are at a place."""
-    return None if isinstance(folder, Path) else folder.name
 
 
 def write_beside(folder: Place, name: str, data: bytes) -> None:

@@ -51,6 +51,19 @@ def files_root(checkpoint_dir: Place, manifest: CheckpointManifest) -> Place:
     return checkpoint_dir if manifest.data is None else checkpoint_dir / manifest.data
 
 
+def data_of(place: Place) -> str | None:
+    """Return `CheckpointManifest.data` of a checkpoint whose other files are at a place: the inverse of `files_root`."""
+    return None if isinstance(place, Path) else place.name
+
+
+def recorded_sizes(checkpoint_dir: Place, manifest: CheckpointManifest) -> dict[str, int]:
+    """Return path -> bytes of every file that manifest and indexes list. Those of a checkpoint inside of it are in its own records."""
+    sizes = {path: size for path, (size, _) in manifest.files.items()}
+    for rank in manifest.index_ranks():
+        sizes |= {path: record.size for path, record in read_index(checkpoint_dir, manifest, rank).files.items()}
+    return sizes
+
+
 def read_manifest_bytes(checkpoint_dir: Place) -> bytes:
     """Read the manifest unchecked: the lead reads it once and hands these bytes to all ranks.
 

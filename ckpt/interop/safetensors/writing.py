@@ -31,7 +31,7 @@ from ckpt.format.places import Place
 from ckpt.format.records import Content
 from ckpt.interop.megatron.zarr import MegatronZarr
 from ckpt.interop.new_files import PlacedBytes, require_read_back, shared_directory, write_pieces
-from ckpt.interop.opened import Opened, ahead, share_of
+from ckpt.interop.opened import Opened, ahead, batches, share_of
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.report import some_of
 from ckpt.loading.sources import CheckpointSource
@@ -271,7 +271,7 @@ def export(
         ConfigurationError: there are too many tensors for one header.
         StorageError: the bytes read back differ from those written.
     """
-    shards = list(_cut(selection.tensors, max_shard_bytes))
+    shards = list(batches(selection.tensors, max_shard_bytes)) or [[]]
     files = {_file_name(number, len(shards)): _in_order(few) for number, few in enumerate(shards, 1)}
     with topology.operation(f"export to {dst}"):
         with topology.phase("plan"):
@@ -318,19 +318,6 @@ def _pieces_beside(beside: ModelFiles, folder: Path) -> Iterator[PlacedBytes]:
                     yield PlacedBytes(folder / name, at, memoryview(data))
                     at += max(len(data), 1)
                     data = stream.read(_COPIED_BYTES)
-
-
-def _cut(tensors: Sequence[ExportedTensor], most: int) -> Iterator[list[ExportedTensor]]:
-    """Split tensors, in order, into files of at most `most` bytes and at least one tensor."""
-    few: list[ExportedTensor] = []
-    size = 0
-    for tensor in tensors:
-        if few and size + tensor.num_bytes > most:
-            yield few
-            few, size = [], 0
-        few.append(tensor)
-        size += tensor.num_bytes
-    yield few
 
 
 def _file_name(number: int, of: int) -> str:
