@@ -39,6 +39,11 @@ _STORES: dict[str, Callable[[], Backend]] = {"zarr": _zarr, "ocdbt": _tensorstor
 """Registry: store, as a manifest names it -> maker of the backend that reads it."""
 
 
+def name_of_store(store: str) -> str:
+    """Return the name in `BACKENDS` of the backend that reads a store; of one that somebody registered, the store's own."""
+    return next((name for name, make in BACKENDS.items() if make is _STORES.get(store)), store)
+
+
 def register_store(store: str, make: Callable[[], Backend]) -> None:
     """Register the backend that reads encoded chunks of `store`, in this process. Replaces an earlier registration."""
     _STORES[store] = make

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.catalog.catalog import catalog_at
-from ckpt.cli.arguments import argued
+from ckpt.cli.arguments import argued, argument
 from ckpt.cli.comparing import as_json, listed, of_configs
 from ckpt.cli.config_text import values_of
 from ckpt.cli.tables import counted, print_json, show
@@ -42,7 +42,7 @@ def bisect(keys: BisectKeys) -> int:
     equal, step, differences = first_difference(run, bad)
     if step is None and equal is None:
         raise CheckpointNotFoundError(f"{keys.run} and {keys.bad} have no step in common")
-    configs = [] if step is None else list(of_configs(*(values_of(_opened(steps[step]).config_text) for steps in (run, bad))))
+    configs = [] if step is None else list(of_configs(*(values_of(opened(steps[step]).config_text) for steps in (run, bad))))
     sentence = _sentence(equal, step, differences)
     if keys.json:
         told = {"run": keys.run, "bad": keys.bad, "equal": step is None, "equal_up_to": equal, "differ_at": step}
@@ -64,24 +64,30 @@ def _sentence(equal: int | None, step: int | None, differences: list[Difference]
     return f"the runs differ at step {step}, {between}: {counted(len(differences), 'difference')}, in {components}"
 
 
-def checkpoints_of(folder: Place, name: str) -> dict[int, Place]:
-    """Return step -> checkpoint of a run, the first step first.
+def steps_at(root: Place) -> dict[int, Place]:
+    """Return step -> checkpoint of a folder of checkpoints, the first step first; those whose id is no step are left out."""
+    steps = ((step_of(commit.id), commit.path) for commit in catalog_at(root).committed())
+    return dict(sorted((step, path) for step, path in steps if step is not None))
+
+
+def checkpoints_of(folder: Place, name: str, found_at: Callable[[Place], dict[int, Place]] = steps_at) -> dict[int, Place]:
+    """Return step -> checkpoint of a run.
 
     Args:
         folder: of the run, or of its checkpoints.
         name: of the argument.
+        found_at: finds those of a folder of checkpoints.
 
     Raises:
         CheckpointNotFoundError: there are none.
     """
     below = folder / "checkpoints"
     root = below if isinstance(below, Path) and below.is_dir() else folder
-    steps = ((step_of(commit.id), commit.path) for commit in catalog_at(root).committed())
-    found = {step: path for step, path in steps if step is not None}
-    if not found:
-        what = f"{folder} is no run: neither it nor its folder checkpoints holds a checkpoint"
-        raise CheckpointNotFoundError(f"{what}; give the folder of one as {name}")
-    return dict(sorted(found.items()))
+    if not (found := found_at(root)):
+        raise CheckpointNotFoundError(
+            f"{folder} is no run: neither it nor its folder checkpoints holds a checkpoint; give {argument(name, '<the folder of a run>')}"
+        )
+    return found
 
 
 def first_difference(run: Mapping[int, Place], bad: Mapping[int, Place]) -> tuple[int | None, int | None, list[Difference]]:
@@ -101,8 +107,9 @@ def compared(a: Place, b: Place) -> list[Difference]:
         is_recorded = all(component.checksum for component in one.components.values())
         if is_recorded and (one.components, one.arrays) == (other.components, other.arrays):
             return []
-        return list(compare(_opened(a), _opened(b)))
+        return list(compare(opened(a), opened(b)))
 
 
-def _opened(checkpoint: Place) -> CheckpointSource:
+def opened(checkpoint: Place) -> CheckpointSource:
+    """Open a checkpoint for reading, by this process alone."""
     return source_at(checkpoint, Topology.alone(), DirectLoad())

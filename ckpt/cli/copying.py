@@ -44,17 +44,20 @@ def copy(keys: CopyKeys) -> int:
         CheckpointError: see `copy_checkpoint`; or another checkpoint has the name of one that is to be copied.
     """
     src, dst = as_place(keys.src, "src"), as_place(keys.dst, "dst")
-    rows = []
-    for old, new in _pairs(src, dst, keys):
-        rows.append(_copied(old, new, keys))
+    rows = [_copied(old, new, keys, is_there=is_there) for old, new, is_there in _pairs(src, dst, keys)]
     if keys.json:
         print_json({"src": str(src), "dst": str(dst), "checkpoints": rows})
     return 0
 
 
-def _pairs(src: Place, dst: Place, keys: CopyKeys) -> Sequence[tuple[Place, Place]]:
+def _pairs(src: Place, dst: Place, keys: CopyKeys) -> Sequence[tuple[Place, Place, bool]]:
+    """Return each checkpoint, the place of its copy, and whether that is there.
+
+    Raises:
+        CheckpointExistsError: something else is there, before anything is copied.
+    """
     if look(src) is not None:
-        return [(src, dst)]
+        return [(src, dst, look(dst) is not None and _is_copy(src, dst))]
     committed = committed_below(src)[-keys.last if keys.last else 0 :]
     there: dict[str, Committed[Place]] = {checkpoint.id: checkpoint for checkpoint in catalog_at(dst).committed()}
     if others := [old.id for old in committed if old.id in there and not _is_copy(old.path, there[old.id].path)]:
@@ -62,7 +65,7 @@ def _pairs(src: Place, dst: Place, keys: CopyKeys) -> Sequence[tuple[Place, Plac
             f"{dst} has {counted(len(others), 'checkpoint')} of the same name with another content, the first is {others[0]}; "
             "give another folder, nothing was copied"
         )
-    return [(old.path, dst / old.path.name) for old in committed]
+    return [(old.path, dst / old.path.name, old.id in there) for old in committed]
 
 
 def _is_copy(old: Place, new: Place) -> bool:
@@ -75,9 +78,9 @@ def _content(place: Place) -> list[bytes]:
     return [line for line in read_manifest_bytes(place).splitlines() if not line.startswith(of_storage)]
 
 
-def _copied(old: Place, new: Place, keys: CopyKeys) -> dict[str, Any]:
+def _copied(old: Place, new: Place, keys: CopyKeys, *, is_there: bool) -> dict[str, Any]:
     row: dict[str, Any] = {"src": str(old), "dst": str(new)}
-    if look(new) is not None and _is_copy(old, new):
+    if is_there:
         if not keys.json:
             show(f"{new}: is there already, with the same content")
         return row | {"copied": False}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,11 +11,12 @@ from typing import Any
 
 from rich.filesize import decimal
 
+from ckpt.backends.registry import name_of_store
 from ckpt.catalog.catalog import catalog_at
 from ckpt.catalog.committed import COMMITTED, Committed, look
 from ckpt.catalog.incremental import disk_use
 from ckpt.cli.arguments import argued
-from ckpt.cli.reading import committed_below
+from ckpt.cli.reading import committed_below, committed_in
 from ckpt.cli.tables import Listing, counted, print_json, show
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, sentence
 from ckpt.format.manifest import MANIFEST_NAME, CheckpointManifest
@@ -24,8 +25,6 @@ from ckpt.format.places import Place, as_place
 from ckpt.interop.programs import format_at
 from ckpt.storage.stored import read_manifest
 
-NAMES = {"ocdbt": "tensorstore", "safetensors": "kimi-engine"}
-"""Store, as a manifest names it -> the name of its backend, where that is another."""
 _MOST_LEVELS = 4
 """Folders between a folder of runs and the checkpoints of one: a date, a sweep, a job and `checkpoints`."""
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -69,14 +68,13 @@ def list_checkpoints(keys: ListKeys) -> int:
         CheckpointNotFoundError: there are no checkpoints at the path.
     """
     root = as_place(keys.path, "path")
-    folders = [] if _holds_checkpoints(root) else roots_below(root)
-    if folders:
+    checkpoint = look(root)
+    committed = committed_in(root) if checkpoint is None else [checkpoint]
+    if not committed and (folders := roots_below(root)):
         return _list_folders(folders, keys)
-    if (kind := format_at(root)) is not None:
+    if not committed and (kind := format_at(root)) is not None:
         return _list_other(root, kind, keys)
-    one = look(root)
-    committed = [one] if one is not None else committed_below(root)
-    rows = [row for checkpoint in committed if (row := row_of(checkpoint)) is not None]
+    rows = [row for checkpoint in committed or committed_below(root) if (row := row_of(checkpoint)) is not None]
     best = best_of(rows, keys.best, greater=keys.greater)
     if keys.json:
         print_json({"path": str(root), "best": best and best.id, "checkpoints": [_as_json(row) for row in rows]})
@@ -119,7 +117,7 @@ def layout_of(manifest: CheckpointManifest) -> str:
 def format_of(manifest: CheckpointManifest) -> str:
     """Return the names of the formats of a checkpoint's arrays, the most frequent first."""
     stores = Counter(entry.store for entry in manifest.arrays.values() if entry.store is not None)
-    return ", ".join(NAMES.get(store, store) for store, _ in stores.most_common()) or "no arrays"
+    return ", ".join(name_of_store(store) for store, _ in stores.most_common()) or "no arrays"
 
 
 def best_of(rows: Iterable[Row], metric: str | None, *, greater: bool) -> Row | None:
@@ -163,33 +161,25 @@ def _as_json(row: Row) -> dict[str, Any]:
     return asdict(row) | {"step": step_of(row.id), "committed": row.committed.isoformat()}
 
 
-def _holds_checkpoints(place: Place) -> bool:
-    if not isinstance(place, Path):
-        return True
-    return look(place) is not None or (place.is_dir() and bool(catalog_at(place).committed()))
-
-
-def _list_folders(roots: Sequence[Path], keys: ListKeys) -> int:
-    found = [(root, catalog_at(root).committed()) for root in roots]
+def _list_folders(folders: Mapping[Path, Sequence[Committed[Place]]], keys: ListKeys) -> int:
     if keys.json:
-        rows = [{"path": str(root), "checkpoints": len(each), "newest": each[-1].id} for root, each in found if each]
+        rows = [{"path": str(root), "checkpoints": len(each), "newest": each[-1].id} for root, each in folders.items()]
         print_json({"path": keys.path, "folders": rows})
         return 0
     table = Listing("folder", "checkpoints", "newest", "age", right=(1, 3))
-    for root, each in found:
-        if each:
-            table.add(str(root), str(len(each)), each[-1].id, age_of(each[-1].timestamp))
+    for root, each in folders.items():
+        table.add(str(root), str(len(each)), each[-1].id, age_of(each[-1].timestamp))
     show(table)
     return 0
 
 
-def roots_below(folder: Place) -> list[Path]:
-    """Return the folders that hold committed checkpoints, in a folder of runs or of sweeps, in the order of their names."""
+def roots_below(folder: Place) -> dict[Path, Sequence[Committed[Place]]]:
+    """Return the folders that hold committed checkpoints, in a folder of runs or of sweeps, by name, and what they hold."""
     if not isinstance(folder, Path) or not folder.is_dir():
-        return []
+        return {}
     found: set[Path] = set()
     for depth in range(1, _MOST_LEVELS + 1):
         for manifest in folder.glob(f"{'*/' * depth}{COMMITTED}*/{MANIFEST_NAME}"):
             found.add(manifest.parent.parent)
     shown = [root for root in sorted(found) if not any(name.startswith(".") for name in root.relative_to(folder).parts)]
-    return [root for root in shown if catalog_at(root).committed()]
+    return {root: committed for root in shown if (committed := catalog_at(root).committed())}

@@ -125,14 +125,18 @@ def _other_at(path: Place, keys: ReadingKeys) -> OtherAt | None:
     return other_at(path, allow_pickle=keys.load.allow_pickle)
 
 
+def committed_in(root: Place) -> Sequence[Committed[Place]]:
+    """Return the checkpoints of a folder, the oldest commit first; none: there are none, or no such folder."""
+    return catalog_at(root).committed() if not isinstance(root, Path) or root.is_dir() else []
+
+
 def committed_below(root: Place) -> Sequence[Committed[Place]]:
     """Return the checkpoints of a folder, the oldest commit first.
 
     Raises:
         CheckpointNotFoundError: there are none, or no such folder.
     """
-    committed = catalog_at(root).committed() if not isinstance(root, Path) or root.is_dir() else []
-    if committed:
+    if committed := committed_in(root):
         return committed
     if not isinstance(root, Path):
         raise CheckpointNotFoundError(f"there is no checkpoint at {root}, and none below it; give the address of one, or of those of a run")

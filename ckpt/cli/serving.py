@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-from ckpt.catalog.catalog import catalog_at
 from ckpt.catalog.committed import Committed
 from ckpt.cli.arguments import argued, argument
 from ckpt.cli.listing import roots_below
 from ckpt.cli.pages.inspect_page import checkpoint_page, folder_page
 from ckpt.cli.pages.page import Served, page
 from ckpt.cli.pages.sweep_page import sweep_page
+from ckpt.cli.reading import committed_in
 from ckpt.cli.tables import show
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError, sentence
 from ckpt.format.digests import digest_of
@@ -73,6 +73,10 @@ class Page:
         return digest_of(repr(self.seen).encode("utf-8", "surrogatepass"))[:16]
 
 
+_Run = tuple[Place, Sequence[Committed[Place]]]
+"""A folder of checkpoints, and what it holds, the oldest commit first."""
+
+
 class Site:
     """The pages of one folder or address. Each request looks at it anew."""
 
@@ -90,20 +94,22 @@ class Site:
         if name in sweeps:
             return self._sweep(sweeps[name], above)
         if name in roots:
-            return self._run(roots[name], above)
+            return self._run(*roots[name], above)
         if not parts:
             return self._first(roots, sweeps)
         folder, _, last = name.rpartition("/")
-        for checkpoint in catalog_at(roots[folder]).committed() if folder in roots else ():
+        root, committed = roots.get(folder, (self.root, ()))
+        for checkpoint in committed:
             if checkpoint.path.name == last:
-                return self._checkpoint(checkpoint, [*above, (roots[folder].name, "../")] if folder else above)
+                return self._checkpoint(checkpoint, [*above, (root.name, "../")] if folder else above)
         raise CheckpointNotFoundError("there is no such page; what it showed may have been removed")
 
-    def _roots(self) -> Mapping[str, Place]:
-        """Path of the page -> folder of checkpoints. One that is the site's own is its first page."""
-        if not isinstance(self.root, Path) or catalog_at(self.root).committed():
-            return {"": self.root}
-        return {f"runs/{root.relative_to(self.root).as_posix()}": root for root in roots_below(self.root)}
+    def _roots(self) -> Mapping[str, _Run]:
+        """Path of the page -> folder of checkpoints, and what it holds. One that is the site's own is its first page."""
+        committed = committed_in(self.root)
+        if committed or not isinstance(self.root, Path):
+            return {"": (self.root, committed)}
+        return {f"runs/{root.relative_to(self.root).as_posix()}": (root, found) for root, found in roots_below(self.root).items()}
 
     def _sweeps(self) -> Mapping[str, Path]:
         if not isinstance(self.root, Path):
@@ -111,13 +117,12 @@ class Site:
         found = [file for pattern in (SWEEP, f"*/{SWEEP}", f"*/*/{SWEEP}") for file in self.root.glob(pattern)]
         return {f"sweeps/{file.parent.relative_to(self.root).as_posix()}": file for file in sorted(found)}
 
-    def _first(self, roots: Mapping[str, Place], sweeps: Mapping[str, Path]) -> Page:
+    def _first(self, roots: Mapping[str, _Run], sweeps: Mapping[str, Path]) -> Page:
         runs = []
-        for name, root in roots.items():
-            if committed := catalog_at(root).committed():
-                newest = committed[-1]
-                row = {"name": name.removeprefix("runs/"), "link": f"{quote(name)}/", "count": len(committed), "newest": newest.path.name}
-                runs.append(row | {"committed": newest.timestamp, "time": newest.timestamp.timestamp()})
+        for name, (_, committed) in roots.items():
+            newest = committed[-1]
+            row = {"name": name.removeprefix("runs/"), "link": f"{quote(name)}/", "count": len(committed), "newest": newest.path.name}
+            runs.append(row | {"committed": newest.timestamp, "time": newest.timestamp.timestamp()})
         tables = []
         for name, file in sweeps.items():
             jobs = _jobs(file)
@@ -127,8 +132,8 @@ class Site:
         lead = f"The folder {self.root}" if runs or tables else f"{self.root} holds no run yet: the page waits for the first checkpoint."
         return Page([runs, tables], lambda served: page("site.html", title, lead, served, runs=runs, sweeps=tables))
 
-    def _run(self, root: Place, above: Sequence[tuple[str, str]]) -> Page:
-        seen = [(commit.path.name, commit.timestamp) for commit in catalog_at(root).committed()]
+    def _run(self, root: Place, committed: Sequence[Committed[Place]], above: Sequence[tuple[str, str]]) -> Page:
+        seen = [(commit.path.name, commit.timestamp) for commit in committed]
         return Page(seen, partial(folder_page, root), above)
 
     def _checkpoint(self, checkpoint: Committed[Place], above: Sequence[tuple[str, str]]) -> Page:

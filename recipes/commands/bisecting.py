@@ -21,9 +21,8 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ckpt.catalog.catalog import catalog_at
 from ckpt.cli.arguments import argued
-from ckpt.cli.bisecting import compared, first_difference
+from ckpt.cli.bisecting import checkpoints_of, compared, first_difference, opened, steps_at
 from ckpt.cli.comparing import as_json, listed, of_configs
 from ckpt.cli.config_text import by_dotted_key, values_of
 from ckpt.cli.reading import is_checkpoint
@@ -32,10 +31,7 @@ from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptChec
 from ckpt.format.names import step_of
 from ckpt.format.places import Place, as_place, local_path, place_of
 from ckpt.interop.comparing import Difference
-from ckpt.interop.registry import source_at
-from ckpt.loading.direct import DirectLoad
 from ckpt.loading.report import some_of
-from ckpt.loading.sources import CheckpointSource
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.topology import Topology
 from ckpt.storage.stored import read_manifest
@@ -178,12 +174,7 @@ class _Run:
 
     def __init__(self, name: str, folder: Place) -> None:
         self.name = name
-        below = folder / "checkpoints"
-        self.checkpoints = _history(below if isinstance(below, Path) and below.is_dir() else folder)
-        if not self.checkpoints:
-            raise CheckpointNotFoundError(
-                f"{folder} is no run: neither it nor its folder checkpoints holds a checkpoint; give {name}=<the folder of a run>"
-            )
+        self.checkpoints = checkpoints_of(folder, name, _history)
         self.losses = _losses(folder / SUMMARY_NAME) if isinstance(folder, Path) else {}
 
     def checkpoint_of(self, step: int) -> Place:
@@ -207,9 +198,7 @@ class _Run:
 
 
 def _history(root: Place) -> dict[int, Place]:
-    committed = ((step_of(commit.id), commit.path) for commit in catalog_at(root).committed())
-    found = {step: path for step, path in committed if step is not None}
-    if not found:
+    if not (found := steps_at(root)):
         return found
     before = place_of(_config(found[min(found)]).get("resume") or "latest")
     if before.name != "latest" and is_checkpoint(before):
@@ -233,15 +222,11 @@ def _losses(summary: Path) -> dict[int, str]:
 @functools.cache
 def _config(checkpoint: Place) -> Mapping[str, Any]:
     """The config of the run that saved a checkpoint, nested."""
-    text = _opened(checkpoint).config_text
+    text = opened(checkpoint).config_text
     if "train.seed" not in values_of(text):
         raise ConfigurationError(f"{checkpoint} has no config of recipes.train: bisect replays its runs, and no others")
     config: Mapping[str, Any] = OmegaConf.to_container(OmegaConf.create(text))  # type: ignore[assignment]
     return config
-
-
-def _opened(checkpoint: Place) -> CheckpointSource:
-    return source_at(checkpoint, Topology.alone(), DirectLoad())
 
 
 def _scan(run: _Run, bad: _Run) -> Parting:
