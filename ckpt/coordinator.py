@@ -12,15 +12,17 @@ from functools import partial
 from typing import Any, Self
 
 from ckpt.backends.base import Backend
-from ckpt.catalog.retention import Retention, as_retention
+from ckpt.catalog.retention import Retention
 from ckpt.errors import ConfigurationError, MissingStateError, unlike
 from ckpt.format.names import step_of
 from ckpt.format.places import Place
 from ckpt.interop.registry import register_programs
 from ckpt.loading.casting import check_cast
+from ckpt.loading.load_settings import LoadSettings
 from ckpt.loading.loader import Loader
 from ckpt.loading.report import LoadReport
 from ckpt.loading.strategy import LoadingStrategy
+from ckpt.memory.budget import MemoryBudget
 from ckpt.memory.device import Device
 from ckpt.ranks.sigterm import sigterm_noted
 from ckpt.ranks.topology import Topology
@@ -28,10 +30,10 @@ from ckpt.saving.arguments import (
     as_checkpoint_id,
     as_location,
     as_run,
-    as_saves,
+    as_settings,
     as_strategy,
     check_flags,
-    check_number,
+    shared_out,
 )
 from ckpt.saving.background.background import Background
 from ckpt.saving.checkpoint_root import KnownRoots
@@ -41,7 +43,6 @@ from ckpt.saving.run_history import RunHistory
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.saving.saver import Saver
 from ckpt.saving.weights_to_rollouts import IN_MEMORY, Publisher, WeightSender
-from ckpt.saving.writing import PACKED_BYTES
 from ckpt.state.doctor import Diagnosis
 from ckpt.state.overlap import Optimizers
 from ckpt.state.provider import Provider, components_of, groups_of
@@ -70,23 +71,17 @@ class CheckpointCoordinator:
         keep_last: number of checkpoints of this run that stay in the root after a save, or a `ckpt.catalog.retention.Retention`; None
             keeps all. After the load of a checkpoint of the root, it and the earlier ones of its run, and of the runs before that, count,
             too. Other runs' checkpoints stay, and do not count; nor do copied and renamed ones.
-        verify: check every byte that a load reads.
         config_text: stored as config.yaml in each checkpoint; its hash goes into the manifest.
-        overwrite: the first commit removes all checkpoints that were in the root, of any run that lives no more, but no copied or renamed
-            ones. After a load of one of them by its path, only newer ones go, at once: they are renamed `.abandoned-<id>-<nonce>`.
-        shared_root: several runs may save into the root at a time, under ids of each run's own; none touches the checkpoints of another
-            one that lives. Otherwise the first save claims the root, until the coordinator is closed or its process ends, and saves of
-            other runs are refused.
-        allow_pickle: read a checkpoint without a manifest, named by its path, that is pickled in parts: tensors and plain values only
-            (`ckpt.interop`).
-        pattern_check: before the first save of several ranks, compare one hash over all state with the sharing patterns: "warn" refuses
-            a pattern that would lose state and warns of a wasteful or suspicious one, "error" refuses both, "off" does not compare.
-        packed_mib: the longest array that small tensors are packed in, in MiB: the memory that packing takes.
-        stale_s: silence after which another run's unfinished save counts as abandoned, in seconds.
-        retry_s: seconds in which this process tries requests to object stores that fail again; None: 60, or what it was told before.
-        saves: whether training waits for saves, and what may go on beside it; "sync" or "async": see `SaveSettings`.
+        saves: how saves behave: "sync", "async", or a `ckpt.saving.save_settings.SaveSettings`.
+        loads: how loads behave: a `ckpt.loading.load_settings.LoadSettings`; None: its defaults.
+        memory_budget_mib: host memory of each rank that checkpointing takes beside the state, in MiB, equal on all ranks; None: no limit.
+            It is shared out over what takes memory; objects given as backend or strategy keep their share. Rank 0 logs it. A
+            `ckpt.memory.budget.MemoryBudget` has the bytes of each part.
+        settings: fields of `Retention`, `SaveSettings` and `LoadSettings` by themselves, such as `verify=False` or `overwrite=True`; they
+            take the place of those in `keep_last`, `saves` and `loads`.
 
     Attributes:
+        memory: what checkpointing takes, as rank 0 logs it.
         config_text: as given; a new value goes into the next checkpoint. Equal on all ranks.
         last_save: report of the newest save that is known to be committed.
         reports: of all saves that are known to be committed, in order.
@@ -117,30 +112,22 @@ class CheckpointCoordinator:
         strategy: LoadingStrategy | str,
         device: Device | str,
         keep_last: int | Retention | None = None,
-        verify: bool = True,
-        config_text: str | None = None,
-        overwrite: bool = False,
-        shared_root: bool = False,
-        stale_s: float = 60.0,
-        retry_s: float | None = None,
-        allow_pickle: bool = False,
-        pattern_check: str = "warn",
-        packed_mib: int = PACKED_BYTES >> 20,
         saves: SaveSettings | str = "sync",
+        loads: LoadSettings | None = None,
+        memory_budget_mib: int | MemoryBudget | None = None,
+        config_text: str | None = None,
+        **settings: Any,
     ) -> None:
         self.output_dir = as_location("output_dir", output_dir)
-        strategy, saves = as_strategy(strategy), as_saves(saves)
-        retention = as_retention(keep_last)
-        check_number("packed_mib", packed_mib, 1, "a whole number of at least 1 MiB")
-        check_number("stale_s", stale_s, 0, "a number of seconds from 0 on", int | float)
+        strategy = as_strategy(strategy)
+        retention, saves, loads = as_settings(keep_last, saves, loads, settings)
         if not isinstance(config_text, str | None):
             raise unlike("config_text", config_text, "a string, or None")
-        check_flags(verify=verify, overwrite=overwrite, shared_root=shared_root, allow_pickle=allow_pickle)
         run = as_run(state_components, process_groups, topology, backend, device)
+        memory, self.memory = shared_out(memory_budget_mib, run, strategy, saves, self.output_dir)
 
-        if retry_s is not None:
-            check_number("retry_s", retry_s, 0, "a number of seconds from 0 on", int | float)
-            retry_for(retry_s)
+        if saves.retry_s is not None:
+            retry_for(saves.retry_s)
         self.config_text = config_text
         self.last_save: SaveReport | None = None
         self.reports: list[SaveReport] = []
@@ -149,19 +136,19 @@ class CheckpointCoordinator:
         self._topology = run.topology
         self._saves = saves
         self._is_to_end = False
-        self._background = Background(run, saves) if saves.is_async else None
-        self._host_cache = host_cache_of(run.backend, saves)
+        self._background = Background(run, saves, memory.staging) if saves.is_async else None
+        self._host_cache = host_cache_of(run.backend, saves, memory.staging)
         self._roots = KnownRoots(
             self.output_dir,
             run_id=secrets.token_hex(8),
-            stale_s=stale_s,
-            shared_root=shared_root,
+            stale_s=saves.stale_s,
+            shared_root=saves.shared_root,
             min_live=saves.incremental_min_live if saves.incremental else None,
             delete=self._background.delete if self._background is not None else None,
             host_cache=self._host_cache,
         )
-        self._history = RunHistory(run.topology, self._roots, retention=retention, overwrite=overwrite)
-        self._saver = Saver(run, self._roots, pattern_check=pattern_check, packed_bytes=packed_mib << 20)
+        self._history = RunHistory(run.topology, self._roots, retention=retention, overwrite=saves.overwrite)
+        self._saver = Saver(run, self._roots, pattern_check=saves.pattern_check)
         self._strategy = strategy
         self._strategy.bind(run.backend)
         files_of = self._host_cache.files_of if self._host_cache is not None else None
@@ -171,8 +158,8 @@ class CheckpointCoordinator:
             run.topology,
             strategy,
             run.device,
-            verify=verify,
-            allow_pickle=allow_pickle,
+            verify=loads.verify,
+            allow_pickle=loads.allow_pickle,
             files_of=files_of,
         )
         self._publisher: Publisher | None = None
@@ -187,6 +174,8 @@ class CheckpointCoordinator:
             self._background.warm_up(self._optimizers.foreseen_bytes(run.topology.world_size))
         if saves.overlap and self._background is not None:
             self._optimizers.before_steps(self._background.wait_for_snapshots)
+        if run.topology.is_lead:
+            _log.info("%s", self.memory)
 
     @classmethod
     def for_provider(

@@ -19,6 +19,7 @@ from ckpt.catalog.catalog import catalog_at
 from ckpt.catalog.retention import Retention
 from ckpt.coordinator import CheckpointCoordinator
 from ckpt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ConfigurationError
+from ckpt.errors.removed import require_no_sizes
 from ckpt.format.names import step_of
 from ckpt.format.places import Place, place_of
 from ckpt.loading.report import ComponentReport, LoadReport
@@ -26,11 +27,12 @@ from ckpt.memory.device import Device, device_of
 from ckpt.ranks.merging import most
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.saving.arguments import (
+    SETTINGS,
     as_backend,
     as_checkpoint_id,
     as_device,
     as_location,
-    as_saves,
+    as_settings,
     as_strategy,
     as_topology,
     check_flags,
@@ -48,7 +50,7 @@ _LOOK_S = 1.0
 """Seconds between two checks, over all ranks, for SIGTERM."""
 _MOST_STEPS = 50
 """Between two checks: steps may become slower."""
-_OPTIONS = frozenset(inspect.signature(CheckpointCoordinator).parameters)
+_OPTIONS = SETTINGS | inspect.signature(CheckpointCoordinator).parameters.keys() - {"settings"}
 _CALLED = {
     "backend": "format",
     "strategy": "load",
@@ -133,10 +135,12 @@ class Checkpointer:
         folder: the checkpoint root, a folder, which the first save makes, or an address in an object store, such as s3://bucket/run. A
             checkpoint is `<folder>/checkpoint-<step>`.
         objects: under names that are no arguments: modules, optimizers, and whatever has `state_dict` and `load_state_dict`. One that
-            is None is not saved, and `restore` leaves out what a checkpoint holds under its name. `overwrite`, `verify` and other options
-            of `CheckpointCoordinator` are passed on to it.
+            is None is not saved, and `restore` leaves out what a checkpoint holds under its name. `memory_budget_mib` and other options of
+            `CheckpointCoordinator` are passed on to it, with settings by themselves: `keep_every`, `keep_best`, `metric` and
+            `greater_is_better` of `Retention`, `overwrite`, `when_busy` and others of `SaveSettings`, `verify` and `allow_pickle` of
+            `LoadSettings`.
         every: `step` saves each step that is a multiple of it.
-        keep_last, keep_every, keep_best, metric, greater_is_better: which checkpoints stay: see `ckpt.catalog.retention.Retention`.
+        keep_last: number of the newest that stay, or a `ckpt.catalog.retention.Retention`.
         format: "zarr", "tensorstore", "kimi-engine", or a backend.
         load: "direct", "two-stage", or a loading strategy.
         mode: "sync", or "async" for saves that go on beside training; or `ckpt.saving.save_settings.SaveSettings`.
@@ -173,11 +177,7 @@ class Checkpointer:
         /,
         *,
         every: int = 100,
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        keep_best: int | None = None,
-        metric: str | None = None,
-        greater_is_better: bool = False,
+        keep_last: int | Retention | None = None,
         format: Any = "zarr",
         load: Any = "direct",
         mode: str | SaveSettings = "sync",
@@ -190,21 +190,20 @@ class Checkpointer:
         **objects: Any,
     ) -> None:
         check_number("every", every, 1, "a whole number of at least 1, the number of steps from one save to the next")
-        check_flags(
-            greater_is_better=greater_is_better, save_rng=save_rng, save_at_end=save_at_end, on_sigterm=on_sigterm
-        )
+        check_flags(save_rng=save_rng, save_at_end=save_at_end, on_sigterm=on_sigterm)
         for name in filter(_CALLED.__contains__, objects):
             raise ConfigurationError(f"{name} of CheckpointCoordinator is {_CALLED[name]} of Checkpointer")
         options = {name: objects.pop(name) for name in [*objects] if name in _OPTIONS}
         _require_objects(objects)
-        backend, strategy, saves = as_backend(format, "format"), as_strategy(load, "load"), as_saves(mode, "mode")
+        backend, strategy = as_backend(format, "format"), as_strategy(load, "load")
+        given_alone = {name: options.pop(name) for name in SETTINGS & options.keys()}
+        self._retention, saves, loads = as_settings(keep_last, mode, options.pop("loads", None), given_alone, "mode")
         self._folder = as_location("folder", folder)
         self._ledger = catalog_at(self._folder)
-        self._retention = Retention(keep_last, keep_every, keep_best, metric, greater_is_better)
         self._every = every
         self._save_at_end = save_at_end
         self._on_sigterm = on_sigterm
-        self._overwrite = bool(options.get("overwrite") or options.get("shared_root"))
+        self._overwrite = saves.overwrite or saves.shared_root
         self._topology = as_topology(options.pop("topology", None))
         self._step = 0
         self._saved_step: int | None = None
@@ -228,6 +227,7 @@ class Checkpointer:
             device=device,
             keep_last=self._retention,
             saves=saves,
+            loads=loads,
             **options,
         )
 
@@ -516,7 +516,8 @@ def names_of_objects(given: Iterable[str]) -> list[str]:
 
 
 def _require_objects(objects: Mapping[str, Any]) -> None:
-    """Refuse a misspelt argument, which Python takes for the name of an object."""
+    """Refuse a misspelt argument, or one of a former version, which Python takes for the name of an object."""
+    require_no_sizes(objects)
     known = sorted(inspect.signature(Checkpointer).parameters.keys() | _OPTIONS - _CALLED.keys())
     for name, thing in objects.items():
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)

@@ -18,6 +18,7 @@ from ckpt.format.digests import BlockDigests
 from ckpt.format.places import Place
 from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, Expected, FileRecord
 from ckpt.storage.checkpoint_files import CheckpointFolder
+from ckpt.storage.direct_io import Buffers
 from ckpt.storage.pieces import padded_pieces
 from ckpt.storage.pool import Memories
 
@@ -183,6 +184,18 @@ class KeepsSaves(Protocol):
     """
 
     memories: Memories | None
+
+
+class WritesThroughBuffers(Protocol):
+    """A backend whose writers take host memory, which a coordinator may limit.
+
+    Attributes:
+        buffers: see `ckpt.memory.budget.Limited`.
+        chunk_memories: how many times a chunk may be in memory on its way.
+    """
+
+    buffers: Buffers
+    chunk_memories: int
 
 
 class BringsTransport(Protocol):

@@ -29,6 +29,7 @@ from ckpt.backends.safetensors_format import (
 )
 from ckpt.errors import Argument, CorruptCheckpointError, StorageError
 from ckpt.errors.imports import importing
+from ckpt.errors.removed import without_sizes
 from ckpt.format.box import Box, chunk_box, overlap
 from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import torch_dtype
@@ -54,22 +55,24 @@ _Place = tuple[str, int]
 """Path of an array, and number of a chunk."""
 
 
+@without_sizes
 class KimiEngineBackend:
     """Reads and writes safetensors.
 
     Args:
-        direct_io, buffer_mib, segment_mib: see `ckpt.backends.zarr.ZarrBackend`.
+        direct_io: see `ckpt.backends.zarr.ZarrBackend`.
         pool: each rank keeps its files in host memory until the next save (ckpt/storage/pool.py).
 
     Attributes:
+        buffers: of its writers, kept from save to save.
         memories: hands the memory of kept saves to the writers; None: no save is kept.
     """
 
     store = "safetensors"
     transport = "engine"
 
-    def __init__(self, *, direct_io: bool = True, buffer_mib: int = 32, segment_mib: int = 64, pool: bool = True) -> None:
-        self._buffers = Buffers(buffer_mib=buffer_mib, direct_io=direct_io, segment_mib=segment_mib)
+    def __init__(self, *, direct_io: bool = True, pool: bool = True) -> None:
+        self.buffers = Buffers(direct_io=direct_io)
         self.memories = Memories() if pool and can_be_shared() else None
 
     def writer(
@@ -77,11 +80,11 @@ class KimiEngineBackend:
     ) -> SafetensorsWriter:
         """Return this rank's writer below the unpublished folder `root`."""
         memory = self.memories.take(root, rank) if self.memories and isinstance(root, Path) else None
-        return SafetensorsWriter(root, rank, sink_below(root, rank, progress, self._buffers, memory), previous)
+        return SafetensorsWriter(root, rank, sink_below(root, rank, progress, self.buffers, memory), previous)
 
     def places(self, rank: int, chunks: Iterable[Expected]) -> Mapping[_Place, tuple[str, int]]:
         """Return where this rank's writer will put chunks in this order, if it links none: place -> file, and offset in it."""
-        writer = SafetensorsWriter(Path(), rank, FileSink(Path(), rank, lambda _: None, self._buffers))
+        writer = SafetensorsWriter(Path(), rank, FileSink(Path(), rank, lambda _: None, self.buffers))
         writer.expect(chunks)
         return writer.places()
 

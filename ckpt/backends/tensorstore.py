@@ -37,6 +37,7 @@ from ckpt.backends.zarr_format import (
     with_groups_above,
 )
 from ckpt.errors import Argument, ConfigurationError, CorruptCheckpointError, StorageError, free_bytes, needing, refused
+from ckpt.errors.removed import without_sizes
 from ckpt.format.box import Box, chunk_box
 from ckpt.format.digests import EMPTY_DIGEST, StreamDigest, digest_of
 from ckpt.format.dtypes import bits_of
@@ -62,30 +63,34 @@ _LOCATION = re.compile(r"(?:btreenode|value):([^:%]*):([^:%]+):([0-9]{1,19}):([0
 """A node or value in `ts.ocdbt.dump`: folder and file, percent-encoded, its first byte, and its length."""
 
 
+@without_sizes
 class TensorStoreBackend:
     """Reads and writes Zarr v3 arrays through TensorStore.
 
     Args:
         kvstore: "ocdbt" stores all arrays in one database below the checkpoint; "file" writes the same directories as the
             zarr backend.
-        direct_io, buffer_mib, segment_mib: see `ckpt.backends.zarr.ZarrBackend`.
+        direct_io: see `ckpt.backends.zarr.ZarrBackend`.
+
+    Attributes:
+        buffers: of its writers, kept from save to save.
 
     Raises:
         ConfigurationError: `kvstore` has another value.
     """
 
-    def __init__(self, *, kvstore: str = "ocdbt", direct_io: bool = True, buffer_mib: int = 32, segment_mib: int = 64) -> None:
+    def __init__(self, *, kvstore: str = "ocdbt", direct_io: bool = True) -> None:
         if kvstore not in ("ocdbt", "file"):
             raise refused("backend.kvstore", kvstore, "ocdbt or file")
         self._in_database = kvstore == "ocdbt"
         self.store = "ocdbt" if self._in_database else "zarr"
-        self._buffers = Buffers(buffer_mib=buffer_mib, direct_io=direct_io, segment_mib=segment_mib)
+        self.buffers = Buffers(direct_io=direct_io)
 
     def writer(
         self, root: Place, rank: int, progress: Callable[[int], None], previous: Previous | None = None
     ) -> Writer:
         """Return this rank's writer below the unpublished folder `root`."""
-        sink = sink_below(root, rank, progress, self._buffers)
+        sink = sink_below(root, rank, progress, self.buffers)
         if self._in_database:
             return OcdbtWriter(root, rank, sink, previous)
         return DirectoryWriter(sink, _description, previous=previous)

@@ -31,6 +31,7 @@ from ckpt.backends.zarr_format import (
 )
 from ckpt.errors import Argument, ConfigurationError, CorruptCheckpointError, sentence
 from ckpt.errors.imports import importing
+from ckpt.errors.removed import without_sizes
 from ckpt.format.box import Box, chunks_meeting
 from ckpt.format.consistency import MAX_FILE_BYTES
 from ckpt.format.dtypes import bits_of, item_bytes
@@ -41,6 +42,7 @@ from ckpt.storage.files_of import files_below
 from ckpt.storage.sink import sink_below
 
 
+@without_sizes
 class ZarrBackend:
     """Reads and writes Zarr v3 directories.
 
@@ -50,8 +52,10 @@ class ZarrBackend:
             faster: only raw chunks are read straight into tensors.
         direct_io: write large chunks past the page cache, where the file system allows it: less processor time, and other files
             stay cached.
-        buffer_mib: memory of each rank for direct writes, in MiB, on top of the state.
-        segment_mib: in an object store, the longest object that holds several values, in MiB. A rank takes five times as much memory.
+
+    Attributes:
+        buffers: of its writers, kept from save to save.
+        chunk_memories: how many times a chunk may be in memory on its way: laid out, encoded, and in zarr-python's buffers.
 
     Raises:
         ConfigurationError: zarr-python does not know a compressor, or cannot be imported and there are compressors.
@@ -64,19 +68,18 @@ class ZarrBackend:
         *,
         compressors: list[dict[str, Any]] | None = None,
         direct_io: bool = True,
-        buffer_mib: int = 32,
-        segment_mib: int = 64,
     ) -> None:
         self._compressors = list(compressors or ())
         if self._compressors:
             _check_compressors(self._compressors)
-        self._buffers = Buffers(buffer_mib=buffer_mib, direct_io=direct_io, segment_mib=segment_mib)
+        self.chunk_memories = 3 if self._compressors else 1
+        self.buffers = Buffers(direct_io=direct_io)
 
     def writer(
         self, root: Place, rank: int, progress: Callable[[int], None], previous: Previous | None = None
     ) -> DirectoryWriter:
         """Return this rank's writer below the unpublished folder `root`."""
-        sink = sink_below(root, rank, progress, self._buffers)
+        sink = sink_below(root, rank, progress, self.buffers)
         encode = partial(_compressed, self._compressors) if self._compressors else None
         return DirectoryWriter(sink, self._description(), encode, previous)
 

@@ -131,7 +131,9 @@ def _remove(place: Place, path: str) -> None:
 
 
 def _write(src: Place, place: Place, sizes: Mapping[str, int], progress: Callable[[int], None]) -> None:
-    sink = sink_below(place, 0, lambda _: None, Buffers(buffer_mib=64, direct_io=True))
+    buffers = Buffers(direct_io=True)
+    buffers.num_bytes = 64 << 20
+    sink = sink_below(place, 0, lambda _: None, buffers)
     with files_below(src) as files:
         if isinstance(files, ObjectFiles):
             files.read_soon((path, 0, size) for path, size in sizes.items())

@@ -13,6 +13,7 @@ Files:
 
     arguments               arguments that a message names
     imports                 imports that fail become one of these errors
+    removed                 arguments of former versions
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 Files, in the order in which data travels:
 
+    load_settings           settings of loads, and their checks
     loader                  the steps, in order
     sources                 describes what a committed checkpoint contains
     programs                who finds and opens checkpoints of other programs

@@ -17,6 +17,7 @@ from ckpt.format.records import ChunkExtent
 from ckpt.loading.strategy import Stored, StoredPart
 from ckpt.memory.copies import Filling
 from ckpt.storage.extents import ExtentReader, ReadAt
+from ckpt.storage.objects.files import REQUESTS
 from ckpt.storage.wanted_bytes import WantedBytes
 
 
@@ -30,6 +31,7 @@ class ChunkReader:
         read_at: how bytes come from an open file.
         role: of the side streams that copy to devices; see `Filling`.
         in_order: chunks are read in storage order; see `ExtentReader`.
+        num_requests: of `read_soon`, at a time.
     """
 
     def __init__(
@@ -42,7 +44,9 @@ class ChunkReader:
         read_at: ReadAt,
         role: str = "filling",
         in_order: bool = False,
+        num_requests: int = REQUESTS,
     ) -> None:
+        self._num_requests = num_requests
         self._checkpoint = checkpoint
         self._verify = verify and checkpoint.has_digests
         self.filling = Filling(slab_bytes, role)
@@ -76,7 +80,8 @@ class ChunkReader:
 
     def read_soon(self, ranges: Iterable[tuple[StoredPart, int, int]]) -> None:
         """Tell which bytes [start, stop) of chunks will be read, in their order, so that an object store sends several at a time."""
-        self._extents.read_soon((run.chunk, start, stop) for run, start, stop in ranges if run.chunk.raw)
+        wanted = ((run.chunk, start, stop) for run, start, stop in ranges if run.chunk.raw)
+        self._extents.read_soon(wanted, self._num_requests)
 
     def is_cached(self, chunk: ChunkExtent, ranges: Sequence[tuple[int, int]]) -> bool:
         """Whether the page cache of this host seems to have these bytes [start, stop) of a chunk, as they are wanted. Does not fail."""

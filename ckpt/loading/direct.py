@@ -17,12 +17,15 @@ from pathlib import Path
 from threading import Event, Lock
 
 from ckpt.backends.base import Backend
+from ckpt.errors.removed import without_sizes
 from ckpt.format.gc_pause import gc_paused
+from ckpt.format.records import BLOCK_BYTES
 from ckpt.loading.chunk_reader import ChunkReader
-from ckpt.loading.strategy import ReadRequest, ReadStats, Stored, StoredPart, by_chunk, bytes_of, in_flight_bytes
+from ckpt.loading.strategy import ReadRequest, ReadStats, Stored, StoredPart, by_chunk, bytes_of
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.storage.extents import PREADV, ReadAt
+from ckpt.storage.host_memory import MemoryUse, power_of_two
 from ckpt.storage.objects.files import RANGE_BYTES, REQUESTS
 
 AHEAD_BYTES = 32 << 20
@@ -32,22 +35,35 @@ AHEAD_CHUNKS = 32
 """Such chunks at most: their files are open, and `extents.MAX_OPEN_FILES` can be."""
 
 
+@without_sizes
 class DirectLoad:
     """Load without talking to other ranks. Hosts start at different places, so that a storage of many disks serves them side by side.
 
     Args:
-        max_in_flight_mib: bytes that a rank asks for at once, in MiB: its memory for those that cannot be read into tensors as they
-            are; for tensors on a device twice that, page-locked, and as much once on the device. At least a block is (4 MiB); an
-            encoded chunk is decoded whole.
         read_at: how bytes come from an open file.
 
-    Raises:
-        ConfigurationError: `max_in_flight_mib` is not positive.
+    Attributes:
+        in_flight_bytes: that a rank asks for at once: its memory for those that cannot be read into tensors as they are; for tensors on a
+            device twice that, page-locked, and as much once on the device. At least a block is (4 MiB); an encoded chunk is decoded whole.
+        num_requests: to an object store, at a time; each has such memory, and its answer.
     """
 
-    def __init__(self, *, max_in_flight_mib: int = 8, read_at: ReadAt = PREADV) -> None:
-        self._slab_bytes = in_flight_bytes(max_in_flight_mib)
+    in_flight_bytes = 8 << 20
+    num_requests = REQUESTS
+
+    def __init__(self, *, read_at: ReadAt = PREADV) -> None:
         self._read_at = read_at
+
+    def memory_range(self, use: MemoryUse) -> tuple[int, int]:
+        """See `ckpt.memory.budget.Limited`."""
+        least, requests = _memories(use) * BLOCK_BYTES, self.num_requests if use.in_store else 1
+        return least, max(least, requests * _memories(use) * self.in_flight_bytes)
+
+    def limit_memory(self, num_bytes: int, use: MemoryUse) -> None:
+        """See `ckpt.memory.budget.Limited`."""
+        num_bytes //= _memories(use)
+        self.in_flight_bytes = min(self.in_flight_bytes, power_of_two(num_bytes))
+        self.num_requests = min(self.num_requests, num_bytes // max(self.in_flight_bytes, BLOCK_BYTES))
 
     def prepare(
         self, requests: Sequence[ReadRequest], checkpoint: Stored, topology: Topology, device: Device, *, verify: bool
@@ -58,13 +74,13 @@ class DirectLoad:
             ChunkReader(
                 checkpoint,
                 verify=verify,
-                slab_bytes=self._slab_bytes,
+                slab_bytes=self.in_flight_bytes,
                 progress=topology.progress,
                 read_at=self._read_at,
                 role=f"filling {number}" if number else "filling",
                 in_order=True,
             )
-            for number in range(1 if is_near else REQUESTS)
+            for number in range(1 if is_near else self.num_requests)
         ]
         return DirectReading(requests, checkpoint, readers, topology.node_rank / len(topology.nodes))
 
@@ -73,6 +89,11 @@ class DirectLoad:
 
     def close(self) -> None:
         """See `LoadingStrategy.close`: nothing is kept."""
+
+
+def _memories(use: MemoryUse) -> int:
+    """How many times a reader has the bytes that it asks for at once: to read into, twice for a device; and as the answer of a store."""
+    return 1 + use.on_device + use.in_store
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ import torch
 
 from ckpt.backends.base import DATABASE, Backend
 from ckpt.backends.registry import backend_of_store
-from ckpt.errors import refused
 from ckpt.format.box import Box, overlap, whole
 from ckpt.format.consistency import check_whole
 from ckpt.format.dtypes import item_bytes
@@ -255,17 +254,6 @@ class LoadingStrategy(Protocol):
 
     def close(self) -> None:
         """Let go of what is kept from load to load. No load is under way."""
-
-
-def in_flight_bytes(max_in_flight_mib: int) -> int:
-    """The bytes of a strategy's `max_in_flight_mib`.
-
-    Raises:
-        ConfigurationError: it is not positive.
-    """
-    if isinstance(max_in_flight_mib, bool) or not isinstance(max_in_flight_mib, int) or max_in_flight_mib < 1:
-        raise refused("strategy.max_in_flight_mib", max_in_flight_mib, "a whole number of at least 1")
-    return max_in_flight_mib << 20
 
 
 def bytes_of(requests: Sequence[ReadRequest]) -> int:

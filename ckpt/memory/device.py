@@ -27,9 +27,9 @@ from ckpt.errors import (
     DeviceUnavailableError,
     declare,
     leave_out,
-    refused,
     unlike,
 )
+from ckpt.errors.removed import without_sizes
 
 _EXTRAS = {"torch_npu": "npu"}
 """Plugins that an extra of this package installs."""
@@ -77,6 +77,7 @@ class Memory(NamedTuple):
     peak: int
 
 
+@without_sizes
 class Device:
     """A device type, and on each rank the one device that the rank works on.
 
@@ -84,19 +85,17 @@ class Device:
         type: the type of torch.device, such as "cpu", "cuda" or "npu".
         collectives: the torch.distributed backend that moves tensors of this device.
         plugin: the package that registers `type` with torch when it is imported; None if torch itself knows it.
-        pinned_mib: page-locked host memory for a save's copies from the device, in MiB; kept for the next save.
 
-    Raises:
-        ConfigurationError: `pinned_mib` is not positive.
+    Attributes:
+        pinned_bytes: of page-locked host memory for a save's copies from the device, kept for the next save: room for two chunks.
     """
 
-    def __init__(self, *, type: str, collectives: str, plugin: str | None = None, pinned_mib: int = 128) -> None:
-        if pinned_mib < 1:
-            raise refused("device.pinned_mib", pinned_mib, "at least 1", f"pinned_mib={pinned_mib} of the device")
+    pinned_bytes = 128 << 20
+
+    def __init__(self, *, type: str, collectives: str, plugin: str | None = None) -> None:
         self.type = type
         self.collectives = collectives
         self.plugin = plugin
-        self.pinned_bytes = pinned_mib << 20
         self._own: torch.device | None = None
 
     @classmethod

@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import operator
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from ckpt.backends.base import Backend
 from ckpt.backends.registry import BACKENDS, backend_named
-from ckpt.errors import ConfigurationError, unlike
+from ckpt.catalog.retention import Retention, as_retention
+from ckpt.errors import Argument, ConfigurationError, unlike
+from ckpt.errors.removed import require_no_sizes
 from ckpt.format.places import ObjectPath, Place, as_place
 from ckpt.loading.direct import DirectLoad
+from ckpt.loading.load_settings import LoadSettings
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.loading.two_stage.two_stage import TwoStageLoad
+from ckpt.memory.budget import Limited, MemoryBudget, Needs
 from ckpt.memory.device import Device
+from ckpt.planning.plan import CHUNK_MAX_BYTES
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
+from ckpt.saving.host_cache import copies_of, memories_of
 from ckpt.saving.save_settings import MODES, SaveSettings
 from ckpt.saving.saver import SavedRun
 from ckpt.state.sharing import SharingPattern, StateComponent
 from ckpt.state.statefuls import as_stateful
+from ckpt.storage.host_memory import HUGE_PAGE, MemoryUse
 
+Settings = TypeVar("Settings", Retention, SaveSettings, LoadSettings)
 Kind = TypeVar("Kind")
 STRATEGIES = {"direct": DirectLoad, "two-stage": TwoStageLoad}
 """Name -> loading strategy."""
@@ -137,6 +147,77 @@ def as_saves(given: SaveSettings | str, called: str = "saves") -> SaveSettings:
     if not isinstance(given, SaveSettings):
         raise unlike(called, given, f"one of {', '.join(MODES)}, or a SaveSettings, such as SaveSettings(mode='async')", "saves")
     return given
+
+
+def as_settings(
+    keep_last: int | Retention | None,
+    saves: SaveSettings | str,
+    loads: LoadSettings | None,
+    given: Mapping[str, Any],
+    called: str = "saves",
+) -> tuple[Retention, SaveSettings, LoadSettings]:
+    """Return the settings of a coordinator.
+
+    Args:
+        given: settings by themselves, such as `verify`, which take the place of those in `keep_last`, `saves` and `loads`.
+        called: `saves` in the caller's interface.
+
+    Raises:
+        ConfigurationError: there is no such setting, or it has a wrong value.
+    """
+    if not isinstance(loads, LoadSettings | None):
+        raise unlike("loads", loads, "a LoadSettings, such as LoadSettings(verify=False)")
+    require_no_sizes(given)
+    for name, value in given.items():
+        if name not in SETTINGS:
+            near = difflib.get_close_matches(name, SETTINGS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"settings are {', '.join(sorted(SETTINGS))}"
+            raise ConfigurationError(Argument(f"coordinator.{name}", value), f": there is no such setting; {hint}")
+    retention, loads = as_retention(keep_last), loads or LoadSettings()
+    return _with(given, retention), _with(given, as_saves(saves, called)), _with(given, loads)
+
+
+def _with(given: Mapping[str, Any], settings: Settings) -> Settings:
+    own = {field.name: given[field.name] for field in dataclasses.fields(settings) if field.name in given}
+    return dataclasses.replace(settings, **own)
+
+
+SETTINGS = frozenset(field.name for kind in (Retention, SaveSettings, LoadSettings) for field in dataclasses.fields(kind))
+"""Names of the settings that may be given by themselves."""
+
+
+def shared_out(
+    mib: int | MemoryBudget | None, run: SavedRun, strategy: LoadingStrategy, saves: SaveSettings, place: Place
+) -> tuple[MemoryBudget, str]:
+    """Share a memory budget out to the parts of a run, and limit them; return it, and the line that says it.
+
+    Args:
+        mib: the budget of a rank, or that of each part.
+        place: the checkpoint root.
+
+    Raises:
+        ConfigurationError: it is too small, or of a wrong type.
+    """
+    use = MemoryUse(not isinstance(place, Path), run.device.type != "cpu", CHUNK_MAX_BYTES)
+    # Not isinstance: from Python 3.12 on it misses attributes that a wrapper delegates by __getattr__.
+    buffers: Limited | None = getattr(run.backend, "buffers", None)
+    reader: Any = strategy if hasattr(strategy, "limit_memory") else None
+    writing, reading = (part.memory_range(use) if part is not None else (0, 0) for part in (buffers, reader))
+    copies, staging = copies_of(run.backend, saves), None
+    if copies:
+        items = 0 if memories_of(run.backend) is not None else 4 if use.on_device else 1
+        staging = items * CHUNK_MAX_BYTES + (HUGE_PAGE if items == 1 else 0)  # three on a device, in memory of a power of two
+    chunks = getattr(run.backend, "chunk_memories", 1)
+    pinned = run.device.pinned_bytes if use.on_device else 0
+    needs = Needs(chunks * CHUNK_MAX_BYTES, pinned, writing, reading, staging, copies, use.on_device)
+    if not isinstance(mib, MemoryBudget):
+        if mib is not None:
+            check_number("memory_budget_mib", mib, 1, "a whole number of MiB, or None for no limit")
+        mib = MemoryBudget.shared_out(mib, needs)
+    for part, most in ((buffers, mib.writing), (reader, mib.reading)):
+        if part is not None and most is not None:
+            part.limit_memory(most, use)
+    return mib, mib.sentence(needs)
 
 
 def as_location(name: str, given: str | os.PathLike[str] | ObjectPath) -> Place:

@@ -15,7 +15,7 @@ from ckpt.ranks.topology import Topology
 from ckpt.saving.arguments import as_saves
 from ckpt.saving.background.background import Background
 from ckpt.saving.new_folder import NewFolder, prepare
-from ckpt.saving.save_settings import SaveSettings, setting
+from ckpt.saving.save_settings import OF_A_ROOT, SaveSettings, setting
 from ckpt.saving.saver import SavedRun
 from ckpt.saving.writing import RankWritePlan
 from ckpt.state.collect import RankState
@@ -30,9 +30,9 @@ def as_folder_settings(mode: str | SaveSettings) -> SaveSettings:
         ConfigurationError: a setting has no effect there, or could cost checkpoints.
     """
     settings = as_saves(mode, "mode")
-    for name in ("overlap", "incremental"):
-        if getattr(settings, name):
-            raise ConfigurationError(setting(name, True), " has no effect where a framework gives the state: leave it out")
+    for name in ("overlap", "incremental", *OF_A_ROOT):
+        if (value := getattr(settings, name)) != getattr(SaveSettings(), name):
+            raise ConfigurationError(setting(name, value), " has no effect where a framework gives the state: leave it out")
     if settings.when_busy == "skip":
         raise ConfigurationError(
             setting("when_busy", "skip"),

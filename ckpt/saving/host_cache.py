@@ -20,8 +20,9 @@ from ckpt.errors import Argument, ConfigurationError
 from ckpt.format.digests import digest_of
 from ckpt.format.manifest import CheckpointManifest
 from ckpt.format.records import Expected
+from ckpt.memory.budget import more_memory
 from ckpt.ranks.topology import Topology
-from ckpt.saving.save_settings import SaveSettings, setting
+from ckpt.saving.save_settings import SaveSettings
 from ckpt.saving.writing import Pack, RankWritePlan
 from ckpt.storage.held import NOTHING_HELD, HeldFiles, MemoryFile
 from ckpt.storage.pool import Memories, Pool, PooledSave
@@ -72,14 +73,14 @@ class HostCache:
 
     Args:
         memories: assigns memory to the backend's writers.
-        budget_mib: most memory it may take; None: as much as the host has free.
+        most_bytes: of memory that it may take; None: as much as the host has free.
         num_copies: saves that may be in memory at a time.
     """
 
-    def __init__(self, memories: Memories, *, budget_mib: int | None = None, num_copies: int = 1) -> None:
+    def __init__(self, memories: Memories, *, most_bytes: int | None = None, num_copies: int = 1) -> None:
         self.pool = Pool()
         self._memories = memories
-        self._budget_mib = budget_mib
+        self._most_bytes = most_bytes
         self._num_copies = num_copies
         self._places: tuple[RankWritePlan, dict[int, _Room]] | None = None
         self._held: HeldStep | None = None
@@ -101,9 +102,9 @@ class HostCache:
             ConfigurationError: the budget, or the free memory of the host, is smaller.
         """
         neighbours = len(topology.nodes[topology.node_rank])
-        if self._budget_mib is not None:
-            what: str = setting("staging_budget_mib", self._budget_mib)
-            room = self._budget_mib << 20
+        room = self._most_bytes
+        if room is not None:
+            what = f"the {room >> 20} MiB that the memory budget leaves for copies"
         else:
             room = self.pool.num_bytes + psutil.virtual_memory().available // neighbours
             what = f"the {room >> 20} MiB that this host has free for each of its ranks"
@@ -111,7 +112,8 @@ class HostCache:
         if wanted > room:
             pool, none = (Argument("backend.pool", value, f"KimiEngineBackend(pool={value})") for value in (True, False))
             held = f" keeps what rank {topology.rank} writes in host memory, {wanted / 2**20:.0f} MiB, which is more than "
-            raise ConfigurationError(pool, held, what, ": give it more, shard over more ranks, or take ", none)
+            more = more_memory() if self._most_bytes is not None else "memory"
+            raise ConfigurationError(pool, held, what, ": give it more ", more, ", shard over more ranks, or take ", none)
 
     def rooms(self, save: PooledSave, share: RankWritePlan, backend: Backend) -> Mapping[int, torch.Tensor]:
         """Item of a share -> its place in the memory of a save that links nothing; only items without partial chunks of other ranks."""
@@ -159,28 +161,29 @@ class HostCache:
         self.pool.close()
 
 
-def memories_of(backend: Backend, saves: SaveSettings) -> Memories | None:
-    """The memory in which a backend keeps saves; None: it keeps none.
-
-    Raises:
-        ConfigurationError: there is a budget for host memory, and neither copies nor kept saves use any.
-    """
+def memories_of(backend: Backend) -> Memories | None:
+    """The memory in which a backend keeps saves; None: it keeps none."""
     # Not isinstance: from Python 3.12 on it misses attributes that a wrapper delegates by __getattr__.
     memories: Memories | None = getattr(backend, "memories", None)
-    if memories is None and not saves.is_async and saves.staging_budget_mib is not None:
-        raise saves.without_effect("staging_budget_mib")
     return memories
 
 
-def host_cache_of(backend: Backend, saves: SaveSettings) -> HostCache | None:
-    """The cache of saves through a backend; None: no save is kept. Raises as `memories_of` does."""
-    memories = memories_of(backend, saves)
+def copies_of(backend: Backend, saves: SaveSettings) -> int:
+    """The most copies of what a rank saves that are in its memory at a time."""
+    if memories_of(backend) is None and not saves.is_async:
+        return 0
+    num_copies = 2 if saves.when_busy == "queue" else 1
+    if memories_of(backend) is not None and saves.is_async and saves.incremental:  # the copy that is compared takes other memory
+        num_copies *= 2
+    return num_copies
+
+
+def host_cache_of(backend: Backend, saves: SaveSettings, most_bytes: int | None) -> HostCache | None:
+    """The cache of saves through a backend; None: no save is kept."""
+    memories = memories_of(backend)
     if memories is None:
         return None
-    num_copies = 2 if saves.when_busy == "queue" else 1
-    if saves.is_async and saves.incremental:  # the copy that is compared takes other memory
-        num_copies *= 2
-    return HostCache(memories, budget_mib=saves.staging_budget_mib, num_copies=num_copies)
+    return HostCache(memories, most_bytes=most_bytes, num_copies=copies_of(backend, saves))
 
 
 def _places_of(share: RankWritePlan, backend: Any) -> dict[int, _Room]:

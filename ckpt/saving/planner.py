@@ -14,7 +14,7 @@ from ckpt.memory.device import Device
 from ckpt.planning.plan import PACK_BELOW_BYTES, SavePlan, plan_save
 from ckpt.ranks.topology import Topology
 from ckpt.saving.prepared_save import PreparedSave, To
-from ckpt.saving.writing import PACKED_BYTES, RankWritePlan, plain_files
+from ckpt.saving.writing import RankWritePlan, plain_files
 from ckpt.state.collect import Compared, Comparison, RankState, exchange_tables, settle_plain
 
 PACK_BELOW_IN_STORES = 8 << 20
@@ -31,18 +31,15 @@ class Planner:
 
     Args:
         device: of the tensors.
-        packed_bytes: the longest array that small tensors are packed in.
         pack_below_bytes: arrays whose global size is smaller are packed.
     """
 
     @classmethod
-    def for_place(
-        cls, place: Place, topology: Topology, backend: Backend, device: Device, *, packed_bytes: int = PACKED_BYTES
-    ) -> Planner:
+    def for_place(cls, place: Place, topology: Topology, backend: Backend, device: Device) -> Planner:
         """A planner of saves to a place: in a store, where each object is a request, a format of a file for each chunk packs more."""
         packs_more = not isinstance(place, Path) and backend.store == "zarr"
         below = PACK_BELOW_IN_STORES if packs_more else PACK_BELOW_BYTES
-        planner = cls(topology, backend, device, packed_bytes=packed_bytes, pack_below_bytes=below)
+        planner = cls(topology, backend, device, pack_below_bytes=below)
         planner._counts_objects = packs_more
         return planner
 
@@ -52,14 +49,12 @@ class Planner:
         backend: Backend,
         device: Device,
         *,
-        packed_bytes: int = PACKED_BYTES,
         pack_below_bytes: int = PACK_BELOW_BYTES,
     ) -> None:
         self._counts_objects = False
         self.topology = topology
         self._backend = backend
         self._device = device
-        self._packed_bytes = packed_bytes
         self._pack_below_bytes = pack_below_bytes
         self.comparison = Comparison(topology)
         self._found: tuple[SavePlan, RankWritePlan] | None = None
@@ -100,10 +95,7 @@ class Planner:
             with self.topology.phase("plan"), gc_paused():
                 plan = plan_save(tables, table_of_rank, item_bytes, pack_below_bytes=self._pack_below_bytes)
                 tasks = plan.of_rank(self.topology.rank)
-                packed_bytes, store = self._packed_bytes, self._backend.store
-                share = RankWritePlan(
-                    plan, tasks, mine.components, self.topology, packed_bytes=packed_bytes, store=store
-                )
+                share = RankWritePlan(plan, tasks, mine.components, self.topology, store=self._backend.store)
             if self._counts_objects and self.topology.is_lead:
                 _tell_of_objects(plan)
             self.comparison.plan_is_made(compared)

@@ -12,18 +12,17 @@ from dataclasses import dataclass
 from functools import partial
 
 from ckpt.backends.base import Backend
-from ckpt.errors import check_choice
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.saving.checkpoint_root import CheckpointRoot, KnownRoots, SaveTarget
 from ckpt.saving.planner import Planner
 from ckpt.saving.prepared_save import PreparedSave, SaveReport
 from ckpt.saving.stale_state_check import StaleStateCheck
-from ckpt.saving.writing import PACKED_BYTES, RankWritePlan
+from ckpt.saving.writing import RankWritePlan
 from ckpt.state.auto_sharing import AutoSharing
 from ckpt.state.collect import Compared, RankState, collect
 from ckpt.state.doctor import Diagnosis
-from ckpt.state.pattern_check import PATTERN_CHECKS, act_on, examine
+from ckpt.state.pattern_check import act_on, examine
 from ckpt.state.sharing import SharingPattern, StateComponent
 
 _log = logging.getLogger("ckpt")
@@ -43,20 +42,16 @@ class Saver:
     """Saves the components of a run; reuses what did not change since the last save. Made by `CheckpointCoordinator`.
 
     Args:
-        pattern_check, packed_bytes: see `CheckpointCoordinator`.
+        pattern_check: see `SaveSettings`.
     """
 
-    def __init__(
-        self, run: SavedRun, roots: KnownRoots, *, pattern_check: str = "warn", packed_bytes: int = PACKED_BYTES
-    ) -> None:
+    def __init__(self, run: SavedRun, roots: KnownRoots, *, pattern_check: str = "warn") -> None:
         self._run = run
         self._topology = run.topology
         self._roots = roots
-        self._pattern_check = check_choice("pattern_check", pattern_check, PATTERN_CHECKS)
+        self._pattern_check = pattern_check
         self._was_examined = False
-        self._planner = Planner.for_place(
-            roots.home, run.topology, run.backend, run.device, packed_bytes=packed_bytes
-        )
+        self._planner = Planner.for_place(roots.home, run.topology, run.backend, run.device)
         self._fits: RankWritePlan | None = None
         self._stale_check = StaleStateCheck(run.components)
         self._sharing = AutoSharing(run.components, run.topology)

@@ -28,7 +28,7 @@ from ckpt.state.sharing import OWN_COPIES, StateComponent, holders_of
 from ckpt.storage.objects.store import CountedRequests, Counts
 
 PACKED_BYTES = 32 << 20
-"""The longest array that small tensors are packed in."""
+"""The longest array that small tensors are packed in. It is joined in memory, as a chunk may be, which is no shorter."""
 
 PlainFiles = Mapping[str, tuple[str, bytes]]
 """Path -> (component, content) of the plain values that one rank writes."""
@@ -135,7 +135,6 @@ class RankWritePlan:
     """One rank's share of every save with one plan. Holds no tensors.
 
     Args:
-        packed_bytes: the longest packed array, and so the memory that packing takes. A longer tensor has an array of its own.
         store: the manifest's name for the format.
 
     Attributes:
@@ -157,7 +156,6 @@ class RankWritePlan:
         components: Mapping[str, StateComponent],
         topology: Topology,
         *,
-        packed_bytes: int = PACKED_BYTES,
         store: str = "zarr",
     ) -> None:
         self.rank = topology.rank
@@ -167,7 +165,7 @@ class RankWritePlan:
         self.sources = {rank for task in tasks.chunks for rank, _ in task.slivers}
         self.items: Sequence[Item] = [
             *tasks.chunks,
-            *_packs(plan, tasks.packs, components, topology.rank, packed_bytes),
+            *_packs(plan, tasks.packs, components, topology.rank),
         ]
         self.arrays = {
             name: ArraySpec(path_of(name, components), plan.arrays[name].dtype, plan.arrays[name].shape, grid)
@@ -383,7 +381,7 @@ def _key_of(name: str, array: ArraySpec) -> str:
 
 
 def _packs(
-    plan: SavePlan, tasks: Sequence[PackTask], components: Mapping[str, StateComponent], rank: int, packed_bytes: int
+    plan: SavePlan, tasks: Sequence[PackTask], components: Mapping[str, StateComponent], rank: int
 ) -> Iterator[Pack]:
     """Group small leaves into packed arrays, by folder and data type."""
     by_kind: dict[tuple[str, str], list[PackTask]] = defaultdict(list)
@@ -391,7 +389,7 @@ def _packs(
     for task, folder in zip(tasks, folders, strict=True):
         by_kind[folder, plan.arrays[task.name].dtype].append(task)
     for (folder, dtype), alike in by_kind.items():
-        for number, few in enumerate(_cut(alike, packed_bytes // torch_dtype(dtype).itemsize)):
+        for number, few in enumerate(_cut(alike, PACKED_BYTES // torch_dtype(dtype).itemsize)):
             ending = f"-{number:05d}" if number else ""
             yield Pack(f"{folder}packed-{dtype}-{rank:05d}{ending}", dtype, few)
 

@@ -19,11 +19,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt.errors import CheckpointError, refused
+from ckpt.errors import CheckpointError
 from ckpt.ranks.waiting import start
 from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.files import naming, reserve, start_writeback, write_all
-from ckpt.storage.host_memory import private
+from ckpt.storage.host_memory import MemoryUse, private
 from ckpt.storage.pool import PoolFile
 from ckpt.storage.removal import empty, remove
 
@@ -42,6 +42,12 @@ NUM_BUFFERS = 4
 NUM_THREADS = 2
 """Threads that write: one leaves the disk idle between two pieces, more than two are not faster (measured)."""
 
+_LEAST_BYTES = 1 << 20
+"""Of the buffers of a writer, and of a segment."""
+
+_SEGMENTS = 6
+"""Of a writer into an object store: four that are put, one that is filled, and objects too short for a segment, as long together as one."""
+
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
@@ -52,34 +58,43 @@ class Buffers:
     """Aligned buffers for direct writes, kept from save to save: memory touched for the first time is slow.
 
     Args:
-        buffer_mib: of all buffers of one writer together, in MiB.
         direct_io: False: no file is written directly.
-        segment_mib: in an object store, length of an object that holds several values, and of each buffer for one.
 
     Attributes:
-        segment_bytes: `segment_mib` in bytes.
-
-    Raises:
-        ConfigurationError: `buffer_mib` or `segment_mib` is below 1.
+        num_bytes: of all buffers of one writer together.
+        segment_bytes: in an object store, length of an object that holds several values, and of each buffer for one.
     """
 
-    def __init__(self, *, buffer_mib: int, direct_io: bool, segment_mib: int = 64) -> None:
-        for name, mib in (("buffer_mib", buffer_mib), ("segment_mib", segment_mib)):
-            if mib < 1:
-                raise refused(f"backend.{name}", mib, "at least 1")
-        self.segment_bytes = segment_mib << 20
+    num_bytes = 32 << 20
+    segment_bytes = 64 << 20
+
+    def __init__(self, *, direct_io: bool) -> None:
         self._idle_segments: list[memoryview] = []
-        self._num_bytes = (buffer_mib << 20) // NUM_BUFFERS
         self._idle: list[list[memoryview]] = []
         self._told_of_links = False
         self.direct_io = direct_io and O_DIRECT != 0
 
+    def memory_range(self, use: MemoryUse) -> tuple[int, int]:
+        """See `ckpt.memory.budget.Limited`. A value that is longer than a segment is put from memory of its own, one at a time."""
+        if use.in_store:
+            return _SEGMENTS * _LEAST_BYTES + use.chunk_bytes, _SEGMENTS * self.segment_bytes + use.chunk_bytes
+        return _LEAST_BYTES, self.num_bytes
+
+    def limit_memory(self, num_bytes: int, use: MemoryUse) -> None:
+        """See `ckpt.memory.budget.Limited`."""
+        if use.in_store:
+            self.segment_bytes = min(self.segment_bytes, (num_bytes - use.chunk_bytes) // _SEGMENTS)
+        else:
+            self.num_bytes = min(self.num_bytes, num_bytes)
+
     def take(self) -> list[memoryview]:
         """Return the buffers of one writer; pass them to `give_back` later. Any thread."""
+        each = self.num_bytes // NUM_BUFFERS
         with suppress(IndexError):
-            return self._idle.pop()
-        view = memoryview(private(self._num_bytes * NUM_BUFFERS))
-        return [view[at : at + self._num_bytes] for at in range(0, len(view), self._num_bytes)]
+            if len((idle := self._idle.pop())[0]) == each:  # else they were made before a limit
+                return idle
+        view = memoryview(private(each * NUM_BUFFERS))
+        return [view[at : at + each] for at in range(0, len(view), each)]
 
     def give_back(self, buffers: list[memoryview]) -> None:
         self._idle.append(buffers)
@@ -87,7 +102,8 @@ class Buffers:
     def take_segment(self) -> memoryview:
         """Return memory for an object; pass it to `give_back_segment` later. Any thread."""
         with suppress(IndexError):
-            return self._idle_segments.pop()
+            if len(idle := self._idle_segments.pop()) == self.segment_bytes:
+                return idle
         return memoryview(private(self.segment_bytes))
 
     def give_back_segment(self, segment: memoryview) -> None:

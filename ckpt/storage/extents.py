@@ -177,10 +177,11 @@ class ExtentReader:
             if not _is_cached(fd, chunk.offset + num_bytes - 1):
                 os.posix_fadvise(fd, chunk.offset, num_bytes, os.POSIX_FADV_WILLNEED)
 
-    def read_soon(self, ranges: Iterable[tuple[ChunkExtent, int, int]]) -> None:
+    def read_soon(self, ranges: Iterable[tuple[ChunkExtent, int, int]], num_requests: int) -> None:
         """Ask an object store for bytes [start, stop) of raw chunks, which will be read in this order. A folder's kernel reads ahead."""
         if isinstance(self._folder, ObjectFiles):
-            self._folder.read_soon((run.file, run.offset + start, run.offset + stop) for run, start, stop in ranges)
+            at = ((run.file, run.offset + start, run.offset + stop) for run, start, stop in ranges)
+            self._folder.read_soon(at, num_requests)
 
     def is_cached(self, chunk: ChunkExtent, stretches: Sequence[tuple[int, int]]) -> bool:
         """Whether the kernel seems to have some ranges of a raw chunk in its page cache: their last bytes, and one in each 2 MiB before.

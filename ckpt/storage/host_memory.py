@@ -10,11 +10,31 @@ import mmap
 import os
 import sys
 from contextlib import suppress
+from typing import NamedTuple
 
 from ckpt.storage.held import MemoryFile, open_memory
 
 HUGE_PAGE = 2 << 20
 _MADV_POPULATE_WRITE = 23
+
+
+class MemoryUse(NamedTuple):
+    """What decides how much memory the parts of checkpointing take.
+
+    Attributes:
+        in_store: checkpoints are in an object store.
+        on_device: tensors are on a device.
+        chunk_bytes: of the largest chunk.
+    """
+
+    in_store: bool
+    on_device: bool
+    chunk_bytes: int
+
+
+def power_of_two(num_bytes: int) -> int:
+    """Round down to a power of two: page-locked memory of other sizes takes more than was asked for, because torch rounds it up."""
+    return 1 << (num_bytes.bit_length() - 1) if num_bytes else 0
 
 
 def can_be_shared() -> bool:

@@ -27,17 +27,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ckpt.catalog.retention import Retention
 from ckpt.cli.config_text import by_dotted_key
-from ckpt.errors import ConfigurationError, check_choice
+from ckpt.errors import ConfigurationError
 from ckpt.errors.imports import import_failure
 from ckpt.format.places import as_place, local_path
 from ckpt.memory.device import Device
 from ckpt.saving.arguments import as_backend, as_strategy
 from ckpt.saving.host_cache import memories_of
-from ckpt.saving.save_settings import SaveSettings
-from ckpt.state.pattern_check import PATTERN_CHECKS
+from ckpt.saving.save_settings import OF_A_ROOT, SaveSettings
 from ckpt.state.sharing import check_component
 from ckpt.storage.pool import Memories
-from recipes.support.keys import shown
+from recipes.support.keys import moved, shown
 from recipes.support.metrics import check_loggers
 from recipes.support.sentences import wrong_value
 from recipes.training.model import seeded
@@ -84,9 +83,9 @@ class TrainKeys:
 SaveKeys = make_dataclass(
     "SaveKeys",
     [(name, kind, field(default=None if name == "keep_best" else MISSING)) for name, kind in _OWN_SAVE_KEYS.items()]
-    + [(setting.name, setting.type, field(default=MISSING)) for setting in fields(SaveSettings)],
+    + [(setting.name, setting.type, field(default=MISSING)) for setting in fields(SaveSettings) if setting.name not in OF_A_ROOT],
 )
-"""The keys of `save`: the recipe's own, and the fields of `SaveSettings`."""
+"""The keys of `save`: the recipe's own, and the fields of `SaveSettings` that have no key elsewhere."""
 
 
 @dataclass
@@ -212,11 +211,11 @@ def popped_keys(cfg: DictConfig, schema: type[Keys]) -> Keys:
     return command_keys(own, schema)
 
 
-def save_settings(save: Mapping[str, Any]) -> SaveSettings:
-    """Return the coordinator's argument `saves`, from the keys of `save`."""
+def save_settings(save: Mapping[str, Any], **others: Any) -> SaveSettings:
+    """Return the coordinator's argument `saves`, from the keys of `save`, and fields that have a key elsewhere."""
     if not isinstance(save, Mapping):
         raise _unlike("coordinator.saves.save", save, "the keys of save; leave it at ${save}")
-    return SaveSettings(**{setting.name: save[setting.name] for setting in fields(SaveSettings)})
+    return SaveSettings(**{setting.name: save[setting.name] for setting in fields(SaveSettings) if setting.name in save}, **others)
 
 
 def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
@@ -235,7 +234,6 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
     counts = ("train.steps", "train.batch_size", "save.keep_last", "save.keep_best", "launch.nproc_per_node")
     least = dict.fromkeys(counts, 1) | {"train.seed": 0, "save.grace_s": 0, "launch.least_ranks": 1, "launch.max_restarts": 0}
     require_numbers(run, least, seconds=("agree.timeout_s", "ledger.stale_s", "storage.retry_s"))
-    check_choice("pattern_check", run["pattern_check"], PATTERN_CHECKS)
     Every.of(run["save"]["every"])
     check_logging(run)
     _check_start(run)
@@ -401,8 +399,10 @@ def kept_memories(run: Mapping[str, Any]) -> Memories | None:
     Raises:
         ConfigurationError: a setting of saves contradicts another one, or the backend.
     """
-    saves = made(run["coordinator"]["saves"]) if "saves" in run["coordinator"] else SaveSettings()
-    return memories_of(as_backend(made(run["ckpt"])), saves)
+    for name in ("saves", "loads"):
+        if name in run["coordinator"]:
+            made(run["coordinator"][name])
+    return memories_of(as_backend(made(run["ckpt"])))
 
 
 def made(node: Mapping[str, Any], **given: Any) -> Any:
@@ -501,6 +501,8 @@ def bind(
     parameters = _parameters(target)
     known = [p.name for p in _by_name(parameters)]
     for key in [*keys, *given]:
+        if (instead := moved(key)) is not None:
+            raise ConfigurationError(f"{name}.{key}{instead}")
         if key not in known and not _is_open(parameters):
             takes = ", ".join(k for k in known if k not in (*given, *offered)) or "no keys at all"
             raise ConfigurationError(f"{name}.{key}: {node['_target_']} takes no {key}; it takes {takes}")

@@ -16,11 +16,14 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from ckpt.cli.config_text import by_dotted_key
+from ckpt.errors.removed import SIZES
 
 TARGET = "_target_"
 _HYDRAS_OWN = ("_partial_", "_convert_", "_recursive_")
 _NOT_CHOSEN = ("hydra", "local")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+MOVED = dict.fromkeys(SIZES, " is no key any more: coordinator.memory_budget_mib bounds all host memory of a rank beside the state")
+"""The last part of a key that is no more -> what to say behind it."""
 _OF_TARGET = "the class or function that is called with the other keys beside it"
 
 
@@ -166,6 +169,11 @@ def with_choice(conf: Path, config_name: str, chosen: Mapping[str, Any]) -> Conf
             groups, choices = own.groups | one.groups, own.choices | one.choices
             return ConfigFile(one.phrase, groups, choices, [*own.bases, *one.bases], [*own.keys, *one.keys], one.nodes, one.help)
     return own
+
+
+def moved(key: str) -> str | None:
+    """Return what to say behind a key of a former version; None: there was no such key."""
+    return MOVED.get(key.rpartition(".")[2])
 
 
 def shown(value: Any) -> str:

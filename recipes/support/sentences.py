@@ -23,7 +23,7 @@ from omegaconf.errors import (
 )
 
 from ckpt.errors import Argument, sentence
-from recipes.support.keys import by_dotted_key, shown
+from recipes.support.keys import by_dotted_key, moved, shown
 
 
 def sentence_of(error: BaseException, conf: Path, config_name: str) -> str:
@@ -48,12 +48,13 @@ def sentence_of(error: BaseException, conf: Path, config_name: str) -> str:
     return sentence(error, in_config_words)
 
 
-_KEYS = {"backend": "ckpt", "declare": "components", "saves": "save"}
+_KEYS = {"backend": "ckpt", "declare": "components", "memory_budget_mib": "coordinator.memory_budget_mib", "saves": "save"}
 """Arguments of the library whose keys have another name."""
 _ADVICE = {
     "declare": "set {keys}",
     "in_memory": "ckpt=kimi-engine, ckpt.pool=true",
     "leave_out": "{said} with ~components.{value}",
+    "memory_budget": "coordinator.memory_budget_mib",
     "output_dir": "choose another with output_dir=<folder>",
     "pickled_metadata": "{value}, whose metadata is a pickle. To read it here, first convert it with python -m recipes.convert src=<it> "
     "dst=<folder> load.allow_pickle=true; no code in it is run",
@@ -149,6 +150,8 @@ def _no_such_choice(error: MissingConfigException) -> str:
 
 
 def _no_such_key(key: str, conf: Path, config_name: str) -> str:
+    if (instead := moved(key)) is not None:
+        return f"{key}{instead}"
     keys = _keys(conf, config_name)
     same = [known for known in keys if known.rpartition(".")[2] == key]  # lr is optimizer.lr
     near = same if len(same) == 1 else difflib.get_close_matches(key, keys, n=1)

@@ -72,7 +72,7 @@ def test_as_many_ranks_are_started_as_the_roles_take(trainer: int, rollout: int,
     [
         ("roles.rollout=0", "roles.rollout=0: expected at least 1"),
         ("agree.timeout_s=0", "agree.timeout_s=0.0: expected more than 0 seconds"),
-        ("device.pinned_mib=0", "pinned_mib=0 of the device: expected at least 1"),
+        ("+device.pinned_mib=8", "device.pinned_mib is no key any more: coordinator.memory_budget_mib bounds"),
     ],
 )
 def test_a_run_that_cannot_be_is_one_sentence(override: str, sentence: str, tmp_path: Path) -> None:

@@ -128,7 +128,12 @@ def python(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complet
         (["save.every=null"], "save.every=null: expected a whole number"),
         (["output_dir=null"], "output_dir=null: expected a text"),
         (["load=null"], "load=null: expected keys with values"),
-        (["ckpt.buffer_mib={}"], "ckpt.buffer_mib={}: expected a whole number"),
+        (["coordinator.memory_budget_mib={}"], "coordinator.memory_budget_mib={}: expected a whole number"),
+        *(
+            ([f"{new}{key}=8"], f"{key} is no key any more: coordinator.memory_budget_mib bounds")
+            for key in ("ckpt.buffer_mib", "device.pinned_mib", "save.staging_budget_mib", "coordinator.packed_mib")
+            for new in ("", "+")
+        ),
         (["train.seed=18446744073709551616"], "train.seed=18446744073709551616: expected less than 2**63"),
         (
             ["data._target_=builtins.dict"],

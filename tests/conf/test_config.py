@@ -90,7 +90,6 @@ def test_what_ranks_of_ray_cannot_do_is_refused(tmp_path: Path, override: str, e
         "save.writer_mib_s=5",
         "save.writer_cores=1",
         "save.overlap=true",
-        "save.staging_budget_mib=64",
     ],
 )
 def test_a_setting_of_saves_beside_training_is_refused_where_training_waits(tmp_path: Path, override: str) -> None:

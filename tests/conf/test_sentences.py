@@ -26,14 +26,13 @@ from ckpt.errors import (
     refused,
 )
 from ckpt.loading.direct import DirectLoad
-from ckpt.memory.device import Device
+from ckpt.memory.budget import MemoryBudget, Needs
 from ckpt.ranks.outcomes import PhaseOutcome, conclude
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.saving.weights_to_rollouts import IN_MEMORY
 from ckpt.state.doctor import Diagnosis, PatternVerdict
 from ckpt.state.pattern_check import act_on
 from ckpt.state.sharing import Sharing, SharingPattern, StateComponent
-from ckpt.storage.direct_io import Buffers
 from ckpt.storage.metadata import other_format
 from recipes.support.cli import CONF
 from recipes.support.sentences import sentence_of
@@ -117,16 +116,18 @@ def test_an_error_of_all_ranks_names_the_arguments_of_each_of_theirs() -> None:
     assert said.endswith("and 2 more failures") and "saves." not in said
 
 
+NEEDS = Needs(64 << 20, 0, (1 << 20, 32 << 20), (4 << 20, 8 << 20))
+
+
 @pytest.mark.parametrize(
     ("refuse", "command"),
     [
         (lambda: SaveSettings(mode="later"), "save.mode=later: expected one of sync, async"),
         (lambda: SaveSettings(overlap=True), "save.overlap=true has no effect with save.mode=sync, for training waits until "
             "the checkpoint is committed: leave it out, or give save.mode=async"),
-        (lambda: DirectLoad(max_in_flight_mib=0), "strategy.max_in_flight_mib=0: expected a whole number of at least 1"),
+        (lambda: MemoryBudget.shared_out(3, NEEDS), "coordinator.memory_budget_mib=3: expected at least 69"),
         (lambda: TravelTypes("int8", ()), "engine.rollout_dtype=int8: expected one of "),
-        (lambda: Device(type="cpu", collectives="gloo", pinned_mib=0), "device.pinned_mib=0: expected at least 1"),
-        (lambda: Buffers(buffer_mib=0, direct_io=False), "ckpt.buffer_mib=0: expected at least 1"),
+        (lambda: DirectLoad(max_in_flight_mib=8), "max_in_flight_mib is no argument any more: one budget of a rank "),
         (lambda: Retention(keep_last=0), "save.keep_last=0; expected a whole number of at least 1"),
         (lambda: act_on([LOST], {"x": StateComponent("x", Identity(), "replicated")}, "warn", tell=False),
             "x differs: set components.x.sharing_pattern=per_rank. To save in spite of it, "),

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ import torch
 from ckpt.errors import DeviceUnavailableError
 from ckpt.memory.device import Device
 from tests.npu_sim import npu_sim_build
+from tests.support.states import sized
 
 STAND_IN = Path(npu_sim_build.__file__).parent
 """In front of sys.path, or on PYTHONPATH, it makes `torch_npu` importable."""
@@ -36,9 +36,9 @@ _MADE_WITH: dict[str, dict[str, str]] = {
 }
 
 
-def made(name: str, **options: Any) -> Device:
-    """The product's object for a device, made as conf/device/<name>.yaml makes it."""
-    return Device(**_MADE_WITH[name], **options)
+def made(name: str, *, pinned_mib: int = 128) -> Device:
+    """The product's object for a device, made as conf/device/<name>.yaml makes it; with less pinned memory, if that is said."""
+    return sized(Device(**_MADE_WITH[name]), pinned_bytes=pinned_mib << 20)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from ckpt.loading.strategy import LoadingStrategy
 from ckpt.ranks.topology import Topology
 from tests.device.devices import made
 from tests.device.memory import Kind, require_same, state_of, values_of
-from tests.support.states import Held, backend_named
+from tests.support.states import Held, backend_named, sized
 
 ZSTD = [{"name": "zstd", "configuration": {"level": 1, "checksum": False}}]
 
@@ -42,7 +42,7 @@ def coordinator(
         topology,
         root,
         backend=ZarrBackend(compressors=ZSTD) if backend == "zstd" else backend_named(backend),
-        strategy=strategy or DirectLoad(max_in_flight_mib=1),
+        strategy=strategy or sized(DirectLoad(), in_flight_bytes=1 << 20),
         device=on,
         **options,
     )

@@ -25,7 +25,7 @@ from tests.device.test_resume_on_device import BACKENDS, LAYOUTS, Run, checkpoin
 from tests.support.async_runs import SETTINGS, Troubled, error_of, let_go, settings
 from tests.support.covering import and_in_full, rows, sampled
 from tests.support.ranks import run_ranks
-from tests.support.states import Held
+from tests.support.states import Held, sized, staging
 from tests.support.states import coordinator as on_host
 
 pytestmark = pytest.mark.parametrize("device", [NPU, CUDA])
@@ -40,7 +40,7 @@ def coordinator(
     on.use(topology.local_rank)
     options.setdefault("backend", ZarrBackend())
     return CheckpointCoordinator(
-        parts, {}, topology, root, strategy=DirectLoad(max_in_flight_mib=1), device=on, pattern_check="off", **options
+        parts, {}, topology, root, strategy=sized(DirectLoad(), in_flight_bytes=1 << 20), device=on, pattern_check="off", **options
     )
 
 
@@ -65,10 +65,10 @@ def _change_and_save(
     topology: Topology, root: Path, device: str, budget_mib: int | None, when_busy: str
 ) -> list[str]:
     memory = Memory(AWKWARD, 1, torch_device(device, topology))
-    saves = settings(staging_budget_mib=budget_mib, when_busy=when_busy)
+    saves, budget = settings(when_busy=when_busy), staging(budget_mib)
     parts = [StateComponent("model", Held(memory.tensors()), "replicated")]
     paths = []
-    with coordinator(topology, root, parts, device, saves=saves) as saver:
+    with coordinator(topology, root, parts, device, saves=saves, memory_budget_mib=budget) as saver:
         for seed in (2, 3, 4):
             memory.change(seed, on_new_streams=seed == 3)
             path = saver.save_checkpoint(checkpoint_id=f"{seed}")
@@ -180,8 +180,8 @@ def _train(topology: Topology, root: Path, device: str, budget_mib: int | None) 
     model = _Model(torch_device(device, topology))
     model.forward_and_backward()
     model.optimizer.step()
-    saves = settings(overlap=True, staging_budget_mib=budget_mib, when_busy="queue")
-    with coordinator(topology, root, model.parts(), device, saves=saves) as saver:
+    saves, budget = settings(overlap=True, when_busy="queue"), staging(budget_mib)
+    with coordinator(topology, root, model.parts(), device, saves=saves, memory_budget_mib=budget) as saver:
         for number in (1, 2, 3):
             torch.save(model.state(), root / f"wanted-{number}")
             saver.save_checkpoint(checkpoint_id=f"{number}")

@@ -38,7 +38,7 @@ from tests.device.memory import AWKWARD, Kind, Memory, require_same, state_of, t
 from tests.device.saves import Saved, coordinator, require_saved, torch_device
 from tests.support.covering import and_in_full, covering, sampled
 from tests.support.ranks import run_ranks
-from tests.support.states import Fitted, random_bits, spreading
+from tests.support.states import Fitted, random_bits, sized, spreading
 
 pytestmark = pytest.mark.parametrize("device", [NPU, CUDA])
 
@@ -208,8 +208,8 @@ def _load(topology: Topology, paths: list[Path], device: str, cpu_transfer: bool
 def _strategy(cpu_transfer: bool | None) -> LoadingStrategy:
     """Directly, or in two stages through as few slots as there may be."""
     if cpu_transfer is None:
-        return DirectLoad(max_in_flight_mib=1)
-    return spreading(cpu_transfer=cpu_transfer, max_in_flight_mib=8)
+        return sized(DirectLoad(), in_flight_bytes=1 << 20)
+    return spreading(cpu_transfer=cpu_transfer, in_flight_bytes=8 << 20)
 
 
 def test_an_optional_component_is_whole_when_the_load_returns(saved: Saved, device: str) -> None:

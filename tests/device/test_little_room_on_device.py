@@ -17,7 +17,7 @@ from tests.device.devices import ADVERSARY
 from tests.device.memory import AWKWARD, Filled, Heard, Memory, values_of
 from tests.device.saves import Saved, coordinator, require_saved, torch_device
 from tests.support.ranks import run_ranks
-from tests.support.states import Fitted, spreading
+from tests.support.states import Fitted, sized, spreading
 
 pytestmark = pytest.mark.npu
 
@@ -27,7 +27,7 @@ ENOUGH = 200 << 10
 
 
 @pytest.mark.parametrize(
-    "strategy", [DirectLoad(max_in_flight_mib=1), spreading(max_in_flight_mib=8)], ids=["direct", "two-stage"]
+    "strategy", [sized(DirectLoad(), in_flight_bytes=1 << 20), spreading(in_flight_bytes=8 << 20)], ids=["direct", "two-stage"]
 )
 def test_a_load_takes_a_smaller_bucket_and_says_so(saved: Saved, strategy: LoadingStrategy) -> None:
     path = saved(AWKWARD, 2)

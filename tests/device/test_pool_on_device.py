@@ -15,7 +15,7 @@ from tests.device.devices import ADVERSARY, CUDA, NPU, made
 from tests.device.memory import AWKWARD, Memory, require_same, values_of
 from tests.device.saves import require_saved, torch_device
 from tests.support.ranks import run_ranks
-from tests.support.states import Held
+from tests.support.states import Held, sized
 
 pytestmark = pytest.mark.parametrize("device", [NPU, CUDA])
 
@@ -37,7 +37,7 @@ def _change_save_and_load(topology: Topology, root: Path, device: str, mode: str
         topology,
         root,
         backend=KimiEngineBackend(),
-        strategy=DirectLoad(max_in_flight_mib=1),
+        strategy=sized(DirectLoad(), in_flight_bytes=1 << 20),
         device=on,
         saves=SaveSettings(mode=mode),
     ) as checkpoints:

@@ -50,7 +50,7 @@ STRATEGIES = {
 }
 
 SMALL = [
-    "model.size=nano", f"data.path={TEXT}", "train.batch_size=2", "train.steps=2", "save.every=1", "device.pinned_mib=4"
+    "model.size=nano", f"data.path={TEXT}", "train.batch_size=2", "train.steps=2", "save.every=1"
 ]  # fmt: skip
 
 

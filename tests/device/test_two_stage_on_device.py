@@ -37,7 +37,7 @@ def test_once_ranks_wait_for_each_other_none_waits_for_its_whole_device(saved: S
 
 def _load_and_watch(topology: Topology, path: Path, cpu_transfer: bool) -> None:
     memory = Memory(AWKWARD, 1, torch_device("npu", topology))
-    strategy = spreading(cpu_transfer=cpu_transfer, max_in_flight_mib=8)
+    strategy = spreading(cpu_transfer=cpu_transfer, in_flight_bytes=8 << 20)
     loader = coordinator(topology, path.parent, Fitted(memory.tensors()), device="npu", strategy=strategy)
     run, wait_for = SpreadWorker.run, ckpt.memory.device.wait_for
     waited: list[torch.device] = []

@@ -113,7 +113,7 @@ def test_what_is_skipped_or_queued_changes_nothing_either(tmp_path: Path, settin
     own = [
         *SETTINGS[setting],
         f"save.when_busy={when_busy}",
-        "save.staging_budget_mib=1",
+        "coordinator.memory_budget_mib={_target_: ckpt.memory.budget.MemoryBudget, staging: 1048576}",
         "save.every=1",
         "train.steps=8",
     ]

@@ -26,7 +26,7 @@ from ckpt.state.statefuls import OptimizerState
 from recipes.benchmark.measuring import PeakMemory
 from tests.support.async_runs import Troubled, committed, deadline, has_come, let_go, settings, until
 from tests.support.ranks import run_ranks
-from tests.support.states import Held, coordinator, random_bits, same_bits
+from tests.support.states import Held, buffered, coordinator, random_bits, same_bits, sized, staging
 
 BUFFER_MIB = 8
 SLACK_MIB = 14  # Python's own, and what malloc keeps
@@ -46,17 +46,17 @@ def _state() -> dict[str, torch.Tensor]:
 
 
 def _coordinator(
-    topology: Topology, root: Path, state: dict[str, torch.Tensor], saves: SaveSettings, backend: Backend | None = None
+    topology: Topology, root: Path, state: dict[str, torch.Tensor], saves: SaveSettings, backend: Backend | None = None, **options: Any
 ) -> CheckpointCoordinator:
     return coordinator(
         topology,
         root,
         [StateComponent("model", Held(state), "per_rank")],
-        backend=backend or ZarrBackend(buffer_mib=BUFFER_MIB),
-        strategy=DirectLoad(max_in_flight_mib=8),
-        packed_mib=LARGEST_MIB,
+        backend=backend or buffered(ZarrBackend(), num_bytes=BUFFER_MIB << 20),
+        strategy=sized(DirectLoad(), in_flight_bytes=8 << 20),
         pattern_check="off",
         saves=saves,
+        **options,
     )
 
 
@@ -66,12 +66,12 @@ def _warm(topology: Topology, root: Path, saves: SaveSettings) -> None:
         made.save_checkpoint(checkpoint_id="1")
 
 
-def _grown(topology: Topology, root: Path, saves: SaveSettings, num_saves: int) -> list[float]:
+def _grown(topology: Topology, root: Path, saves: SaveSettings, num_saves: int, budget_mib: int | None = None) -> list[float]:
     """What each of several saves takes, in MiB, of which all but the first begin when the one before is over."""
     state = _state()
     _warm(topology, root / "tiny", saves)
     grown = []
-    with _coordinator(topology, root, state, saves) as made:
+    with _coordinator(topology, root, state, saves, memory_budget_mib=staging(budget_mib)) as made:
         for number in range(1, num_saves + 1):
             memory = PeakMemory()
             state["large 0"].view(torch.int32).add_(1)
@@ -87,8 +87,7 @@ def _grown(topology: Topology, root: Path, saves: SaveSettings, num_saves: int) 
 
 def test_a_save_over_budget_streams_part_by_part_through_what_it_is_given(tmp_path: Path) -> None:
     budget_mib = 12
-    saves = settings(staging_budget_mib=budget_mib)
-    for grown in run_ranks(2, _grown, tmp_path, saves, 2, is_only=True):
+    for grown in run_ranks(2, _grown, tmp_path, settings(), 2, budget_mib, is_only=True):
         assert max(grown) <= budget_mib + 2 * LARGEST_MIB + BUFFER_MIB + SLACK_MIB
         assert max(grown) < 0.9 * STATE_MIB
 
@@ -143,7 +142,7 @@ def _with_tensors_over_budget(topology: Topology, root: Path, notes: Path) -> No
     state["b"] = torch.zeros(0, 3)
     wanted = {key: one.clone() for key, one in state.items()}
     slow = Troubled("dawdles", notes, checkpoint_id=None)
-    with _coordinator(topology, root, state, settings(staging_budget_mib=1), slow) as made:
+    with _coordinator(topology, root, state, settings(), slow, memory_budget_mib=staging(1)) as made:
         path = made.save_checkpoint(checkpoint_id="1")
         for tensor in state.values():
             tensor.zero_()
@@ -167,7 +166,7 @@ def _send_parts(topology: Topology, root: Path, wanted: list[torch.Tensor]) -> N
         for n, one in enumerate(wanted)
     }
     parts = [StateComponent("model", Held(state), "sharded")]
-    with coordinator(topology, root, parts, pattern_check="off", saves=settings(staging_budget_mib=1)) as made:
+    with coordinator(topology, root, parts, pattern_check="off", saves=settings(), memory_budget_mib=staging(1)) as made:
         made.save_checkpoint(checkpoint_id="1")
         for one in state.values():
             one.data.zero_()
@@ -261,7 +260,7 @@ def test_the_memory_of_the_first_save_is_there_before_it(tmp_path: Path, monkeyp
 
 def test_the_memory_of_the_first_save_keeps_within_its_budget(tmp_path: Path) -> None:
     components, _ = _trainee()
-    with coordinator(Topology.alone(), tmp_path, components, saves=settings(staging_budget_mib=8)) as one:
+    with coordinator(Topology.alone(), tmp_path, components, saves=settings(), memory_budget_mib=staging(8)) as one:
         one._background._warming.join()
         assert one._background._arena.num_bytes == 8 << 20
 

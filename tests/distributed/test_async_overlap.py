@@ -39,7 +39,7 @@ from tests.support.async_runs import (
 )
 from tests.support.covering import and_in_full
 from tests.support.ranks import run_ranks, run_threads
-from tests.support.states import Held, coordinator
+from tests.support.states import Held, coordinator, staging
 
 
 @pytest.fixture(autouse=True)
@@ -566,10 +566,8 @@ def _fail_with_little_room(topology: Topology, root: Path) -> tuple[Any, float]:
     trainee = Trainee(1, width=1 << 15)  # 4 MiB a weight, of which there are six
     trainee.step()
     backend = Troubled("full", root, rank=1, at=2)
-    saves = settings(overlap=True, staging_budget_mib=8)
-    made = coordinator(
-        topology, root / "root", trainee.components("per_rank"), backend=backend, saves=saves, pattern_check="off"
-    )
+    options = {"saves": settings(overlap=True), "memory_budget_mib": staging(8), "pattern_check": "off"}
+    made = coordinator(topology, root / "root", trainee.components("per_rank"), backend=backend, **options)
     made.save_checkpoint(checkpoint_id="1")
     began = time.monotonic()
     trainee.step()
@@ -591,9 +589,9 @@ def test_a_step_that_waits_for_room_goes_on_when_the_disk_is_full(tmp_path: Path
 def _save_twice_at_once(topology: Topology, root: Path, budget_mib: int | None) -> None:
     trainee = Trainee(1, width=LARGE)
     trainee.step()
-    saves = settings(overlap=True, when_busy="queue", staging_budget_mib=budget_mib)
-    delays = Random(1)
-    with Copier(delay=lambda: delays.uniform(0, 0.2)), trainee.coordinator(topology, root, saves) as made:
+    saves, delays = settings(overlap=True, when_busy="queue"), Random(1)
+    run = trainee.coordinator(topology, root, saves, memory_budget_mib=staging(budget_mib))
+    with Copier(delay=lambda: delays.uniform(0, 0.2)), run as made:
         for number in range(1, 7):
             torch.save(trainee.state(), root.parent / f"wanted-{number}")
             made.save_checkpoint(checkpoint_id=f"{number}")
@@ -630,14 +628,11 @@ def _train_at_random(topology: Topology, root: Path, seed: int) -> list[str]:
 def _save_at_random(topology: Topology, root: Path, seed: int) -> list[str]:
     random = Random(seed)
     own = Random(f"{seed} {topology.rank}")
-    saves = settings(
-        overlap=random.random() < 0.8,
-        when_busy=random.choice(["wait", "queue", "skip"]),
-        staging_budget_mib=random.choice([None, 1, 3]),
-    )
+    saves = settings(overlap=random.random() < 0.8, when_busy=random.choice(["wait", "queue", "skip"]))
+    budget = staging(random.choice([None, 1, 3]))
     trainee = Trainee(1, OPTIMIZERS[seed % 2], LARGE)
     saved = []
-    with trainee.coordinator(topology, root, saves, backend=random.choice(["zarr", "ocdbt", "file"])) as made:
+    with trainee.coordinator(topology, root, saves, backend=random.choice(["zarr", "ocdbt", "file"]), memory_budget_mib=budget) as made:
         for number in range(1, 9):
             for _ in range(random.randrange(3)):
                 trainee.step()

@@ -19,7 +19,7 @@ from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.topology import Topology
 from tests.support.ranks import run_ranks
-from tests.support.states import Held, coordinator, cpu, random_bits, same_bits, spreading
+from tests.support.states import Held, coordinator, cpu, random_bits, same_bits, sized, spreading
 
 SHAPES = {f"w{number}": (257, 4001 + number) for number in range(6)}
 """Of 3.9 MiB each: all of them are several blocks of 4 MiB, which are read and checked as one, for each of three hosts."""
@@ -70,7 +70,7 @@ def load_three_times(topology: Topology, root: Path, options: dict[str, Any]) ->
     "nodes", [[2, 1], pytest.param([1, 1], marks=pytest.mark.full), pytest.param([2, 2, 1], marks=pytest.mark.full)]
 )
 def test_a_checkpoint_is_read_once_for_all_hosts_without_a_default_group(tmp_path: Path, nodes: Sequence[int]) -> None:
-    run_ranks(sum(nodes), load_three_times, tmp_path, {"max_in_flight_mib": 8}, nodes=nodes)
+    run_ranks(sum(nodes), load_three_times, tmp_path, {"in_flight_bytes": 8 << 20}, nodes=nodes)
 
 
 def fail_and_load_again(topology: Topology, root: Path) -> float:
@@ -84,7 +84,7 @@ def fail_and_load_again(topology: Topology, root: Path) -> float:
             raise OSError(5, "Input/output error")
         return os.preadv(fd, buffers, at)
 
-    strategy = TwoStageLoad(max_in_flight_mib=8, read_at=failing)
+    strategy = sized(TwoStageLoad(read_at=failing), in_flight_bytes=8 << 20)
     with made(topology, root, held, backend=KimiEngineBackend(), strategy=strategy) as checkpoints:
         fails = False
         checkpoints.load_checkpoint()
@@ -113,7 +113,7 @@ def die_in_the_middle(topology: Topology, root: Path) -> float:
             os._exit(3)
         return os.preadv(fd, buffers, at)
 
-    strategy = TwoStageLoad(max_in_flight_mib=8, read_at=dying)
+    strategy = sized(TwoStageLoad(read_at=dying), in_flight_bytes=8 << 20)
     with made(topology, root, held, backend=KimiEngineBackend(), strategy=strategy) as checkpoints:
         began = time.monotonic()
         with pytest.raises(CheckpointError, match="rank 1"):
@@ -151,7 +151,7 @@ def count_under_way(topology: Topology, root: Path) -> int:
     assert store is not None
     engine = EngineTransport(store, "test", topology.rank, device=cpu(), timeout_s=20.0)
     recorded = Recorded(engine)
-    strategy = spreading(max_in_flight_mib=32, transport=recorded)
+    strategy = spreading(in_flight_bytes=32 << 20, transport=recorded)
     with made(topology, root, held, backend=ZarrBackend(), strategy=strategy) as checkpoints:
         checkpoints.load_checkpoint()
     require_same(held, wanted)

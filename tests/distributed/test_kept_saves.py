@@ -28,7 +28,7 @@ from ckpt.saving.save_settings import SaveSettings
 from ckpt.storage.pool import PoolFile
 from tests.support.covering import sampled
 from tests.support.ranks import run_ranks
-from tests.support.states import Held, coordinator, random_bits, same_bits
+from tests.support.states import Held, coordinator, random_bits, same_bits, staging
 
 STRATEGIES: dict[str, Callable[[], LoadingStrategy]] = {"direct": DirectLoad, "two-stage": TwoStageLoad}
 MODES = {
@@ -314,18 +314,16 @@ def test_damaged_memory_is_found_and_the_file_read_in_its_place(tmp_path: Path, 
 
 
 def keep_too_much(topology: Topology, root: Path, mode: str) -> None:
-    saves = SaveSettings(mode=mode, staging_budget_mib=1)
+    options = {"saves": SaveSettings(mode=mode), "memory_budget_mib": staging(1)}
     with (
         pytest.raises(
             ConfigurationError,
-            match=r"KimiEngineBackend\(pool=True\) keeps what rank \d .* more than saves.staging_budget_mib=1: give it",
+            match=r"KimiEngineBackend\(pool=True\) keeps what rank \d .* more than the 1 MiB that the memory budget leaves",
         ),
-        made(topology, root, State(topology, 1), saves=saves) as checkpoints,
+        made(topology, root, State(topology, 1), **options) as checkpoints,
     ):
         saved(topology, checkpoints, 1)
-    if not saves.is_async:  # without a pool nothing takes of the budget, which is refused
-        return
-    with made(topology, root, State(topology, 1), saves=saves, backend=KimiEngineBackend(pool=False)) as checkpoints:
+    with made(topology, root, State(topology, 1), **options, backend=KimiEngineBackend(pool=False)) as checkpoints:
         saved(topology, checkpoints, 1)
 
 

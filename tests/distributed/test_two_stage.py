@@ -188,7 +188,7 @@ def test_every_pattern_backend_and_way_to_spread(
 
 @sampled("backend", ["ocdbt", "file", "safetensors"])
 def test_other_backends_and_collectives_of_the_device(tmp_path: Path, backend: str) -> None:
-    options = {"cpu_transfer": backend == "file", "max_in_flight_mib": 8}
+    options = {"cpu_transfer": backend == "file", "in_flight_bytes": 8 << 20}
     outcomes = run_ranks(3, saved_and_loaded, tmp_path, "replicated", backend, options, process_group=True)
     assert sum(mine for _, _, mine in outcomes) == stored_bytes(tmp_path / "checkpoint-1")
 
@@ -218,7 +218,7 @@ def test_each_instance_of_a_group_reads_for_itself(tmp_path: Path) -> None:
 def _grown(topology: Topology, root: Path, mib: int) -> tuple[float, int]:
     """Load, and return how much this rank's memory grew at most, in MiB, and the size of what it loaded."""
     held = Fitted({f"w{n}": random_bits((64, 1 << 16), torch.float32, n) for n in range(7)})
-    strategy = spreading(max_in_flight_mib=mib)
+    strategy = spreading(in_flight_bytes=mib << 20)
     made = coordinator(topology, root, [StateComponent("model", held, "replicated")], strategy=strategy)
     path = made.save_checkpoint(checkpoint_id="1")
     made.load_checkpoint(path)  # what is imported and made once is there now
@@ -298,7 +298,7 @@ def _refused(topology: Topology, root: Path, options: dict[str, Any]) -> str:
     plain = coordinator(topology, root, parts)
     path = plain.save_checkpoint(checkpoint_id="1")
     saved = emptied(held)
-    made = coordinator(topology, root, parts, strategy=TwoStageLoad(**options))
+    made = coordinator(topology, root, parts, strategy=spreading(**options))
     with pytest.raises(ConfigurationError) as caught:
         made.load_checkpoint(path)
     assert held.loaded is None
@@ -310,7 +310,7 @@ def _refused(topology: Topology, root: Path, options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"max_in_flight_mib": 3}, "max_in_flight_mib=3: expected at least 4, for 1 block of 4 MiB"),
+        ({"in_flight_bytes": 3 << 20}, "3 MiB may be in flight, and this load needs 4, for 1 block of 4 MiB"),
         ({"group": "data"}, "group=data of TwoStageLoad: the run has no process group of that name, it has none"),
         ({"cpu_transfer": False}, "torch.distributed, which is not initialized"),
     ],
@@ -324,18 +324,13 @@ def test_what_cannot_be_is_one_sentence_on_every_rank_before_bytes_move(
 
 
 def _given_different_memory(topology: Topology, root: Path) -> str:
-    return _refused(topology, root, {"max_in_flight_mib": 16 + topology.rank // 2})
+    return _refused(topology, root, {"in_flight_bytes": 16 + topology.rank // 2 << 20})
 
 
 def test_ranks_that_are_given_different_settings_are_told_so(tmp_path: Path) -> None:
     """They would cut the same bytes into different blocks."""
     for says in run_ranks(3, _given_different_memory, tmp_path):
-        assert "max_in_flight_mib=17 on rank 2, and 16 on rank 0: two-stage" in says
-
-
-def test_no_memory_is_no_choice() -> None:
-    with pytest.raises(ConfigurationError, match="max_in_flight_mib=0: expected a whole number of at least 1"):
-        TwoStageLoad(max_in_flight_mib=0)
+        assert "rank 2 may have 17 MiB in flight, and rank 0 16: two-stage" in says
 
 
 def _by_name_only(topology: Topology, root: Path) -> int:

@@ -29,7 +29,7 @@ from ckpt.storage.objects import store
 from ckpt.storage.stored import read_manifest
 from tests.support.object_server import ObjectServer
 from tests.support.ranks import forkserver
-from tests.support.states import Held
+from tests.support.states import Held, buffered
 
 ROOT = "s3://bucket/root"
 FAILED = 3
@@ -48,7 +48,7 @@ def state_of(generation: int) -> dict[str, Any]:
 
 SCENARIOS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "new": (3, "3", {}),
-    "new by tensorstore": (3, "3", {"backend": TensorStoreBackend(segment_mib=1)}),
+    "new by tensorstore": (3, "3", {"backend": buffered(TensorStoreBackend(), segment_bytes=1 << 20)}),
     "replace": (9, "2", {}),
     "retention": (3, "3", {"keep_last": 2}),
     "incremental": (3, "3", {"saves": SaveSettings(incremental=True)}),
@@ -68,7 +68,8 @@ def write(scenario: str) -> None:
                 run.save_checkpoint(checkpoint_id=str(generation))
         return
     if scenario == "convert":
-        rewrite(place_of(f"{ROOT}/checkpoint-2"), place_of(f"{ROOT}/checkpoint-3"), TensorStoreBackend(segment_mib=1), Topology.alone())
+        in_small_objects = buffered(TensorStoreBackend(), segment_bytes=1 << 20)
+        rewrite(place_of(f"{ROOT}/checkpoint-2"), place_of(f"{ROOT}/checkpoint-3"), in_small_objects, Topology.alone())
         return
     generation, id, options = SCENARIOS[scenario]
     with _run(held, options) as run:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from ckpt.format.dtypes import raw_bytes
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.loading.two_stage.two_stage import TwoStageLoad
+from ckpt.memory.budget import MemoryBudget
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 
@@ -70,9 +71,30 @@ def cpu() -> Device:
     return Device(type="cpu", collectives="gloo")
 
 
-def spreading(**options: Any) -> TwoStageLoad:
+Sized = TypeVar("Sized")
+
+
+def sized(made: Sized, **sizes: int) -> Sized:
+    """A backend's buffers, a strategy or a device, of another size than it has by itself."""
+    for name, num_bytes in sizes.items():
+        setattr(made, name, num_bytes)
+    return made
+
+
+def buffered(backend: Any, **sizes: int) -> Any:
+    """A backend whose writers have buffers of another size."""
+    sized(backend.buffers, **sizes)
+    return backend
+
+
+def staging(mib: int | None) -> MemoryBudget | None:
+    """So much memory for copies of the state, and the usual for all else."""
+    return None if mib is None else MemoryBudget(staging=mib << 20)
+
+
+def spreading(*, in_flight_bytes: int = TwoStageLoad.in_flight_bytes, **options: Any) -> TwoStageLoad:
     """A two-stage load whose ranks spread what they share, also if the page cache has it: that is asked about `os.preadv` alone."""
-    return TwoStageLoad(read_at=_read_at, **options)
+    return sized(TwoStageLoad(read_at=_read_at, **options), in_flight_bytes=in_flight_bytes)
 
 
 def _read_at(fd: int, buffers: Sequence[memoryview], at: int) -> int:

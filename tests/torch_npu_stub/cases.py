@@ -31,7 +31,7 @@ from ckpt.memory.device import Device, SideStream, device_memory, pinned, wait_f
 from ckpt.ranks.topology import Topology
 from ckpt.state.state_digest import state_digest
 from ckpt.state.statefuls import RNGState
-from tests.support.states import ALL_DTYPES, Held, backend_named, random_bits, same_bits
+from tests.support.states import ALL_DTYPES, Held, backend_named, random_bits, same_bits, sized
 
 MIB = 1 << 20
 STRATEGIES = {
@@ -280,7 +280,7 @@ def on(device: Device, state: dict[str, dict[str, torch.Tensor]]) -> dict[str, H
 
 def coordinator(device: Device, root: str, held: dict[str, Any], **options: Any) -> CheckpointCoordinator:
     components = [StateComponent(name, one, "global") for name, one in held.items()]
-    options = {"backend": backend_named("zarr"), "strategy": DirectLoad(max_in_flight_mib=4)} | options
+    options = {"backend": backend_named("zarr"), "strategy": sized(DirectLoad(), in_flight_bytes=4 << 20)} | options
     return CheckpointCoordinator(components, {}, Topology.alone(), root, device=device, **options)
 
 
@@ -296,7 +296,7 @@ def load(device: Device, root: str, strategy: LoadingStrategy | None = None, **h
 
 def saved(root: str, backend: str, seed: str) -> str:
     """Save the state from a device whose last copies into it are still under way; return its digest."""
-    device = npu(pinned_mib=1)
+    device = sized(npu(), pinned_bytes=1 << 20)
     want = tensors(int(seed))
     held = on(device, tensors(int(seed) + 1000))
     for name, key, tensor in each(want):
@@ -367,7 +367,7 @@ def loaded_where_a_bucket_has_no_room(root: str, seed: str) -> list[str]:
     torch.npu.empty_cache()
     filler = [device_memory(device.memory().free - 3 * MIB, device.torch_device)]
     with warnings_of("ckpt") as said:
-        load(device, root, DirectLoad(max_in_flight_mib=8), **held)
+        load(device, root, sized(DirectLoad(), in_flight_bytes=8 << 20), **held)
     del filler
     for name, key, tensor in each(want):
         require(held[name].state[key].cpu(), tensor, f"{name} {key}")

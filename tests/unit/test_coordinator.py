@@ -525,7 +525,11 @@ WRONG = [
         ({"keep_last": number}, f"keep_last is {number!r}; expected a whole number of at least 1, or None to keep every checkpoint")
         for number in (True, 0, -1, 2.0, "2")
     ),
-    ({"packed_mib": 0.5}, "packed_mib is 0.5; expected a whole number of at least 1 MiB"),
+    ({"memory_budget_mib": 0.5}, "memory_budget_mib is 0.5; expected a whole number of MiB, or None for no limit"),
+    ({"memory_budget_mib": 68}, "memory_budget_mib=68: expected at least 69"),
+    ({"packed_mib": 4}, "packed_mib is no argument any more: one budget of a rank bounds all host memory beside the state; "),
+    ({"verfy": False}, "verfy=False: there is no such setting; did you mean verify?"),
+    ({"loads": {"verify": False}}, "loads is a dict; expected a LoadSettings, such as LoadSettings(verify=False)"),
     ({"stale_s": "60"}, "stale_s is '60'; expected a number of seconds from 0 on"),
     ({"stale_s": float("nan")}, "stale_s is nan; expected a number of seconds from 0 on"),
     ({"retry_s": -1}, "retry_s is -1; expected a number of seconds from 0 on"),

@@ -16,7 +16,6 @@ from safetensors import safe_open
 
 from ckpt import StateComponent
 from ckpt.backends.zarr_format import described_as
-from ckpt.errors import ConfigurationError
 from ckpt.format import zarr_dtypes
 from ckpt.format.dtypes import raw_bytes, zarr_name
 from ckpt.ranks.topology import Topology
@@ -119,9 +118,10 @@ def test_bfloat16_keeps_its_values_not_only_its_bits(tmp_path: Path) -> None:
     assert np.array_equal(array.astype(np.float32), values.float().numpy())
 
 
-def test_small_tensors_are_packed_in_arrays_no_longer_than_the_setting_says(tmp_path: Path) -> None:
+def test_small_tensors_are_packed_in_arrays_of_limited_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.saving.writing.PACKED_BYTES", 1 << 20)
     state = {f"t.{number}": random_bits((60, 64), torch.float32, number) for number in range(200)}  # of 15 KiB
-    made = coordinator(Topology.alone(), tmp_path, [StateComponent("model", Held(state), "global")], packed_mib=1)
+    made = coordinator(Topology.alone(), tmp_path, [StateComponent("model", Held(state), "global")])
     checkpoint = Path(made.save_checkpoint(checkpoint_id="1"))
     index = json.loads((checkpoint / "index-00000.json").read_text())
     assert list(index["packed"]) == [
@@ -137,8 +137,3 @@ def test_small_tensors_are_packed_in_arrays_no_longer_than_the_setting_says(tmp_
     into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     coordinator(Topology.alone(), tmp_path, [StateComponent("model", Held(into), "global")]).load_checkpoint()
     assert all(bits(into[name]) == bits(tensor) for name, tensor in state.items())
-
-
-def test_a_bound_that_would_give_every_small_tensor_a_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="packed_mib is 0; expected a whole number of at least 1 MiB"):
-        coordinator(Topology.alone(), tmp_path, [], packed_mib=0)

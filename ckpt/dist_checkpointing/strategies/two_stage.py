@@ -14,6 +14,7 @@ from ckpt.dist_checkpointing.folder.loading import load_tensors
 from ckpt.dist_checkpointing.mapping import ShardedStateDict
 from ckpt.dist_checkpointing.strategies.sharded import LoadTensors
 from ckpt.errors import logger_of
+from ckpt.errors.removed import without_sizes
 from ckpt.format.places import Place, place_of
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.strategy import LoadingStrategy
@@ -47,6 +48,7 @@ class ShardedTensorMetadata:
     data_size: int | None = None
 
 
+@without_sizes
 class TwoStageDataParallelLoadShardedStrategy(LoadTensors):
     """Megatron-Core's two-stage loading: the shards of a data-parallel group are read from storage once, and spread in the group.
 
@@ -55,7 +57,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadTensors):
 
     Args:
         data_parallel_group: process group whose ranks request the same shards, or nearly.
-        cpu_transfer, max_in_flight_mib: see `TwoStageLoad`.
+        cpu_transfer: see `TwoStageLoad`.
 
     Attributes:
         data_parallel_group: carries bytes between hosts: the group given or, with `cpu_transfer`, its twin on gloo.
@@ -64,9 +66,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadTensors):
 
     library = "tensorstore"
 
-    def __init__(
-        self, data_parallel_group: dist.ProcessGroup, cpu_transfer: bool = True, *, max_in_flight_mib: int = 16
-    ) -> None:
+    def __init__(self, data_parallel_group: dist.ProcessGroup, cpu_transfer: bool = True) -> None:
         super().__init__(load_directly_on_device=None)
         self.cpu_transfer = cpu_transfer
         self.data_parallel_group_orig = data_parallel_group
@@ -74,7 +74,6 @@ class TwoStageDataParallelLoadShardedStrategy(LoadTensors):
         self.dp_group_ranks = tuple(sorted(dist.get_process_group_ranks(data_parallel_group)))
         self.dp_group_rank = dist.get_rank(data_parallel_group)
         self.global_rank = dist.get_rank()
-        self._max_in_flight_mib = max_in_flight_mib
         self.timers: Timers = defaultdict(list)
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Place) -> ShardedStateDict:
@@ -147,7 +146,6 @@ class TwoStageDataParallelLoadShardedStrategy(LoadTensors):
         two_stage = TwoStageLoad(
             group=self.dp_group_ranks,
             cpu_transfer=self.cpu_transfer,
-            max_in_flight_mib=self._max_in_flight_mib,
             transport=TorchTransport(group),
         )
         two_stage.timers = self.timers

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ckpt.errors import refused
+from ckpt.errors import ConfigurationError
 from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT
+from ckpt.memory.budget import more_memory
 from ckpt.memory.device import SideStream, StreamEvent, device_memory_within, pinned
 
 SLOT_BYTES = 4 << 20
@@ -139,7 +140,10 @@ def make_slots(
     if count < kinds:
         blocks = f"{kinds} block{'s' * (kinds - 1)} of {slot_bytes / 2**20:.0f} MiB, each of which is checked as one"
         least = -(-slot_bytes * kinds >> 20)
-        raise refused("strategy.max_in_flight_mib", in_flight_bytes >> 20, f"at least {least}, for {blocks}")
+        raise ConfigurationError(
+            f"{in_flight_bytes / 2**20:.0f} MiB may be in flight, and this load needs {least}, for {blocks}; give a larger ",
+            more_memory(),
+        )
     on_device = None if device is None else DeviceSlots(_device_memory(slot_bytes, count, kinds, device))
     if on_device is not None:
         count = len(on_device.memory) // slot_bytes
@@ -157,7 +161,7 @@ def _device_memory(slot_bytes: int, count: int, least: int, device: torch.device
     memory = device_memory_within(least * slot_bytes, wanted, device, unit=slot_bytes)
     if len(memory) < wanted:
         _log.warning(
-            "%s has no room for %.0f MiB in flight: loading with %.0f MiB, which takes longer; max_in_flight_mib says how much",
+            "%s has no room for %.0f MiB in flight: loading with %.0f MiB, which takes longer",
             device,
             wanted / 2**20,
             len(memory) / 2**20,

@@ -22,10 +22,11 @@ import torch
 
 from ckpt.backends.base import Backend
 from ckpt.errors import Argument, ConfigurationError
+from ckpt.errors.removed import without_sizes
 from ckpt.format import strict_json
-from ckpt.format.records import ALIGNMENT
+from ckpt.format.records import ALIGNMENT, BLOCK_BYTES
 from ckpt.loading.chunk_reader import ChunkReader
-from ckpt.loading.strategy import ReadRequest, Stored, in_flight_bytes
+from ckpt.loading.strategy import ReadRequest, Stored
 from ckpt.loading.two_stage.host_link import HostLink
 from ckpt.loading.two_stage.network import KeptTransports, Transport
 from ckpt.loading.two_stage.slots import SLOT_BYTES, Slots, make_slots
@@ -33,15 +34,18 @@ from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, first_wanted_b
 from ckpt.loading.two_stage.spread_worker import TwoStageReading
 from ckpt.loading.two_stage.timing import Timers, timed
 from ckpt.loading.two_stage.wants import Want, wants_of
-from ckpt.memory.copies import Filling
+from ckpt.memory.budget import more_memory
+from ckpt.memory.copies import HALVES, Filling
 from ckpt.memory.device import Device
 from ckpt.ranks.merging import alike, first, first_difference
 from ckpt.ranks.topology import Topology, group_of
 from ckpt.state.collect import digest_of_json
 from ckpt.storage.extents import PREADV, ReadAt
-from ckpt.storage.host_memory import can_be_shared
+from ckpt.storage.host_memory import MemoryUse, can_be_shared, power_of_two
+from ckpt.storage.objects.files import RANGE_BYTES, REQUESTS
 
 
+@without_sizes
 class TwoStageLoad:
     """Each byte is read from storage once for all the ranks of a group.
 
@@ -50,35 +54,37 @@ class TwoStageLoad:
             instance; None: all ranks are one.
         cpu_transfer: between hosts, blocks travel in host memory, through gloo, and within a host through memory that its ranks
             share. If not, they travel between all ranks in device memory, by the device's own collectives.
-        max_in_flight_mib: the most memory that a rank gives to bytes on their way, in MiB; on the host, and as much on the device
-            where they travel in device memory. Besides, the bytes that a rank alone wants, and cannot read into tensors as they are,
-            pass through 4 MiB, and an encoded chunk is decoded whole; bytes for a device pass through 16 MiB of page-locked memory,
-            and up to 8 MiB on the device. From an object store, up to 16 ranges of 8 MiB come besides.
         transport: carries blocks between hosts. "torch": torch.distributed, in groups of its default one. "engine": the transport
             that carries weights to rollouts (ckpt/engine), which needs none. None: "engine" where the coordinator's backend says so,
             else "torch".
         read_at: how bytes come from an open file. Only of `os.preadv` it is known that they come through the page cache.
 
     Attributes:
+        in_flight_bytes: the most memory that a rank gives to bytes on their way, equal on all ranks; on the host, and as much on the
+            device where they travel in device memory. Besides, the bytes that a rank alone wants, and cannot read into tensors as they
+            are, pass through 4 MiB, and an encoded chunk is decoded whole; bytes for a device pass through 16 MiB of page-locked
+            memory, and up to 8 MiB on the device.
+        num_requests: to an object store, at a time; each has an answer of 8 MiB.
         timers: seconds of this rank: `prepare`; then `storage`, `network` and `place`, which run beside each other, and `wait`. See
             `ckpt.loading.two_stage.timing.summarize`.
 
     Raises:
-        ConfigurationError: `max_in_flight_mib` is not positive, or there is no such transport.
+        ConfigurationError: there is no such transport.
     """
+
+    in_flight_bytes = 16 << 20
+    num_requests = REQUESTS
 
     def __init__(
         self,
         *,
         group: str | Sequence[int] | None = None,
         cpu_transfer: bool = True,
-        max_in_flight_mib: int = 16,
         transport: Transport | str | None = None,
         read_at: ReadAt = PREADV,
     ) -> None:
         self._group = group
         self._cpu_transfer = cpu_transfer
-        self._in_flight_bytes = in_flight_bytes(max_in_flight_mib)
         self._transports = KeptTransports(transport, cpu_transfer=cpu_transfer)
         self._read_at = read_at
         self.timers: Timers = defaultdict(list)
@@ -88,6 +94,20 @@ class TwoStageLoad:
         if self._transports.choice is None:
             # Not isinstance: from Python 3.12 on it misses attributes that a wrapper delegates by __getattr__.
             self._transports.choice = getattr(backend, "transport", None)
+
+    def memory_range(self, use: MemoryUse) -> tuple[int, int]:
+        """See `ckpt.memory.budget.Limited`: two blocks are in flight at least."""
+        least = 2 * BLOCK_BYTES
+        fixed, ranges = _beside(use), RANGE_BYTES if use.in_store else 0
+        return fixed + least + ranges, fixed + max(least, self.in_flight_bytes) + self.num_requests * ranges
+
+    def limit_memory(self, num_bytes: int, use: MemoryUse) -> None:
+        """See `ckpt.memory.budget.Limited`."""
+        num_bytes -= _beside(use)
+        if use.in_store:
+            self.num_requests = max(1, min(self.num_requests, num_bytes // 2 // RANGE_BYTES))
+            num_bytes -= self.num_requests * RANGE_BYTES
+        self.in_flight_bytes = min(self.in_flight_bytes, power_of_two(num_bytes))
 
     @timed()
     def prepare(
@@ -172,12 +192,12 @@ class TwoStageLoad:
             progress=topology.progress,
             read_at=self._read_at,
             role="filling by the reader thread",
+            num_requests=self.num_requests,
         )
 
     def _settings(self, verify: bool) -> dict[str, Any]:
         """The settings that every rank's plan follows from."""
-        mib = self._in_flight_bytes >> 20
-        return {"strategy.max_in_flight_mib": mib, "strategy.cpu_transfer": self._cpu_transfer, "verify": verify}
+        return {_IN_FLIGHT: self.in_flight_bytes >> 20, "strategy.cpu_transfer": self._cpu_transfer, "verify": verify}
 
     def _members(self, topology: Topology) -> list[int]:
         """The ranks of the instance that this one is in, for which each byte is read once."""
@@ -197,7 +217,7 @@ class TwoStageLoad:
         """A link to the members on this host, if blocks are to travel in memory that they can share."""
         if not self._cpu_transfer or not can_be_shared() or len(_neighbours(topology, members)) == 1:
             return None
-        return HostLink(topology.rank, self._in_flight_bytes)
+        return HostLink(topology.rank, self.in_flight_bytes)
 
     def _slots(
         self,
@@ -212,12 +232,20 @@ class TwoStageLoad:
             return Slots(torch.empty(0, dtype=torch.uint8, device="cpu"), PIECE_ALIGNMENT, 0, 0)
         in_host_memory = self._cpu_transfer or device.type == "cpu"
         return make_slots(
-            self._in_flight_bytes,
+            self.in_flight_bytes,
             unit=unit,
             between_hosts=num_hosts > 1,
             shared=None if link is None else link.memory[link.rank],
             device=None if in_host_memory else device.torch_device,
         )
+
+
+_IN_FLIGHT = "in flight"
+
+
+def _beside(use: MemoryUse) -> int:
+    """The bytes of host memory beside those in flight: of the reader, and of copies to a device by two threads."""
+    return SLOT_BYTES * (1 + 2 * HALVES * use.on_device)
 
 
 class _Announcement(NamedTuple):
@@ -290,6 +318,9 @@ def _require_alike(said: Mapping[str, Any]) -> None:
     settings = {name: setting for name, setting in said.items() if name != "devices"}
     if (difference := first_difference(settings)) is not None:
         name, rank, here, on_lead = difference
+        if name == _IN_FLIGHT:
+            found = f"rank {rank} may have {here} MiB in flight, and rank 0 {on_lead}: two-stage loading needs the same on all ranks"
+            raise ConfigurationError(found, "; give all one ", more_memory())
         raise ConfigurationError(
             Argument(name, here),
             f" on rank {rank}, and {on_lead} on rank 0: two-stage loading needs the same on all ranks",

@@ -68,9 +68,12 @@ class Background:
 
     Args:
         run: components, backend and device; its topology is that of the training thread.
+        most_bytes: of host memory for copies; a larger state is copied as the items before it are written, while training waits. None: as
+            much as a save takes, or two with `when_busy="queue"`, but at most half of the host's free memory.
     """
 
-    def __init__(self, run: SavedRun, settings: SaveSettings) -> None:
+    def __init__(self, run: SavedRun, settings: SaveSettings, most_bytes: int | None = None) -> None:
+        self._most_bytes = most_bytes
         self._topology = topology = run.topology
         self._settings = settings
         self._device = run.device
@@ -264,7 +267,7 @@ class Background:
             self._has_told = True
             _log.warning(
                 "the copy of rank %d's share takes %.0f MiB of host memory, of which it may take %.0f: training waits while what came "
-                "before is written. Give saves.staging_budget_mib more, or shard over more ranks.",
+                "before is written. Give it a larger memory_budget_mib, or shard over more ranks.",
                 self._topology.rank,
                 whole / 2**20,
                 max(least, limit) / 2**20,
@@ -275,9 +278,8 @@ class Background:
         return whole * (2 if self._settings.when_busy == "queue" else 1)
 
     def _limit(self) -> int:
-        budget_mib = self._settings.staging_budget_mib
-        if budget_mib is not None:
-            return budget_mib << 20
+        if self._most_bytes is not None:
+            return self._most_bytes
         num_ranks = len(self._topology.nodes[self._topology.node_rank])
         return self._arena.num_bytes + int(psutil.virtual_memory().available) // (2 * num_ranks)
 

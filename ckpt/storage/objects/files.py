@@ -104,10 +104,10 @@ class ObjectFiles:
         """Return an object as a file to read."""
         return io.BufferedReader(_Stream(self.opened(path)), _STREAM_BYTES)
 
-    def read_soon(self, ranges: Iterable[Range]) -> None:
-        """Ask for ranges that `read_at` will be asked for in this order, by one thread: `REQUESTS` of them are in flight from now on."""
+    def read_soon(self, ranges: Iterable[Range], num_requests: int = REQUESTS) -> None:
+        """Ask for ranges that `read_at` will be asked for in this order, by one thread: so many of them are in flight from now on."""
         self._ahead.close()
-        self._ahead = _Ahead(ranges, self._range)
+        self._ahead = _Ahead(ranges, self._range, num_requests)
 
     def _range(self, path: str, start: int, stop: int) -> memoryview:
         return self._store.get_range(self._key(path), start, stop)
@@ -189,7 +189,8 @@ class _Stream(io.RawIOBase):
 class _Ahead:
     """Ranges that will be read in order, of which some are in flight. Used by one thread."""
 
-    def __init__(self, ranges: Iterable[Range], ask: Callable[[str, int, int], memoryview]) -> None:
+    def __init__(self, ranges: Iterable[Range], ask: Callable[[str, int, int], memoryview], num_requests: int = REQUESTS) -> None:
+        self._num_requests = num_requests
         self._coming = _merged(ranges)
         self._ask = ask
         self._asked: deque[tuple[Range, Future[memoryview]]] = deque()
@@ -224,8 +225,8 @@ class _Ahead:
         self._fill()
 
     def _fill(self) -> None:
-        while len(self._asked) < REQUESTS and (one := next(self._coming, None)) is not None:
-            self._threads = self._threads or ThreadPoolExecutor(REQUESTS, thread_name_prefix="ranges")
+        while len(self._asked) < self._num_requests and (one := next(self._coming, None)) is not None:
+            self._threads = self._threads or ThreadPoolExecutor(self._num_requests, thread_name_prefix="ranges")
             self._asked.append((one, self._threads.submit(self._ask, *one)))
 
 

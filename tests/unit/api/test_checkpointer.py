@@ -468,6 +468,7 @@ def test_a_line_is_logged_for_each_committed_save_and_each_restore(
     said = [one.getMessage() for one in caplog.records if one.levelname == "INFO"]
     figures = r"\d\.\d{3} s, 0\.0 MB, \d\.\d\d GB/s"
     waited = "(, of which training waited .* s(; 0.0 MB could not be copied beside it)?)?" if mode == "async" else ""
+    assert said.pop(0) == checkpoints.coordinator.memory
     assert said[0] == f"nothing is restored: there is no checkpoint in {tmp_path} yet"
     for line, step in zip(said[1:3], (1, 2), strict=True):
         assert re.match(rf"saved checkpoint-0000000{step}: {figures}{waited}$", line), line

@@ -34,6 +34,7 @@ from ckpt.storage.objects import files
 from ckpt.storage.objects import store as stores
 from tests.support.object_server import ObjectServer
 from tests.support.pace import patience
+from tests.support.states import buffered
 
 SMALL_FILES = ("checkpoint_manifest.json", "plain.json")
 FORMATS = ("zarr", "tensorstore", "kimi-engine")
@@ -255,7 +256,7 @@ def test_incremental_saves_copy_within_the_store(server: ObjectServer) -> None:
 def test_a_save_takes_few_requests(server: ObjectServer) -> None:
     """One list, and what the commit takes; objects of a segment at most; nothing that was put is read back."""
     loop = Loop()
-    with loop.checkpoints("s3://bucket/r", format=TensorStoreBackend(segment_mib=1), save_rng=False) as run:
+    with loop.checkpoints("s3://bucket/r", format=buffered(TensorStoreBackend(), segment_bytes=1 << 20), save_rng=False) as run:
         run.restore()
         run.save(1)
         server.forget()

@@ -19,6 +19,7 @@ from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.format.places import ObjectPath
 from ckpt.storage.objects.store import store_of
 from tests.support.object_server import ObjectServer
+from tests.support.states import buffered
 
 W = torch.arange(2_400_000.0).reshape(1200, 2000)  # smaller arrays are packed by zarr, in a store
 STATE = {"w": W, "small": torch.arange(5), "n": 7}
@@ -52,7 +53,7 @@ def s3(server: ObjectServer, path: str) -> dict[str, Any]:
 def test_tensorstore_opens_an_array(server: ObjectServer, kvstore: str) -> None:
     from ckpt.backends.tensorstore import TensorStoreBackend
 
-    ckpt.save(STATE, f"s3://bucket/ts-{kvstore}", format=TensorStoreBackend(kvstore=kvstore, segment_mib=1))
+    ckpt.save(STATE, f"s3://bucket/ts-{kvstore}", format=buffered(TensorStoreBackend(kvstore=kvstore), segment_bytes=1 << 20))
     place = place_of(f"ts-{kvstore}")
     if kvstore == "ocdbt":
         store = {"driver": "ocdbt", "base": s3(server, f"{place}/arrays.ocdbt/"), "path": "state/w/"}

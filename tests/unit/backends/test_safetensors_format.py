@@ -35,7 +35,7 @@ from ckpt.format.records import ArraySpec, Content, Expected
 from ckpt.storage import direct_io
 from tests.support import plain_safetensors
 from tests.support.arrays import array, expected, save
-from tests.support.states import ALL_DTYPES, random_bits, same_bits
+from tests.support.states import ALL_DTYPES, buffered, random_bits, same_bits
 
 keys = st.text(st.characters(), max_size=12) | st.sampled_from(
     ["__metadata__", "w[0:2]", "w[0:2]?", "[]", "w[0:2][0:2]"]
@@ -341,7 +341,7 @@ def test_a_file_of_each_of_many_types_and_folders_grows_at_once(tmp_path: Path) 
         for dtype in (torch.float32, torch.int64, torch.uint8, torch.bfloat16, torch.complex128)
     ]
     arrays = dict(specs)
-    backend = KimiEngineBackend(pool=False, buffer_mib=1)
+    backend = buffered(KimiEngineBackend(pool=False), num_bytes=1 << 20)
     writer = backend.writer(tmp_path, 0, lambda _: None)
     chunks = [(spec, number) for number in range(3) for spec in arrays]
     writer.expect(
@@ -368,7 +368,7 @@ def test_a_save_that_is_given_up_while_many_files_grow_ends_without_a_word(tmp_p
         array(f"model/{number}", random_bits((300_001,), dtype, 1))
         for number, dtype in enumerate((torch.float32, torch.int64, torch.uint8, torch.bfloat16, torch.complex128))
     )
-    writer = KimiEngineBackend(pool=False, buffer_mib=1).writer(tmp_path, 0, lambda _: None)
+    writer = buffered(KimiEngineBackend(pool=False), num_bytes=1 << 20).writer(tmp_path, 0, lambda _: None)
     writer.expect(expected(spec, 0) for spec in arrays)
     for spec, value in arrays.items():
         writer.write(spec, 0, value)

@@ -24,7 +24,7 @@ from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.errors import ConfigurationError, StorageError
 from ckpt.format.box import Box, whole
 from tests.support.arrays import array, read_by_extents, save
-from tests.support.states import random_bits
+from tests.support.states import buffered, random_bits
 
 
 def test_an_unknown_kvstore_is_refused_with_the_choices() -> None:
@@ -126,7 +126,7 @@ def test_a_join_that_loses_values_is_noticed(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("kvstore", ["ocdbt", "file"])
 def test_chunks_are_written_from_little_more_than_the_caller_s_memory(tmp_path: Path, kvstore: str) -> None:
     spec, value = array("model/w", random_bits((16 << 20,), torch.int32, 0), 4 << 20)  # 64 MiB
-    writer = TensorStoreBackend(kvstore=kvstore, buffer_mib=8).writer(tmp_path, 0, lambda num_bytes: None)
+    writer = buffered(TensorStoreBackend(kvstore=kvstore), num_bytes=8 << 20).writer(tmp_path, 0, lambda num_bytes: None)
     process = psutil.Process()
     before = process.memory_info().rss
     peak = 0

@@ -29,7 +29,7 @@ KEYS = {
     "strategy": ("direct", "two-stage"),
     "launch.nproc_per_node": ("1", "16"),
     "save.mode": ("sync", "async"),
-    "save.staging_budget_mib": ("null", "4096"),
+    "coordinator.memory_budget_mib": ("null", "4096"),
     "components.optimizer.validation_level": ("quick", "full"),
     "components.model.validation_level": ("quick", "full"),
     "parallel": ("ddp", "tp_fsdp"),

@@ -193,11 +193,6 @@ def test_the_memory_of_the_host_is_that_of_the_machine_and_this_process() -> Non
     assert kept.nbytes < memory.allocated <= memory.peak and 0 < memory.free < memory.total
 
 
-def test_pinned_memory_that_holds_nothing_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"^pinned_mib=0 of the device: expected at least 1$"):
-        Device(type="cuda", collectives="nccl", pinned_mib=0)
-
-
 def test_the_device_of_tensors_is_the_one_that_is_not_the_host() -> None:
     assert device_of([torch.zeros(1)]).type == device_of([]).type == "cpu"
     found = device_of([torch.zeros(1), torch.empty(1, device="meta")])

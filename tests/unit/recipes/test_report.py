@@ -44,12 +44,12 @@ def test_only_what_differs_is_listed_one_line_a_key() -> None:
 def test_a_key_that_the_coordinator_repeats_is_listed_once() -> None:
     """The coordinator's node refers to other keys; a checkpoint's config.yaml holds it resolved."""
 
-    def run(every: int, packed_mib: int) -> dict[str, object]:
+    def run(every: int, memory_budget_mib: int | None) -> dict[str, object]:
         save = {"every": every, "mode": "sync"}
-        return {"save": save, "coordinator": {"saves": {"save": save}, "packed_mib": packed_mib}}
+        return {"save": save, "coordinator": {"saves": {"save": save}, "memory_budget_mib": memory_budget_mib}}
 
-    assert config_differences(OmegaConf.to_yaml(OmegaConf.create(run(3, 32))), run(2, 64)) == [
-        "coordinator.packed_mib: 32 -> 64",
+    assert config_differences(OmegaConf.to_yaml(OmegaConf.create(run(3, None))), run(2, 640)) == [
+        "coordinator.memory_budget_mib: null -> 640",
         "save.every: 3 -> 2",
     ]
 

@@ -36,7 +36,7 @@ from ckpt.storage.file_sink import FileSink
 from ckpt.storage.stored import check_file, read_listed_file, read_manifest
 from tests.support.crafts import MANIFEST, edit_index, edit_manifest, index_path, manifest_tree, resign, write_manifest
 from tests.support.ranks import run_threads
-from tests.support.states import Held, coordinator, global_index
+from tests.support.states import Held, coordinator, global_index, sized
 
 ZSTD = [{"name": "zstd", "configuration": {"level": 1, "checksum": False}}]
 W = "model/w/c/0/0"
@@ -497,7 +497,7 @@ def test_an_incremental_save_links_nothing_that_lies_outside(
     (folder / "model" / "w" / "c").rename(outside.folder / "c")
     (folder / "model" / "w" / "c").symlink_to(outside.folder / "c")
     (tmp_path / "new").mkdir()
-    out = FileSink(tmp_path / "new", 0, lambda _: None, Buffers(buffer_mib=1, direct_io=False))
+    out = FileSink(tmp_path / "new", 0, lambda _: None, sized(Buffers(direct_io=False), num_bytes=1 << 20))
     assert not out.link(W, folder, os.stat(outside.folder / "c" / "0" / "0").st_size)
     with pytest.raises(CorruptCheckpointError, match="not a path inside of"):
         out.write("../outside/y", [memoryview(b"x")], 1)

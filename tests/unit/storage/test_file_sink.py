@@ -19,11 +19,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.errors import ConfigurationError
 from ckpt.storage import direct_io
 from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.direct_io import ALIGNED, Buffers
 from ckpt.storage.file_sink import DIRECT_BYTES, FileSink
+from tests.support.states import sized
 
 pytestmark = pytest.mark.usefixtures("collected")
 
@@ -35,7 +35,7 @@ def nothing(num_bytes: int) -> None:
 
 
 def sink(root: Path, buffers: Buffers | None = None, rank: int = 0) -> FileSink:
-    return FileSink(root, rank, nothing, buffers or Buffers(buffer_mib=1, direct_io=True))
+    return FileSink(root, rank, nothing, buffers or sized(Buffers(direct_io=True), num_bytes=1 << 20))
 
 
 def pieces_of(data: bytes, *cuts: int) -> list[memoryview]:
@@ -77,7 +77,7 @@ def test_a_file_is_whole_however_its_bytes_are_cut(
     tmp_path_factory: pytest.TempPathFactory, direct_io: bool, size: int, cuts: list[int]
 ) -> None:
     root = tmp_path_factory.mktemp("sink")
-    out = sink(root, Buffers(buffer_mib=1, direct_io=direct_io))
+    out = sink(root, sized(Buffers(direct_io=direct_io), num_bytes=1 << 20))
     out.write("a/first", pieces_of(DATA[:size], *cuts), DIRECT_BYTES)
     out.write("a/b/second", pieces_of(DATA[-size:], *cuts), DIRECT_BYTES)
     out.make_durable()
@@ -134,7 +134,7 @@ def test_a_file_system_that_refuses_direct_writes_gets_others_and_rank_0_says_so
     monkeypatch.setattr(CheckpointFolder if call == "open" else os, call, refuse)
     if call == "pwrite":
         monkeypatch.setattr(direct_io, "O_DIRECT", 0)  # so that it is taken on a file system of any kind
-    buffers = Buffers(buffer_mib=4, direct_io=True)
+    buffers = sized(Buffers(direct_io=True), num_bytes=4 << 20)
     buffers.direct_io = True
     with caplog.at_level(logging.WARNING, logger="ckpt"):
         for save in ("first", "second"):
@@ -164,7 +164,7 @@ def test_a_write_that_fails_is_raised_with_its_own_file_s_name_and_leaves_nothin
 ) -> None:
     before, threads = open_files(), threading.active_count()
     monkeypatch.setattr(os, "pwrite", full_disk)
-    buffers = Buffers(buffer_mib=1, direct_io=True)
+    buffers = sized(Buffers(direct_io=True), num_bytes=1 << 20)
     out = sink(tmp_path, buffers)
     with pytest.raises(OSError, match="No space left on device: '.*/first'") as caught:
         out.write("first", [memoryview(DATA)], len(DATA))
@@ -193,7 +193,7 @@ def test_nothing_is_written_after_an_abort(tmp_path: Path, pwrites: list[tuple[b
 
 
 def test_buffers_are_used_again_and_never_by_two_writers_at_once() -> None:
-    buffers = Buffers(buffer_mib=2, direct_io=True)
+    buffers = sized(Buffers(direct_io=True), num_bytes=2 << 20)
     first, second = buffers.take(), buffers.take()
     assert sum(map(len, first)) == 2 << 20
     first[0][:4] = b"mine"
@@ -207,7 +207,7 @@ def test_buffers_go_back_once_even_if_a_save_fails_and_is_then_aborted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "pwrite", full_disk)
-    buffers = Buffers(buffer_mib=1, direct_io=True)
+    buffers = sized(Buffers(direct_io=True), num_bytes=1 << 20)
     out = sink(tmp_path, buffers)
     with pytest.raises(OSError, match="No space"):
         out.write("first", [memoryview(DATA)], len(DATA))
@@ -219,16 +219,11 @@ def test_buffers_go_back_once_even_if_a_save_fails_and_is_then_aborted(
 
 def test_every_byte_counts_as_progress_when_it_is_written(tmp_path: Path) -> None:
     moved: list[int] = []
-    out = FileSink(tmp_path, 0, moved.append, Buffers(buffer_mib=1, direct_io=True))
+    out = FileSink(tmp_path, 0, moved.append, sized(Buffers(direct_io=True), num_bytes=1 << 20))
     out.write("large", [memoryview(DATA)], len(DATA))
     out.write("small", [memoryview(b"abc")], 3)
     out.flush()
     assert sum(moved) == len(DATA) + 3 and max(moved) <= 256 << 10
-
-
-def test_room_for_no_buffer_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="buffer_mib=0: expected at least 1"):
-        Buffers(buffer_mib=0, direct_io=True)
 
 
 def _blocks(path: Path) -> int:
@@ -237,7 +232,7 @@ def _blocks(path: Path) -> int:
 
 def test_no_room_stays_reserved_behind_a_file_of_unknown_size(tmp_path: Path) -> None:
     """Room is asked for in large steps; a file that ends within one gives the rest back."""
-    sink = FileSink(tmp_path, 0, lambda _: None, Buffers(buffer_mib=4, direct_io=True))
+    sink = FileSink(tmp_path, 0, lambda _: None, sized(Buffers(direct_io=True), num_bytes=4 << 20))
     stream = sink.open("grows")
     data = np.random.default_rng(3).integers(0, 256, (3 << 20) + 777, dtype=np.uint8)
     stream.append([memoryview(data)])
@@ -320,7 +315,7 @@ def test_a_file_that_may_not_grow_is_no_file_system_without_direct_writes(
 ) -> None:
     """Up to the limit the system writes, and says of the rest what it says of blocks that are cut."""
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    buffers = Buffers(buffer_mib=8, direct_io=True)
+    buffers = sized(Buffers(direct_io=True), num_bytes=8 << 20)
     out = sink(tmp_path, buffers)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:

@@ -22,6 +22,7 @@ from ckpt.storage.objects.sink import NUM_THREADS, ObjectSink
 from ckpt.storage.objects.store import Store, Tag, store_of
 from ckpt.storage.stored import has_manifest
 from tests.support.object_server import ObjectServer
+from tests.support.states import sized
 
 ROOT = ObjectPath("s3", "bucket", "root")
 MIB = 1 << 20
@@ -299,7 +300,7 @@ def test_a_forked_process_is_told_that_it_cannot_use_a_store(server: ObjectServe
 
 
 def sink(moved: list[int] | None = None, segment_mib: int = 1) -> ObjectSink:
-    buffers = Buffers(buffer_mib=1, direct_io=False, segment_mib=segment_mib)
+    buffers = sized(Buffers(direct_io=False), segment_bytes=segment_mib << 20)
     return ObjectSink(ROOT / "attempt", (moved if moved is not None else []).append, buffers)
 
 

@@ -16,6 +16,7 @@ from ckpt.storage.file_sink import FileSink
 from ckpt.storage.held import HeldFiles
 from ckpt.storage.host_memory import can_be_shared
 from ckpt.storage.pool import Pool, PooledSave, PoolFile
+from tests.support.states import sized
 
 pytestmark = pytest.mark.skipif(not can_be_shared(), reason="needs memfd_create")
 
@@ -154,7 +155,7 @@ def test_a_sink_writes_what_it_keeps_large_files_and_small(tmp_path: Path) -> No
         save = Pool().begin()
         root = tmp_path / str(direct_io)
         root.mkdir()
-        out = FileSink(root, 0, lambda _: None, Buffers(buffer_mib=4, direct_io=direct_io), save)
+        out = FileSink(root, 0, lambda _: None, sized(Buffers(direct_io=direct_io), num_bytes=4 << 20), save)
         out.write("small", [memoryview(b"abc")], 3)
         streams = [out.open(f"x/{number}") for number in range(6)]  # more than there are buffers
         for at in range(0, len(DATA), 700_001):
@@ -171,7 +172,7 @@ def test_a_sink_writes_what_it_keeps_large_files_and_small(tmp_path: Path) -> No
 
 
 def test_a_link_keeps_what_was_kept_of_the_checkpoint_before_and_of_no_other(tmp_path: Path) -> None:
-    pool, buffers = Pool(), Buffers(buffer_mib=4, direct_io=True)
+    pool, buffers = Pool(), sized(Buffers(direct_io=True), num_bytes=4 << 20)
     for number in ("0", "1", "2"):
         (tmp_path / number).mkdir()
     first = pool.begin()
