@@ -75,13 +75,13 @@ class CheckpointCoordinator:
         saves: how saves behave: "sync", "async", or a `ckpt.saving.save_settings.SaveSettings`.
         loads: how loads behave: a `ckpt.loading.load_settings.LoadSettings`; None: its defaults.
         memory_budget_mib: host memory of each rank that checkpointing takes beside the state, in MiB, equal on all ranks; None: no limit.
-            It is shared out over what takes memory; objects given as backend or strategy keep their share. Rank 0 logs it. A
+            It is shared out over what takes memory; objects given as backend or strategy keep their share. A
             `ckpt.memory.budget.MemoryBudget` has the bytes of each part.
         settings: fields of `Retention`, `SaveSettings` and `LoadSettings` by themselves, such as `verify=False` or `overwrite=True`; they
             take the place of those in `keep_last`, `saves` and `loads`.
 
     Attributes:
-        memory: what checkpointing takes, as rank 0 logs it.
+        memory: what checkpointing may take of host memory, in one line, which `Checkpointer` logs and recipes print.
         config_text: as given; a new value goes into the next checkpoint. Equal on all ranks.
         last_save: report of the newest save that is known to be committed.
         reports: of all saves that are known to be committed, in order.
@@ -174,8 +174,6 @@ class CheckpointCoordinator:
             self._background.warm_up(self._optimizers.foreseen_bytes(run.topology.world_size))
         if saves.overlap and self._background is not None:
             self._optimizers.before_steps(self._background.wait_for_snapshots)
-        if run.topology.is_lead:
-            _log.info("%s", self.memory)
 
     @classmethod
     def for_provider(

@@ -125,8 +125,8 @@ class Checkpointer:
     Every rank makes one with the same arguments, and calls its methods in the same order. Ranks are those of `torch.distributed`, if it is
     initialized, else this process alone.
 
-    Rank 0 logs one line for each committed save and each restore (logger "ckpt", INFO; recipes print the same), and warns of what was not
-    restored.
+    Rank 0 logs what host memory saves and loads may take, and one line for each committed save and each restore (logger "ckpt", INFO;
+    recipes print the same), and warns of what was not restored.
 
     Leaving the block saves the last step, if it was not saved. SIGTERM to any rank inside the block saves one step on all ranks, and ends
     the program with exit code 143.
@@ -230,6 +230,7 @@ class Checkpointer:
             loads=loads,
             **options,
         )
+        self._tell("%s", self.coordinator.memory)
 
     def restore(
         self, which: str | int | Place = "latest", *, strict: bool = True, cast: bool | Collection[str] = False

@@ -31,7 +31,7 @@ from ckpt.errors import ConfigurationError
 from ckpt.errors.imports import import_failure
 from ckpt.format.places import as_place, local_path
 from ckpt.memory.device import Device
-from ckpt.saving.arguments import as_backend, as_strategy
+from ckpt.saving.arguments import as_backend, as_settings, as_strategy
 from ckpt.saving.host_cache import memories_of
 from ckpt.saving.save_settings import OF_A_ROOT, SaveSettings
 from ckpt.state.sharing import check_component
@@ -399,9 +399,11 @@ def kept_memories(run: Mapping[str, Any]) -> Memories | None:
     Raises:
         ConfigurationError: a setting of saves contradicts another one, or the backend.
     """
-    for name in ("saves", "loads"):
-        if name in run["coordinator"]:
-            made(run["coordinator"][name])
+    node = run["coordinator"]
+    groups = {name: made(node[name]) for name in ("saves", "loads") if name in node}
+    known = (*_HYDRAS_OWN, *_parameters(target_of(node, "coordinator")))
+    alone = {key: value for key, value in node.items() if key not in known}
+    as_settings(None, groups.get("saves", "sync"), groups.get("loads"), alone)
     return memories_of(as_backend(made(run["ckpt"])))
 
 

@@ -162,6 +162,7 @@ class _Trainer:
             context.enter_context(closing(self.report))
             if self.coordinator is not None:
                 context.enter_context(self.coordinator)
+                self.report.console.print(self.coordinator.memory)
                 if self.cfg["resume"] is not None:
                     resume(self.training, self.coordinator, self.summary, self.report)
                 context.enter_context(self.training.told_to_end(self.coordinator))

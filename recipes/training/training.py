@@ -134,6 +134,7 @@ def train(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
     """Train up to step `train.steps`, from `resume` on, and save; return the summary. Every rank calls it."""
     report = _report(cfg, topology)
     training, coordinator = set_up(cfg, topology)
+    report.console.print(coordinator.memory)
     summary_path = Path(cfg["run_dir"], SUMMARY_NAME)
     summary = Summary(world_size=topology.world_size, tags=cfg.get("tags", []))
     with closing(report), coordinator:

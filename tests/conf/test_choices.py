@@ -49,8 +49,8 @@ EXPERIMENTS = {
 }  # fmt: skip
 """Named runs -> the command that they are of."""
 ENGINES = {"broadcast", "kimi", "naive"}  # tests/conf/test_sync_config.py
-FOR_CODE = {"read_at"}
-"""A function that a program passes and no command line can."""
+FOR_CODE = {"read_at", "settings"}
+"""What a program passes and no command line can: a function, and settings by themselves."""
 CHOICES = [(group, name) for group, names in GROUPS.items() for name in sorted(names)]
 ROOTS = {
     "train", "sync_weights", "join_rollout", "inspect", "verify", "plan", "doctor", "convert", "diff", "bisect",

@@ -256,7 +256,8 @@ def test_a_terminal_shows_one_live_line_and_keeps_its_last_state(tmp_path: Path)
     os.close(ours)
     assert process.exitcode == 0
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.decode())
-    live, *rest = (line for line in plain.split("\n") if line.strip())
+    memory, live, *rest = (line for line in plain.split("\n") if line.strip())
+    assert memory.startswith("checkpointing takes at most 104 MiB of host memory of each rank")
     states = [state.rstrip() for state in live.split("\r") if state.strip()]
     assert states[0].startswith("step 0/4") and states[-1].startswith("step 4/4")
     assert max(map(len, states)) <= 110 and len(states) >= 5

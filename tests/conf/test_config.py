@@ -142,7 +142,7 @@ def test_a_value_of_the_wrong_type_is_named(tmp_path: Path, override: str, expec
         ("+strategy.group=dp", "strategy.group: ckpt.loading.direct.DirectLoad takes no group; it takes "),
         (
             "+coordinator.vrify=true",
-            "coordinator.vrify: ckpt.coordinator.CheckpointCoordinator takes no vrify; it takes ",
+            "coordinator.vrify=true: there is no such setting; did you mean verify?",
         ),
         (
             "~device.collectives",
