@@ -48,6 +48,7 @@ from tests.support.states import (
     global_index,
     random_bits,
     same_bits,
+    sized,
     spreading,
 )
 
@@ -128,7 +129,8 @@ def saved_and_loaded(
     """
     held, parts = components(pattern, topology)
     counting = Counting()
-    strategy = TwoStageLoad(read_at=counting.read_at, **options)
+    size = {"in_flight_bytes": options.get("in_flight_bytes", TwoStageLoad.in_flight_bytes)}
+    strategy = sized(TwoStageLoad(read_at=counting.read_at, **{k: v for k, v in options.items() if k not in size}), **size)
     made = coordinator(
         topology, root, parts, backend=backend, strategy=strategy, process_groups=pairs(topology), pattern_check="off"
     )
