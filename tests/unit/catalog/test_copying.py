@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -34,6 +34,8 @@ from ckpt.format.places import Place, place_of
 from ckpt.ranks.topology import Topology
 from ckpt.storage.objects import store as stores
 from tests.support.object_server import ObjectServer
+from tests.support.pace import patience
+from tests.support.ranks import forkserver
 from tests.support.states import Held, coordinator
 
 
@@ -97,17 +99,25 @@ def test_the_checkpoint_of_a_sharded_state_dict_is_copied_with_those_inside_of_i
         copy_checkpoint(tmp_path / "iter", place_of("s3://bucket/iter"))
 
 
+def _copy_until_it_is_compared(src: Place, dst: Place, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    copying._require_same = lambda *_: os._exit(9)  # type: ignore[assignment]
+    copy_checkpoint(src, dst)
+
+
+def _copy_until_it_is_told(src: Place, dst: Place, pipe: Connection) -> None:
+    copying._require_same = lambda *_: (pipe.send("there"), pipe.recv(), sys.exit(3))  # type: ignore[assignment]
+    copy_checkpoint(src, dst)
+
+
 @pytest.mark.parametrize("to", ["folder", "store"])
 def test_a_copy_that_was_killed_goes_on_with_what_is_there(server: ObjectServer, tmp_path: Path, to: str) -> None:
     src = saved(tmp_path / "run") / "checkpoint-00000001"
     dst = tmp_path / "copy" / "c" if to == "folder" else place_of("s3://bucket/copy/c")
-    program = (
-        "import os, sys\nfrom pathlib import Path\nfrom ckpt.catalog import copying\nfrom ckpt.format.places import place_of\n"
-        "copying._require_same = lambda *_: os._exit(9)\ncopying.copy_checkpoint(Path(sys.argv[1]), place_of(sys.argv[2]))"
-    )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    killed = subprocess.run([sys.executable, "-c", program, str(src), str(dst)], env=environment, timeout=120)
-    assert killed.returncode == 9
+    killed = forkserver().Process(target=_copy_until_it_is_compared, args=(src, dst, dict(os.environ)))
+    killed.start()
+    killed.join(patience(60.0))
+    assert killed.exitcode == 9
     if isinstance(dst, Path):
         (cut,) = (file for file in (tmp_path / "copy").rglob("c/0/0"))
         with cut.open("r+b") as file:
@@ -158,18 +168,16 @@ def test_nothing_is_written_over_and_what_is_no_checkpoint_is_refused(tmp_path: 
 def test_two_processes_do_not_make_the_same_copy_at_once(tmp_path: Path) -> None:
     src, dst = saved(tmp_path / "run") / "checkpoint-00000000", tmp_path / "copy" / "checkpoint-00000000"
     assert isinstance(src, Path)
-    program = (
-        "import sys\nfrom pathlib import Path\nfrom ckpt.catalog import copying\n"
-        "copying._require_same = lambda *_: (print('there', flush=True), input(), sys.exit(3))\n"
-        "copying.copy_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]))"
-    )
-    words = [sys.executable, "-c", program, str(src), str(dst)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as other:
-        assert other.stdout is not None and other.stdout.readline() == "there\n"
-        with pytest.raises(FolderInUseError, match="is being made by another process"):
-            copy_checkpoint(src, dst)
-        other.communicate("\n")
+    here, there = forkserver().Pipe()
+    other = forkserver().Process(target=_copy_until_it_is_told, args=(src, dst, there))
+    other.start()
+    there.close()
+    assert here.recv() == "there"
+    with pytest.raises(FolderInUseError, match="is being made by another process"):
+        copy_checkpoint(src, dst)
+    here.send("go on")
+    other.join(patience(60.0))
+    assert other.exitcode == 3
     copy_checkpoint(src, dst)
     require_same(dst, 0)
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from ckpt import StateComponent
+from ckpt import Checkpointer, StateComponent
 from ckpt.catalog.catalog import catalog_at
 from ckpt.cli import removing
 from ckpt.cli.arguments import argument, as_option, spelled
@@ -22,6 +22,8 @@ from ckpt.cli.main import COMMANDS, run
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.ranks.topology import Topology
 from recipes.support.sentences import in_config_words
+from tests.support.pace import patience
+from tests.support.ranks import forkserver
 from tests.support.states import Held, coordinator
 
 
@@ -183,34 +185,42 @@ def test_a_no_removes_nothing(root: Path, capsys: pytest.CaptureFixture[str], mo
     assert called(capsys, "rm", root / "checkpoint-00000001")[0] == 1 and (root / "checkpoint-00000001").is_dir()
 
 
+def _save_and_live(root: Path, pipe: Connection) -> None:
+    run = Checkpointer(root, model=torch.nn.Linear(2, 2))
+    run.save(1)
+    run.save(2)
+    pipe.send("saved")
+    pipe.recv()
+
+
 def test_what_is_no_checkpoint_a_link_and_one_of_a_run_that_saves_are_not_removed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "notes").mkdir()
     (root / "link").symlink_to("checkpoint-00000001")
     for path, reason in {"notes": "is not a checkpoint", "link": "is a symbolic link", "no": "does not exist"}.items():
         code, _, err = called(capsys, "rm", "--yes", root / "checkpoint-00000002", root / path)
         assert code == 2 and reason in err
-    program = (
-        "import sys, torch\nfrom ckpt import Checkpointer\nrun = Checkpointer(sys.argv[1], model=torch.nn.Linear(2, 2))\n"
-        "run.save(1)\nrun.save(2)\nprint('saved', flush=True)\ninput()"
-    )
     other = root.parent / "other"
-    words = [sys.executable, "-c", program, str(other)]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": "."}) as living:
-        assert living.stdout is not None and living.stdout.readline() == "saved\n"
-        first = catalog_at(other).committed()[0].path
-        code, _, err = called(capsys, "rm", "--yes", first)
-        living.communicate("\n")
+    here, there = forkserver().Pipe()
+    living = forkserver().Process(target=_save_and_live, args=(other, there))
+    living.start()
+    assert here.recv() == "saved"
+    first = catalog_at(other).committed()[0].path
+    code, _, err = called(capsys, "rm", "--yes", first)
+    here.send("go on")
+    living.join(patience(60.0))
     assert code == 2 and "a run is saving in" in err and first.is_dir()
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_gets_the_code_of_its_completion(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shell_gets_the_code_of_its_completion(
+    shell: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, out, _ = called(capsys, "completion", shell)
     assert code == 0 and "_CKPT_COMPLETE" in out
-    words = {"COMP_WORDS": "ckpt ver", "COMP_CWORD": "1", "_CKPT_COMPLETE": "bash_complete"}
     if shell == "bash":
-        done = subprocess.run([sys.executable, "-m", "ckpt"], env=os.environ | words, capture_output=True, text=True, timeout=120)
-        assert "verify" in done.stdout
+        for name, value in {"COMP_WORDS": "ckpt ver", "COMP_CWORD": "1", "_CKPT_COMPLETE": "bash_complete"}.items():
+            monkeypatch.setenv(name, value)
+        assert "verify" in called(capsys)[1]
 
 
 def test_a_reader_that_ends_is_no_error(root: Path) -> None:
