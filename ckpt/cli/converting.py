@@ -296,7 +296,7 @@ def _export(keys: ConvertKeys, source: CheckpointSource | None, topology: Topolo
         if source is None:
             selection = select_of_megatron(local_path(src, "src"), keys.component, topology)
         elif isinstance(source, CommittedSource) and not source.holds(STATE):
-            selection = select(src, keys.component, topology)
+            selection = select(source, src, keys.component)
         else:
             selection = select_of_other(source, src, keys.component)
         values = values_beside(source, keys.component) if source is not None else []
@@ -305,7 +305,7 @@ def _export(keys: ConvertKeys, source: CheckpointSource | None, topology: Topolo
         if keys.config_from is not None:
             folder = Path(keys.config_from)
         beside = None if folder is None else model_files_in(folder)
-    tensor_bytes = sum(tensor.num_bytes for tensor in selection.tensors)
+    tensor_bytes = selection.num_bytes
     with _shown(keys, topology, tensor_bytes):
         done = export(selection, dst, shard_bytes(keys.max_shard_size), topology, beside=beside)
     left_out = [f"{alias} (tied: it is {first})" for alias, first in selection.aliases.items()]
