@@ -279,17 +279,16 @@ class _Rewriting:
     ) -> dict[str, tuple[int, str]]:
         """Join the arrays and write the remaining files; return all files of the manifest."""
         parts = (f"{name}/{MANIFEST_NAME}" for name in (COMMON, OBJECTS))  # checkpoints that are always in one format
-        beside = [path for path in parts if path in self._manifest.files]
-        config = {}
-        if CONFIG_NAME in self._manifest.files:
-            config[CONFIG_NAME] = read_listed_file(self._src, self._manifest, CONFIG_NAME)
-            write_beside(self._folder, CONFIG_NAME, config[CONFIG_NAME])
-        for path in beside:
-            read_listed_file(self._src, self._manifest, path)  # for its digest
-            self._copy_below(path.partition("/")[0])
+        listed = [path for path in (*parts, CONFIG_NAME) if path in self._manifest.files]
+        beside = {path: read_listed_file(self._src, self._manifest, path) for path in listed}
+        for path, data in beside.items():
+            if path == CONFIG_NAME:
+                write_beside(self._folder, path, data)
+            else:
+                self._copy_below(path.partition("/")[0])
         contents = partial(contents_of, self._folder, entries, results)
-        made = join_arrays(self._folder, self._backend, results, self._progress, beside, contents)
-        return listed_files(made | config, results)
+        made = join_arrays(self._folder, self._backend, results, self._progress, contents)
+        return listed_files(made | beside, results)
 
     def _copy_below(self, name: str) -> None:
         """Copy the listed files of a nested checkpoint. They are examined together with the whole."""
