@@ -115,7 +115,7 @@ def _copy(src: Place, place: Place, sizes: Mapping[str, int], progress: Callable
         _remove(place, path)
     for path in sizes.keys() - missing.keys():
         progress(sizes[path])
-    _write(src, place, missing, progress)
+    copy_files(src, place, missing, progress)
     return len(sizes) - len(missing)
 
 
@@ -130,7 +130,12 @@ def _remove(place: Place, path: str) -> None:
         remove(place / path, listed)
 
 
-def _write(src: Place, place: Place, sizes: Mapping[str, int], progress: Callable[[int], None]) -> None:
+def copy_files(src: Place, place: Place, sizes: Mapping[str, int], progress: Callable[[int], None]) -> None:
+    """Copy files, which must have these sizes, durably.
+
+    Args:
+        src: where the files are, not the checkpoint in an object store that they are of.
+    """
     sink = sink_below(place, 0, lambda _: None, Buffers(buffer_mib=64, direct_io=True))
     with files_below(src) as files:
         if isinstance(files, ObjectFiles):
@@ -167,7 +172,7 @@ def _require_same(src: Place, place: Place, manifest: bytes, sizes: Mapping[str,
     if again:
         for path in again:
             _remove(place, path)
-        _write(files_root(src, read_manifest(src)), place, again, lambda _: None)
+        copy_files(files_root(src, read_manifest(src)), place, again, lambda _: None)
         found = _examined(place, manifest, src, lambda _: None)
     if found.problems:
         raise CorruptCheckpointError(f"{src}, as it was copied, is damaged, so nothing is committed: {found.problems[0]}")
