@@ -837,7 +837,7 @@ def test_ranks_that_save_differently_are_refused_before_a_byte_is_written(tmp_pa
 def _two_saves_into_one_folder(topology: Topology, folder: Path) -> list[Any]:
     first = dist_checkpointing.save(training_state(topology), folder, async_sharded_save=True)
     assert first is not None and first.async_fn is not None
-    refused = [error_of(lambda: dist_checkpointing.save(training_state(topology), folder))]
+    refused = [error_of(lambda: dist_checkpointing.save(training_state(topology), folder / ".." / folder.name))]
     first.async_fn()
     refused.append(
         error_of(lambda: dist_checkpointing.save(training_state(topology), folder))

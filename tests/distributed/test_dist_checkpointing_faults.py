@@ -437,6 +437,29 @@ def test_a_killed_removal_of_the_rest_of_a_killed_save_is_ended_by_the_next_save
     assert verify_checkpoint(tmp_path) == []
 
 
+@sampled("number", [1, 3, 5])
+def test_a_save_that_was_killed_while_it_moved_things_is_taken_back_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """S1.66, S1.67: some of it is in the folder, the rest still hidden."""
+    left, really = [number], os.rename
+
+    def rename(*args: Any) -> None:
+        left[0] -= str(tmp_path / ".saving-all-") in str(args[0])
+        if left[0] == 0:
+            raise OSError(errno.EIO, "Input/output error")
+        really(*args)
+
+    with monkeypatch.context() as patched, pytest.raises(CheckpointError):
+        patched.setattr(os, "rename", rename)
+        threads(2, save_training_state, tmp_path)
+    shown = [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")]
+    assert len(shown) == number - 1 and not dist_checkpointing.check_is_distributed_checkpoint(tmp_path)
+    threads(2, save_training_state, tmp_path)
+    assert verify_checkpoint(tmp_path) == []
+    threads(2, require_training_state, tmp_path)
+
+
 def test_a_link_among_the_rest_of_a_killed_save_is_neither_followed_nor_removed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "it").mkdir()

@@ -51,13 +51,14 @@ class SaveClaim:
 
     def __init__(self, place: Place, progress: Callable[[], object]) -> None:
         self.place = place
-        if place in _UNDER_WAY:
+        self._key = place.resolve() if isinstance(place, Path) else place
+        if self._key in _UNDER_WAY:
             raise CheckpointExistsError(
                 f"another save into {place} is under way: finalize it if it is an asynchronous one of this job, or save elsewhere"
             )
         claimed: dict[str, Any] = {"run_id": secrets.token_hex(8), "what": f"{place}", "advice": "wait for it to end, or save elsewhere"}
         self._lock = FolderLock(place / OWNER, **claimed) if isinstance(place, Path) else Lease(place / OWNER, **claimed)
-        _UNDER_WAY[place] = self
+        _UNDER_WAY[self._key] = self
         try:
             self._lock.acquire(progress)
         except BaseException:
@@ -85,7 +86,7 @@ class SaveClaim:
 
     def let_go(self) -> None:
         """Let other saves come after a failure. The next one removes what this one has left."""
-        _UNDER_WAY.pop(self.place, None)
+        _UNDER_WAY.pop(self._key, None)
         self._lock.release()
 
 
