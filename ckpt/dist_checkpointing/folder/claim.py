@@ -56,8 +56,14 @@ class SaveClaim:
             raise CheckpointExistsError(
                 f"another save into {place} is under way: finalize it if it is an asynchronous one of this job, or save elsewhere"
             )
-        claimed: dict[str, Any] = {"run_id": secrets.token_hex(8), "what": f"{place}", "advice": "wait for it to end, or save elsewhere"}
-        self._lock = FolderLock(place / OWNER, **claimed) if isinstance(place, Path) else Lease(place / OWNER, **claimed)
+        claimed: dict[str, Any] = {
+            "run_id": secrets.token_hex(8),
+            "what": f"{place}",
+            "advice": "wait for it to end, or save elsewhere",
+        }
+        self._lock = (
+            FolderLock(place / OWNER, **claimed) if isinstance(place, Path) else Lease(place / OWNER, **claimed)
+        )
         _UNDER_WAY[self._key] = self
         try:
             self._lock.acquire(progress)

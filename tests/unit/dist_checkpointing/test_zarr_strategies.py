@@ -293,7 +293,9 @@ def test_an_array_that_is_there_already_is_an_error(tmp_path: Path) -> None:
         assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
         for record in [folder / "checkpoint_manifest.json", *folder.glob("index-*.json")]:
             record.unlink()
-            with pytest.raises(CheckpointExistsError, match=f"{folder}/.* is in the way, and no save that was interrupted lists it"):
+            with pytest.raises(
+                CheckpointExistsError, match=f"{folder}/.* is in the way, and no save that was interrupted lists it"
+            ):
                 save.save({"v": uncut("v", torch.ones(4).long())}, folder)
 
 

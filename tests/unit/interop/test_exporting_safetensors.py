@@ -236,7 +236,9 @@ def test_any_tensor_goes_over_in_pieces_of_any_size(
         tensor = selection.tensors["w"]
         entry = replace(tensor.entry, grid=(data.draw(st.integers(1, 4)), *shape[1:]) if shape else ())
         selection = replace(selection, tensors={"w": tensor._replace(entry=entry)})
-        _, *sections = exporting_safetensors._sections("file", [Piece("w", whole(shape), entry.dtype)], selection.tensors)
+        _, *sections = exporting_safetensors._sections(
+            "file", [Piece("w", whole(shape), entry.dtype)], selection.tensors
+        )
         pieces = [bytes(piece.data) for piece in exporting_safetensors._placed(selection, root, sections)]
     assert b"".join(pieces) == raw_bytes(value).numpy().tobytes()
     assert all(len(piece) <= most for piece in pieces)
