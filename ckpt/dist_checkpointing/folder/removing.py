@@ -159,7 +159,7 @@ def _take_out(
 
 
 def _sweep(checkpoint_dir: Path, manifest: CheckpointManifest, gone: Collection[str], topology: Topology) -> None:
-    """Remove the files that only an index lists which the manifest has no more, also those that a killed removal left, and markers.
+    """Remove the files that only an index lists which the manifest has no more, also those that a killed removal left, and hidden folders.
 
     Args:
         gone: paths of the arrays that were removed.
