@@ -2,7 +2,7 @@
 
     ckpt            zarr, tensorstore, kimi-engine: the backend
     strategy        direct, two-stage: the loading strategy
-    device          cpu, cuda, npu
+    device          its type, as `Device.of_type` knows it
     save            sync, async: `SaveSettings`
     checkpointer    default: makes a `Checkpointer` of these four, when it is called with the folder and the objects
     coordinator     default: makes a `CheckpointCoordinator` of these four, when it is called with components, groups and topology
