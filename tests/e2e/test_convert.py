@@ -68,7 +68,7 @@ class Command:
     def refused(self, *overrides: str) -> str:
         """The one sentence of a call that fails."""
         code, out, err = self(*overrides)
-        assert (code, out, err.count("\n")) == (1, "", 1), err
+        assert (code, out, err.count("\n")) == (2, "", 1), err
         return err.rstrip("\n")
 
 
