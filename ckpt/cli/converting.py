@@ -125,9 +125,9 @@ def run_of(keys: ConvertKeys) -> dict[str, Any]:
     src, dst = as_place(keys.src, "src"), as_place(keys.dst, "dst")
     if isinstance(dst, ObjectPath) and keys.to not in BACKENDS:
         raise ConfigurationError(f"{dst}: {argument('to', keys.to)} writes folders alone; give a path, or {_one_of(BACKENDS)}")
-    require_outside(dst, src)
     source_format = _format_of(src)
     require_free(dst)
+    require_outside(dst, src)
     return {"keys": asdict(keys), "format": source_format}
 
 

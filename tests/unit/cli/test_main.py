@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import ckpt
 from ckpt import StateComponent
 from ckpt.catalog import copying
 from ckpt.catalog.catalog import catalog_at
@@ -123,6 +124,7 @@ def test_a_checkpoint_that_one_may_not_read_is_a_row_beside_the_others_and_no_da
     closed(root / what)
     for command in ("ls", "show"):
         code, out, err = called(capsys, command, root)
+        assert "…" not in out
         assert (code, err) == (2, "") and "unreadable" in out and "damaged" not in out
         assert out.splitlines()[-1].startswith("checkpoint-00000002: Permission denied: ")
         rows = {row["id"]: row["mark"] for row in json.loads(called(capsys, command, root, "--json")[1])["checkpoints"]}
@@ -203,6 +205,26 @@ def test_a_checkpoint_is_converted_to_files_that_safetensors_reads(root: Path, t
     assert torch.equal(found["b"], torch.arange(7.0) + 3) and called(capsys, "show", tmp_path / "plain")[0] == 0
     code, _, err = called(capsys, "convert", root / "checkpoint-00000003", tmp_path / "x", "--to", "pickle")
     assert code == 2 and "zarr" in err and not (tmp_path / "x").exists()
+
+
+def test_a_name_with_a_line_break_is_one_like_others_and_nothing_is_left_beside_it(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new, first = tmp_path / "new" / "a b\n\u202e\u00fc", root / "checkpoint-00000001"
+    for number, command in enumerate(("copy", "convert")):
+        code, out, err = called(capsys, command, first, f"{new}{number}")
+        assert (code, err) == (0, "") and "a b\\n\\u202e\u00fc" in out
+    assert called(capsys, "convert", first, f"{new}2", "--to", "safetensors")[0] == 0
+    assert sorted(new.parent.iterdir()) == [new.with_name(f"{new.name}{number}") for number in range(3)]
+
+
+def test_a_conversion_to_safetensors_and_back_has_another_order_and_the_same_tensors(tmp_path: Path) -> None:
+    state = {"model": {"half": torch.ones(3, dtype=torch.float16), "whole": torch.ones(3), "long": torch.arange(3)}}
+    ckpt.save(state, tmp_path / "old")
+    assert run(["convert", str(tmp_path / "old"), str(tmp_path / "plain"), "--to", "safetensors"]) == 0
+    assert run(["convert", str(tmp_path / "plain"), str(tmp_path / "back")]) == 0
+    back = ckpt.load(tmp_path / "back")
+    assert list(back) == ["long", "whole", "half"] and all(torch.equal(back[name], state["model"][name]) for name in back)
 
 
 def test_show_leaves_a_page_where_a_file_is_given_for_it(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
