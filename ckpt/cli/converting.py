@@ -19,6 +19,7 @@ from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.registry import BACKENDS, backend_named
 from ckpt.cli.arguments import LoadKeys, argued, argument
 from ckpt.cli.converting_megatron import Converted, convert_megatron, described, sharded_parts
+from ckpt.cli.copying import require_outside
 from ckpt.cli.progress import progress_bar
 from ckpt.cli.tables import counted, first_rows, more, most_rows, print_json
 from ckpt.cli.tables import show as show_parts
@@ -126,6 +127,7 @@ def run_of(keys: ConvertKeys) -> dict[str, Any]:
         raise ConfigurationError(f"{dst}: {argument('to', keys.to)} writes folders alone; give a path, or {_one_of(BACKENDS)}")
     source_format = _format_of(src)
     require_free(dst)
+    require_outside(dst, src)
     return {"keys": asdict(keys), "format": source_format}
 
 

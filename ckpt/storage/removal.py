@@ -19,7 +19,8 @@ Proof = Callable[[Path, _Found], bool]
 """Given a path and what is there now, says whether that may be deleted."""
 
 _OWN_NAME = re.compile(
-    r"\.(?:claim-|(?:unpublished|removed|converting|saving)-.+-|.+\.(?:json|yaml)\.)[0-9a-f]{8}(?:\.owner\.json)?"
+    r"\.(?:claim-|(?:unpublished|removed|converting|saving)-.+-|.+\.(?:json|yaml)\.)[0-9a-f]{8}(?:\.owner\.json)?",
+    re.DOTALL,  # names of files may have line breaks
 )
 
 

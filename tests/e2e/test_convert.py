@@ -68,7 +68,7 @@ class Command:
     def refused(self, *overrides: str) -> str:
         """The one sentence of a call that fails."""
         code, out, err = self(*overrides)
-        assert (code, out, err.count("\n")) == (1, "", 1), err
+        assert (code, out, err.count("\n")) == (2, "", 1), err
         return err.rstrip("\n")
 
 
@@ -274,7 +274,7 @@ def test_a_conversion_that_fails_leaves_nothing(
             (tp2 / "bytes" / "shard_0_1.pt").write_bytes(b"PK\x03\x04")
     before = sorted(tmp_path.rglob("*"))
     code, out, err = convert(*overrides_of(tp2, tmp_path / "new", "json=true"))
-    assert (code, out) == (130 if damage == "Ctrl-C" else 1, "")
+    assert (code, out) == ({"Ctrl-C": 130, "full disk": 2, "wrong bytes": 2}.get(damage, 1), "")
     assert err.startswith(says.format(src=tp2, dst=tmp_path / "new")), err
     assert sorted(tmp_path.rglob("*")) == before
 

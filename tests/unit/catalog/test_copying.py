@@ -142,9 +142,9 @@ def test_a_damaged_checkpoint_is_not_copied(tmp_path: Path, damage: str) -> None
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]) if damage == "bytes" else data[:-5])
     if damage == "gone":
         file.unlink()
-    with pytest.raises((CorruptCheckpointError, FileNotFoundError)):
+    with pytest.raises(CorruptCheckpointError, match=r"^(?!.*unpublished)"):
         copy_checkpoint(src, dst)
-    assert not dst.exists() and catalog_at(dst.parent).committed() == []
+    assert not dst.parent.exists()
 
 
 def test_nothing_is_written_over_and_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
