@@ -68,7 +68,8 @@ def goes_on_to_the_bit(folder: Path, *overrides: str, config: tuple[str, ...] = 
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["launch.nproc_per_node=2"],
+        ["experiment=mine", "launch.nproc_per_node=2"],
+        pytest.param(["launch.nproc_per_node=2"], marks=pytest.mark.full),
         pytest.param(["parallel=single"], marks=pytest.mark.full),
         pytest.param(["parallel=fsdp", "launch.nproc_per_node=2"], marks=pytest.mark.full),
         pytest.param(["parallel=hsdp", "launch.nproc_per_node=2"], marks=pytest.mark.full),
@@ -90,9 +91,9 @@ def test_the_example_is_killed_and_goes_on_to_the_bit(tmp_path: Path, overrides:
 
 @pytest.mark.full
 def test_it_goes_on_with_another_optimizer_schedule_and_loss_of_its_own(tmp_path: Path) -> None:
-    own = ["optimizer._target_=torch.optim.SGD", "~optimizer.betas", "~optimizer.eps", "+optimizer.momentum=0.9"]
-    own += ["schedule._target_=torch.optim.lr_scheduler.CosineAnnealingLR", "~schedule.warmup_steps", "+schedule.T_max=20"]
-    own += ["loss._target_=torch.nn.CrossEntropyLoss", "+loss.label_smoothing=0.1"]
+    own = ["optimizer._target_=torch.optim.SGD", "optimizer.momentum=0.9"]
+    own += ["schedule._target_=torch.optim.lr_scheduler.CosineAnnealingLR", "schedule.T_max=${train.steps}"]
+    own += ["loss._target_=torch.nn.CrossEntropyLoss", "loss.label_smoothing=0.1"]
     goes_on_to_the_bit(tmp_path, *own)
 
 

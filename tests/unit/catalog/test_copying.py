@@ -130,15 +130,15 @@ def test_a_copy_that_was_killed_goes_on_with_what_is_there(server: ObjectServer,
 
 def test_a_file_of_the_right_size_and_wrong_bytes_is_copied_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     src, dst = saved(tmp_path / "run") / "checkpoint-00000000", tmp_path / "copy" / "checkpoint-00000000"
-    write = copying._write
+    write = copying.copy_files
 
     def damaged(*args: object) -> None:
         write(*args)  # type: ignore[arg-type]
-        monkeypatch.setattr(copying, "_write", write)
+        monkeypatch.setattr(copying, "copy_files", write)
         (file,) = (tmp_path / "copy").rglob("c/0/0")
         file.write_bytes(bytes(file.stat().st_size))
 
-    monkeypatch.setattr(copying, "_write", damaged)
+    monkeypatch.setattr(copying, "copy_files", damaged)
     copy_checkpoint(src, dst)
     require_same(dst, 0)
 
@@ -152,9 +152,9 @@ def test_a_damaged_checkpoint_is_not_copied(tmp_path: Path, damage: str) -> None
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]) if damage == "bytes" else data[:-5])
     if damage == "gone":
         file.unlink()
-    with pytest.raises((CorruptCheckpointError, FileNotFoundError)):
+    with pytest.raises(CorruptCheckpointError, match=r"^(?!.*unpublished)"):
         copy_checkpoint(src, dst)
-    assert not dst.exists() and catalog_at(dst.parent).committed() == []
+    assert not dst.parent.exists()
 
 
 def test_nothing_is_written_over_and_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -184,13 +184,13 @@ def test_two_processes_do_not_make_the_same_copy_at_once(tmp_path: Path) -> None
 
 def test_a_run_that_saves_where_a_copy_arrives_takes_it_for_nothing_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     src, root = saved(tmp_path / "run") / "checkpoint-00000000", tmp_path / "other"
-    write = copying._write
+    write = copying.copy_files
 
     def saved_meanwhile(*args: object) -> None:
         write(*args)  # type: ignore[arg-type]
         ckpt.save({"x": torch.arange(3)}, root / "checkpoint-beside")
 
-    monkeypatch.setattr(copying, "_write", saved_meanwhile)
+    monkeypatch.setattr(copying, "copy_files", saved_meanwhile)
     copy_checkpoint(src, root / "checkpoint-00000000")
     require_same(root / "checkpoint-00000000", 0)
     assert verify_checkpoint(root / "checkpoint-beside") == []
