@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from recipes.support.cli import recipe
 
 
-@recipe("convert", writes=False)
+@recipe("convert", writes=False, trouble=2)
 def main(cfg: DictConfig) -> None:
     from ckpt.cli.converting import ConvertKeys, convert_on_ranks, run_of, show
     from ckpt.cli.converting_megatron import Converted

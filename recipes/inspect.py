@@ -10,12 +10,12 @@ from omegaconf import DictConfig
 from recipes.support.cli import recipe
 
 
-@recipe("inspect", writes=False)
-def main(cfg: DictConfig) -> None:
+@recipe("inspect", writes=False, trouble=2)
+def main(cfg: DictConfig) -> int:
     from ckpt.cli.pages.inspect_page import InspectKeys, inspect
     from recipes.support.config import command_keys
 
-    inspect(command_keys(cfg, InspectKeys))
+    return inspect(command_keys(cfg, InspectKeys))
 
 
 if __name__ == "__main__":

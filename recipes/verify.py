@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from recipes.support.cli import recipe
 
 
-@recipe("verify", writes=False)
+@recipe("verify", writes=False, trouble=2)
 def main(cfg: DictConfig) -> int:
     from ckpt.cli.reading import ReadingKeys, verify
     from recipes.support.config import command_keys

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, BinaryIO
 
-from ckpt.errors import CorruptCheckpointError, sentence
+from ckpt.errors import LOAD_EARLIER, CorruptCheckpointError, sentence
 from ckpt.errors.imports import importing
 from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.files_of import Files
@@ -58,14 +58,11 @@ def require_bytes_decode_within(data: Any, codecs: Sequence[str], chunk_bytes: i
         size = _decoded_bytes(data, codecs, chunk_bytes)
     except (zlib.error, lzma.LZMAError, OSError, EOFError, ValueError, RuntimeError) as error:
         raise CorruptCheckpointError(
-            f"{where} cannot be decoded: {sentence(error)}. Load an earlier checkpoint."
+            f"{where} cannot be decoded: {sentence(error)}", LOAD_EARLIER
         ) from None
     if size is not None and size != chunk_bytes:
-        raise CorruptCheckpointError(
-            f"{where} would decode to {size} bytes or more, where a chunk has {chunk_bytes}. Load an earlier checkpoint."
-            if size > chunk_bytes
-            else f"{where} decodes to {size} bytes, where a chunk has {chunk_bytes}. Load an earlier checkpoint."
-        )
+        decoded = f"would decode to {size} bytes or more" if size > chunk_bytes else f"decodes to {size} bytes"
+        raise CorruptCheckpointError(f"{where} {decoded}, where a chunk has {chunk_bytes}", LOAD_EARLIER)
 
 
 def _decoded_bytes(data: Any, codecs: Sequence[str], chunk_bytes: int) -> int | None:

@@ -27,7 +27,7 @@ from ckpt.backends.safetensors_format import (
     index_bytes,
     read_shard,
 )
-from ckpt.errors import Argument, CorruptCheckpointError, StorageError
+from ckpt.errors import LOAD_EARLIER, Argument, CorruptCheckpointError, StorageError
 from ckpt.errors.imports import importing
 from ckpt.errors.removed import without_sizes
 from ckpt.format.box import Box, chunk_box, overlap
@@ -132,7 +132,8 @@ class KimiEngineBackend:
         if not is_known or found != box.num_elements:
             raise CorruptCheckpointError(
                 f"{array.path}: the safetensors files in {root / folder} have {found} of the {box.num_elements} elements that "
-                "are asked for. Load an earlier checkpoint."
+                "are asked for",
+                LOAD_EARLIER,
             )
 
 

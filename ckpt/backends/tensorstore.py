@@ -36,7 +36,16 @@ from ckpt.backends.zarr_format import (
     require_spec,
     with_groups_above,
 )
-from ckpt.errors import Argument, ConfigurationError, CorruptCheckpointError, StorageError, free_bytes, needing, refused
+from ckpt.errors import (
+    LOAD_EARLIER,
+    Argument,
+    ConfigurationError,
+    CorruptCheckpointError,
+    StorageError,
+    free_bytes,
+    needing,
+    refused,
+)
 from ckpt.errors.removed import without_sizes
 from ckpt.format.box import Box, chunk_box
 from ckpt.format.digests import EMPTY_DIGEST, StreamDigest, digest_of
@@ -468,7 +477,7 @@ def refusing(attempt: str) -> Iterator[None]:
     except CorruptCheckpointError:
         raise
     except (*_STATUS_ERRORS, OSError) as error:
-        raise CorruptCheckpointError(f"{attempt}: {_one_line(error)}. Load an earlier checkpoint.") from error
+        raise CorruptCheckpointError(f"{attempt}: {_one_line(error)}", LOAD_EARLIER) from error
 
 
 def opened(kvstore: dict[str, Any], context: ts.Context | None = None, *, driver: str = "zarr3") -> ts.TensorStore:

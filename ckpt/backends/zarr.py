@@ -29,7 +29,7 @@ from ckpt.backends.zarr_format import (
     require_spec,
     spec_in,
 )
-from ckpt.errors import Argument, ConfigurationError, CorruptCheckpointError, sentence
+from ckpt.errors import LOAD_EARLIER, Argument, ConfigurationError, CorruptCheckpointError, sentence
 from ckpt.errors.imports import importing
 from ckpt.errors.removed import without_sizes
 from ckpt.format.box import Box, chunks_meeting
@@ -114,7 +114,7 @@ class ZarrBackend:
                         copies[file] = files.read(file, MAX_FILE_BYTES)
             except FileNotFoundError as error:  # zarr-python would hand out zeros in its place
                 raise CorruptCheckpointError(
-                    f"{array.path}: {root / file} is missing. Load an earlier checkpoint."
+                    f"{array.path}: {root / file} is missing", LOAD_EARLIER
                 ) from error
         try:
             stored = zarr.open_array(store=_zarr_store(root, copies), path=array.path, mode="r")
@@ -124,7 +124,7 @@ class ZarrBackend:
             if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
                 raise
             raise CorruptCheckpointError(
-                f"{array.path}: zarr cannot read {box} of {root / array.path}: {sentence(error)}. Load an earlier checkpoint."
+                f"{array.path}: zarr cannot read {box} of {root / array.path}: {sentence(error)}", LOAD_EARLIER
             ) from error
         bits = bits_of(out)
         bits[...] = values.view(bits.dtype)

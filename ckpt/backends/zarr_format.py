@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ckpt.errors import CorruptCheckpointError
+from ckpt.errors import LOAD_EARLIER, CorruptCheckpointError
 from ckpt.format.box import chunk_box
 from ckpt.format.dtypes import AS_INTEGERS, item_bytes
 from ckpt.format.records import ArraySpec
@@ -76,7 +76,8 @@ def compressors_in(codecs: Sequence[str], path: str) -> Sequence[str]:
     """
     if codecs[:1] != ["bytes"]:
         raise CorruptCheckpointError(
-            f"{path}: its {DOCUMENT} names the codecs {list(codecs)!r:.200}, where the first should be bytes. Load an earlier checkpoint."
+            f"{path}: its {DOCUMENT} names the codecs {list(codecs)!r:.200}, where the first should be bytes",
+            LOAD_EARLIER,
         )
     return codecs[1:]
 
@@ -90,7 +91,8 @@ def require_spec(described: ArraySpec, array: ArraySpec) -> None:
     if described != replace(array, dtype=described_as(array.dtype)):
         raise CorruptCheckpointError(
             f"{array.path}: its {DOCUMENT} describes {described.dtype} of shape {list(described.shape)} in chunks of "
-            f"{list(described.grid)}, the manifest {array.dtype} of {list(array.shape)} in {list(array.grid)}. Load an earlier checkpoint."
+            f"{list(described.grid)}, the manifest {array.dtype} of {list(array.shape)} in {list(array.grid)}",
+            LOAD_EARLIER,
         )
 
 

@@ -159,12 +159,14 @@ def _matches_own_digest(checkpoint: Place, identity: tuple[object, ...] | None) 
 def _head_of(checkpoint: Place) -> bytes | None:
     """Return the first bytes of a manifest, up to its tables; b"" if they cannot be read; None: there is no manifest.
 
+    A folder that one may not enter counts as a checkpoint: the others beside it are found, and whoever reads it is told why he cannot.
+
     Raises:
         OSError: an object store does not answer. To a reader, its checkpoints must not seem damaged, nor missing.
     """
-    if isinstance(checkpoint, Path) and not (checkpoint / MANIFEST_NAME).is_file():
-        return None
     try:
+        if isinstance(checkpoint, Path) and not (checkpoint / MANIFEST_NAME).is_file():
+            return None
         with files_below(checkpoint) as files:
             head = files.first_bytes(MANIFEST_NAME, _HEAD_BYTES)
             if _TIMESTAMP.search(head) is None or _ID.search(head) is None:
@@ -182,9 +184,11 @@ def _head_of(checkpoint: Place) -> bytes | None:
 
 
 def _time_of(checkpoint: Place) -> datetime:
-    """The time at which a manifest was last changed: where it does not say when it was committed."""
+    """The time at which a manifest was last changed: where it does not say when it was committed. Of a closed folder its own."""
     if isinstance(checkpoint, Path):
-        return datetime.fromtimestamp((checkpoint / MANIFEST_NAME).stat().st_mtime, UTC)
+        with suppress(PermissionError):
+            return datetime.fromtimestamp((checkpoint / MANIFEST_NAME).stat().st_mtime, UTC)
+        return datetime.fromtimestamp(checkpoint.stat().st_mtime, UTC)
     return datetime.now(UTC)
 
 

@@ -2,19 +2,21 @@
 
 note the copy --> copy each file that is not there with its size --> read all of it back --> commit
 
-A copy that was killed goes on: its place is named after the manifest of the source, so that the same copy finds what the one before has
-left. A file of the right size that does not hold the right bytes is found when it is read back, and copied once more.
+A copy that was killed, or that a storage has refused, goes on: its place is named after the manifest of the source, so that the same copy
+finds what the one before has left. Of a damaged source nothing is left. A file of the right size that does not hold the right bytes is
+found when it is read back, and copied once more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt.catalog.catalog import catalog_at
 from ckpt.catalog.verify import Verification, examine, uncommitted
-from ckpt.errors import ConfigurationError, CorruptCheckpointError
+from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, describe, is_unread, rebuild
 from ckpt.format.digests import digest_of
 from ckpt.format.manifest import MANIFEST_NAME, SHARDED, CheckpointManifest
 from ckpt.format.manifest_parsing import parse_manifest
@@ -23,7 +25,7 @@ from ckpt.storage.direct_io import Buffers
 from ckpt.storage.files_of import Files, files_below
 from ckpt.storage.metadata import CONFIG_FNAME
 from ckpt.storage.objects.files import ObjectFiles
-from ckpt.storage.removal import listed, remove
+from ckpt.storage.removal import empty, listed, remove
 from ckpt.storage.sink import sink_below
 from ckpt.storage.stored import (
     data_of,
@@ -62,9 +64,9 @@ def copy_checkpoint(src: Place, dst: Place, *, progress: Callable[[int], None] =
         CheckpointExistsError: there is something at `dst`.
         CheckpointGoneError: `src` was removed or replaced meanwhile.
         ConfigurationError: `src` is a sharded state dict, and `dst` an address in an object store.
-        CorruptCheckpointError: `src` is damaged. Nothing is committed.
+        CorruptCheckpointError: `src` is damaged. Nothing is committed, nor left.
         FolderInUseError: another process makes the same copy.
-        StorageError: a storage refuses.
+        StorageError: a storage refuses. What is copied stays, and the same copy goes on from it.
     """
     with noticing_removal(src):
         raw = read_manifest_bytes(src)
@@ -74,6 +76,7 @@ def copy_checkpoint(src: Place, dst: Place, *, progress: Callable[[int], None] =
         sizes = dict(_files_of(src, manifest))
         catalog = catalog_at(dst.parent, run_id=f"copy of {src}")
         catalog.require_free(dst)
+        made = [folder for folder in dst.parents if not folder.exists()] if isinstance(dst, Path) else []
         place = catalog.open_again(dst, digest_of(raw)[:16])
         try:
             found = _copy(files_root(src, manifest), place, sizes, progress)
@@ -81,10 +84,39 @@ def copy_checkpoint(src: Place, dst: Place, *, progress: Callable[[int], None] =
             catalog.record(place, data)
             _require_same(src, place, data, sizes, progress)
             catalog.publish_at(place, dst)
-        except BaseException:
-            catalog.leave(place)
-            raise
+        except BaseException as error:
+            goes_on = _goes_on(error) and _is_begun(place, sizes)
+            if goes_on:
+                catalog.leave(place)
+            else:
+                catalog.discard(place)
+                with suppress(OSError):  # one that is not empty
+                    for folder in made:
+                        remove(folder, empty)
+            if not isinstance(error, CheckpointError | OSError):
+                raise
+            raise _told(error, src, place, dst, "; what is copied stays, and the same copy goes on from it" if goes_on else "") from error
     return Copied(len(sizes) + 1, sum(sizes.values()) + len(data), found)
+
+
+def _goes_on(error: BaseException) -> bool:
+    """Whether the same copy may go on: a storage refused, or the process is to end."""
+    refuses = is_unread(error) and not isinstance(error, ConfigurationError | FileExistsError)
+    return refuses or not isinstance(error, Exception)
+
+
+def _is_begun(place: Place, sizes: Iterable[str]) -> bool:
+    with suppress(OSError):
+        return bool(_sizes_at(place, sizes))
+    return True
+
+
+def _told(error: CheckpointError | OSError, src: Place, place: Place, dst: Place, advice: str) -> CheckpointError:
+    """Return the error in the words of the caller, who does not know the copy's own place."""
+    said = describe(error)
+    text = said["message"].replace(str(place), str(dst)).replace(place.name, dst.name)
+    what = "" if isinstance(error, CheckpointError) else f"{src} could not be copied to {dst}: "
+    return rebuild(said | {"message": f"{what}{text}{advice}"})
 
 
 def _manifest_for(place: Place, manifest: CheckpointManifest, raw: bytes) -> bytes:
@@ -115,7 +147,7 @@ def _copy(src: Place, place: Place, sizes: Mapping[str, int], progress: Callable
         _remove(place, path)
     for path in sizes.keys() - missing.keys():
         progress(sizes[path])
-    _write(src, place, missing, progress)
+    copy_files(src, place, missing, progress)
     return len(sizes) - len(missing)
 
 
@@ -130,7 +162,12 @@ def _remove(place: Place, path: str) -> None:
         remove(place / path, listed)
 
 
-def _write(src: Place, place: Place, sizes: Mapping[str, int], progress: Callable[[int], None]) -> None:
+def copy_files(src: Place, place: Place, sizes: Mapping[str, int], progress: Callable[[int], None]) -> None:
+    """Copy files, which must have these sizes, durably.
+
+    Args:
+        src: where the files are, not the checkpoint in an object store that they are of.
+    """
     buffers = Buffers(direct_io=True)
     buffers.num_bytes = 64 << 20
     sink = sink_below(place, 0, lambda _: None, buffers)
@@ -149,7 +186,11 @@ def _write(src: Place, place: Place, sizes: Mapping[str, int], progress: Callabl
 def _pieces(files: Files, path: str, size: int, progress: Callable[[int], None]) -> Iterator[memoryview]:
     """Yield the bytes of a file, which must have this size. The memory of a piece is used again for the next."""
     memory = memoryview(bytearray(min(size, _PIECE_BYTES)))
-    with files.opened(path, once=True) as file:
+    try:
+        opened = files.opened(path, once=True)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CorruptCheckpointError(f"{files.root}/{path} is missing", file=path) from error
+    with opened as file:
         at = 0
         while at < size:
             count = file.read_at([memory[: size - at]], at)
@@ -169,7 +210,7 @@ def _require_same(src: Place, place: Place, manifest: bytes, sizes: Mapping[str,
     if again:
         for path in again:
             _remove(place, path)
-        _write(files_root(src, read_manifest(src)), place, again, lambda _: None)
+        copy_files(files_root(src, read_manifest(src)), place, again, lambda _: None)
         found = _examined(place, manifest, src, lambda _: None)
     if found.problems:
         raise CorruptCheckpointError(f"{src}, as it was copied, is damaged, so nothing is committed: {found.problems[0]}")

@@ -27,6 +27,7 @@ import errno
 import os
 import re
 import secrets
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime, timedelta
@@ -246,7 +247,7 @@ class Ledger:
             FolderInUseError: a process that lives has opened it.
         """
         folder = self._root / f".unpublished-{safe_id(target.name)}-{nonce[:8]}"
-        with telling(f"{folder} cannot be written"):
+        with telling(f"{target} cannot be written"), _named(target):
             _make_folder(self._root)
             with abandoned(folder, self._run_id, file_system_now(self._root), self._stale_s) as dead:
                 if not dead and owner_file(folder).exists():
@@ -329,10 +330,11 @@ class Ledger:
         """
         if (target / MANIFEST_NAME).exists():
             raise CheckpointExistsError(
-                f"{target} holds a checkpoint already; save into another folder, or remove this one"
+                f"{target} holds a checkpoint already; choose another folder, or remove this one"
             )
         if os.path.lexists(target) and not (target.is_dir() and not target.is_symlink() and not os.listdir(target)):
-            raise CheckpointExistsError(f"{target} exists, and is no empty folder; save into another one")
+            is_full = target.is_dir() and not target.is_symlink()
+            raise CheckpointExistsError(f"{target} is {'a folder that is not empty' if is_full else 'no folder'}; choose another path")
 
     def publish_at(
         self,
@@ -375,7 +377,7 @@ class Ledger:
 
     @contextmanager
     def _publishing(self, unpublished: Path, target: Path) -> Iterator[None]:
-        with telling(f"{unpublished.name} cannot be published as {target}"):
+        with telling(f"{target} cannot be published"):
             if not (unpublished / MANIFEST_NAME).is_file():
                 raise FileNotFoundError(errno.ENOENT, "it holds no manifest", str(unpublished / MANIFEST_NAME))
             sync_folder(unpublished)
@@ -699,10 +701,36 @@ def why_of_another_history(one: Committed[Any], name: str) -> str:
     return f"it was saved as {name} by {by}, and a run that did not go on from it has saved under this id, too"
 
 
+def require_removable(checkpoint: Path) -> None:
+    """Refuse a checkpoint that this user may not rename or delete, before anything of it is touched.
+
+    Raises:
+        OSError: naming the folder that may not be written.
+    """
+    above = checkpoint.parent.stat()
+    if above.st_mode & stat.S_ISVTX and os.geteuid() not in (0, above.st_uid, checkpoint.stat().st_uid):
+        raise PermissionError(errno.EPERM, "only its owner may remove it", str(checkpoint))
+    for folder in [checkpoint.parent, *(Path(inside) for inside, _, _ in os.walk(checkpoint))]:
+        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+            code = errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
+            raise OSError(code, os.strerror(code), str(folder))
+
+
 def delete_folder(doomed: Path) -> None:
     """Delete a renamed folder or file. Another process may be deleting it, too. Never raises."""
     with warned(f"cannot delete {doomed}, the next save tries again"):
         remove(doomed, own_name)
+
+
+@contextmanager
+def _named(target: Path) -> Iterator[None]:
+    """Have an error inside the block name this path in place of a hidden one beside it."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None and Path(error.filename).parent == target.parent:
+            error.filename = str(target)
+        raise
 
 
 @contextmanager

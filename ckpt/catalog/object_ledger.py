@@ -236,9 +236,9 @@ class ObjectLedger:
         with telling(f"{target} cannot be looked at"):
             folders, objects = self._store.names(target.key)
             if look(target) is not None:
-                raise CheckpointExistsError(f"{target} holds a checkpoint already; save under another address, or remove this one")
+                raise CheckpointExistsError(f"{target} holds a checkpoint already; choose another address, or remove this one")
             if [name for name in objects if name != MANIFEST_NAME] or [name for name in folders if not _is_nonce(name)]:
-                raise CheckpointExistsError(f"{target} holds objects that are of no checkpoint; save under another address")
+                raise CheckpointExistsError(f"{target} holds objects that are of no checkpoint; choose another address")
 
     def open_at(self, target: ObjectPath) -> ObjectPath:
         """As `open`, for a checkpoint whose address is not made of an id."""

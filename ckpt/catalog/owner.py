@@ -197,6 +197,10 @@ class FolderLock:
         """Whether the lock was acquired and not released."""
         return self._claim is not None
 
+    def stands(self) -> bool:
+        """Whether the lock is held, and no other process has taken it over."""
+        return self._claim is not None and self._claim.stands
+
     def release(self) -> None:
         """End the claim, if no other lock of this process shares it. Does nothing if it is not held."""
         if self._claim is not None and self._when_collected is not None and self._when_collected.detach() is not None:
@@ -402,17 +406,6 @@ def living_runs(root: Path, names: Iterable[str], stale_s: float) -> Iterator[st
             yield match["id"] or ""
 
 
-def is_held(descriptor: int, folder: Path) -> bool:
-    """Lock a file in a folder that has no heartbeat, without waiting; return whether a process that may live holds its lock.
-
-    Of a file that strangers may open, the lock counts only if its first line names an owner that has not ended here.
-    """
-    if _lock(descriptor, wait=False) is not _Lock.HELD_BY_ANOTHER:
-        return False
-    about = _read(descriptor)
-    return not _strangers_may_open(descriptor, folder) or ("machine" in about and not has_ended(about))
-
-
 class _Lock(Enum):
     TAKEN = "taken"
     HELD_BY_ANOTHER = "held by another"
@@ -582,7 +575,7 @@ def about_process(run_id: str) -> dict[str, object]:
 
 
 def _read(descriptor: int) -> dict[str, Any]:
-    """Return the first line of an owner file, which holds no more, or of the marker of a save; {} if it is damaged."""
+    """Return the first line of an owner file, which holds no more; {} if it is damaged."""
     try:
         about = json.loads(os.pread(descriptor, 4096, 0).partition(b"\n")[0])
     except (ValueError, RecursionError):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ckpt.backends.decoded_size import require_decodes_within
 from ckpt.backends.zarr_format import DOCUMENT, below, compressors_in, require_spec, spec_in
-from ckpt.errors import CheckpointError, CorruptCheckpointError, printable, sentence
+from ckpt.errors import LOAD_EARLIER, CheckpointError, CorruptCheckpointError, is_unread, printable, sentence
 from ckpt.format.consistency import MAX_FILE_BYTES, check_whole
 from ckpt.format.digests import BlockDigests, StreamDigest
 from ckpt.format.dtypes import item_bytes
@@ -45,15 +45,34 @@ class Verification:
 
     Attributes:
         problems: one sentence each, naming the file and the affected tensors; empty if the checkpoint is sound.
+        unread: those of them that are no damage: what could not be read, such as for lack of permission.
         num_files: files that belong to the checkpoint, its manifest included.
         num_bytes: bytes read.
         damaged: damaged data files, by path below the checkpoint. Other checkpoints may link them.
     """
 
     problems: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
     damaged: set[str] = field(default_factory=set)
     num_files: int = 0
     num_bytes: int = 0
+
+    def note(self, error: Exception, where: str = "") -> None:
+        """Record an error as a problem.
+
+        Args:
+            where: comes before it.
+        """
+        self.problems.append(where + sentence(error, lambda argument: "" if argument == LOAD_EARLIER else argument))
+        self.unread += self.problems[-1:] if is_unread(error) else []
+
+    def add(self, inner: Verification, folder: str) -> None:
+        """Add the result of a part of the checkpoint, whose manifest was counted already."""
+        self.problems += [f"{folder}: {problem}" for problem in inner.problems]
+        self.unread += [f"{folder}: {problem}" for problem in inner.unread]
+        self.damaged |= {f"{folder}/{path}" for path in inner.damaged}
+        self.num_files += inner.num_files - 1
+        self.num_bytes += inner.num_bytes
 
 
 def verify_checkpoint(checkpoint_dir: Place, *, progress: Callable[[int], None] = lambda _: None) -> list[str]:
@@ -92,7 +111,7 @@ def examine(
     try:
         manifest = manifest or read_manifest(checkpoint_dir)
     except CorruptCheckpointError as error:
-        result.problems.append(str(error))
+        result.note(error)
         return result
     root = files_root(checkpoint_dir, manifest)
     listed = {MANIFEST_NAME, *manifest.files}
@@ -124,10 +143,11 @@ def examine(
     if len(indexes) == len(index_paths):  # else the set of files and chunks is unknown
         result.problems += _scattered(manifest, indexes)
         _check_plain(checkpoint_dir, manifest, indexes, result)
-        there = set(_files_of(root))
-        _check_descriptions(root, manifest, indexes, result, there)
-        extra = _extra(there, listed, {str(folder) for folder in below})
-        result.problems += [f"{path} does not belong to the checkpoint" for path in extra]
+        with _noting("the folder", result):
+            there = set(_files_of(root))
+            _check_descriptions(root, manifest, indexes, result, there)
+            extra = _extra(there, listed, {str(folder) for folder in below})
+            result.problems += [f"{path} does not belong to the checkpoint" for path in extra]
     return result
 
 
@@ -173,11 +193,7 @@ def _examine_below(checkpoint_dir: Place, folder: Path, result: Verification, pr
     with _noting(f"{folder}/{MANIFEST_NAME}", result):
         with files_below(checkpoint_dir) as opened:
             opened.require_folder(folder.as_posix())
-        inner = examine(checkpoint_dir / folder.as_posix(), progress=progress)
-        result.problems += [f"{folder}: {problem}" for problem in inner.problems]
-        result.damaged |= {f"{folder}/{path}" for path in inner.damaged}
-        result.num_files += inner.num_files - 1
-        result.num_bytes += inner.num_bytes
+        result.add(examine(checkpoint_dir / folder.as_posix(), progress=progress), str(folder))
 
 
 @contextmanager
@@ -185,10 +201,8 @@ def _noting(path: str, result: Verification) -> Iterator[None]:
     """Record an error in the block, which reads `path`, as a problem."""
     try:
         yield
-    except CheckpointError as error:
-        result.problems.append(str(error))
-    except OSError as error:
-        result.problems.append(f"{path} cannot be read: {sentence(error)}")
+    except (CheckpointError, OSError) as error:
+        result.note(error, "" if isinstance(error, CheckpointError) else f"{path} cannot be read: ")
 
 
 class _RankFiles:

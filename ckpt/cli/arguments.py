@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
-from ckpt.errors import Argument
+from ckpt.errors import LOAD_EARLIER, Argument, sentence
 
 Words = Callable[[Argument], str]
 _OPTIONS = {
@@ -18,10 +18,14 @@ _OPTIONS = {
     "max_shard_size", "port", "to", "yes",
 }  # fmt: skip
 """Arguments that are options of `ckpt`."""
+_NAMELESS = {"run", "bad"}
+"""Those that `ckpt` takes by their place."""
 
 
 def as_option(argument: Argument) -> str:
-    """`--allow-pickle`, or `--limit 5`; of what is no option, what the library says."""
+    """`--allow-pickle`, or `--limit 5`; of what has no name here what it shall be; of what is no argument here what the library says."""
+    if argument.name in _NAMELESS:
+        return str(argument.value).strip("<>")
     if argument.name not in _OPTIONS:
         return str(argument)
     option, value = f"--{argument.name.rpartition('.')[2].replace('_', '-')}", argument.value
@@ -49,6 +53,11 @@ def argument(name: str, value: object = True) -> str:
         name: the key; its last part is the name of an option.
     """
     return _words(Argument(name, value))
+
+
+def told(error: BaseException, words: Words | None = None) -> str:
+    """Return the sentence of an error, without advice for loads. Without words those of `spelled`."""
+    return sentence(error, lambda named: "" if named == LOAD_EARLIER else (words or _words)(named))
 
 
 def argued(what: str, *, default: Any = MISSING, choices: Sequence[str] = ()) -> Any:

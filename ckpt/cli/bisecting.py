@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.catalog.catalog import catalog_at
+from ckpt.catalog.committed import look
 from ckpt.cli.arguments import argued, argument
 from ckpt.cli.comparing import as_json, listed, of_configs
 from ckpt.cli.config_text import values_of
+from ckpt.cli.reading import committed_in
 from ckpt.cli.tables import counted, print_json, show
-from ckpt.errors import CheckpointNotFoundError
+from ckpt.errors import CheckpointNotFoundError, ConfigurationError
 from ckpt.format.names import step_of
 from ckpt.format.places import Place, as_place
 from ckpt.interop.comparing import Difference, compare
@@ -66,7 +67,7 @@ def _sentence(equal: int | None, step: int | None, differences: list[Difference]
 
 def steps_at(root: Place) -> dict[int, Place]:
     """Return step -> checkpoint of a folder of checkpoints, the first step first; those whose id is no step are left out."""
-    steps = ((step_of(commit.id), commit.path) for commit in catalog_at(root).committed())
+    steps = ((step_of(commit.id), commit.path) for commit in committed_in(root))
     return dict(sorted((step, path) for step, path in steps if step is not None))
 
 
@@ -80,7 +81,10 @@ def checkpoints_of(folder: Place, name: str, found_at: Callable[[Place], dict[in
 
     Raises:
         CheckpointNotFoundError: there are none.
+        ConfigurationError: the folder is that of a checkpoint.
     """
+    if look(folder) is not None:
+        raise ConfigurationError(f"{folder} is a checkpoint, and no run: give the folder that it is in, or compare two checkpoints by diff")
     below = folder / "checkpoints"
     root = below if isinstance(below, Path) and below.is_dir() else folder
     if not (found := found_at(root)):

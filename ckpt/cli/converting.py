@@ -19,6 +19,7 @@ from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.registry import BACKENDS, backend_named
 from ckpt.cli.arguments import LoadKeys, argued, argument
 from ckpt.cli.converting_megatron import Converted, convert_megatron, described, sharded_parts
+from ckpt.cli.copying import require_outside
 from ckpt.cli.progress import progress_bar
 from ckpt.cli.tables import counted, first_rows, more, most_rows, print_json
 from ckpt.cli.tables import show as show_parts
@@ -126,6 +127,7 @@ def run_of(keys: ConvertKeys) -> dict[str, Any]:
         raise ConfigurationError(f"{dst}: {argument('to', keys.to)} writes folders alone; give a path, or {_one_of(BACKENDS)}")
     source_format = _format_of(src)
     require_free(dst)
+    require_outside(dst, src)
     return {"keys": asdict(keys), "format": source_format}
 
 
@@ -296,7 +298,7 @@ def _export(keys: ConvertKeys, source: CheckpointSource | None, topology: Topolo
         if source is None:
             selection = select_of_megatron(local_path(src, "src"), keys.component, topology)
         elif isinstance(source, CommittedSource) and not source.holds(STATE):
-            selection = select(src, keys.component, topology)
+            selection = select(source, src, keys.component)
         else:
             selection = select_of_other(source, src, keys.component)
         values = values_beside(source, keys.component) if source is not None else []
@@ -305,7 +307,7 @@ def _export(keys: ConvertKeys, source: CheckpointSource | None, topology: Topolo
         if keys.config_from is not None:
             folder = Path(keys.config_from)
         beside = None if folder is None else model_files_in(folder)
-    tensor_bytes = sum(tensor.num_bytes for tensor in selection.tensors)
+    tensor_bytes = selection.num_bytes
     with _shown(keys, topology, tensor_bytes):
         done = export(selection, dst, shard_bytes(keys.max_shard_size), topology, beside=beside)
     left_out = [f"{alias} (tied: it is {first})" for alias, first in selection.aliases.items()]

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.filesize import decimal
 
-from ckpt.catalog.catalog import catalog_at
 from ckpt.catalog.committed import Committed, look
 from ckpt.catalog.copying import copy_checkpoint
 from ckpt.catalog.incremental import disk_use
 from ckpt.cli.arguments import argued, argument
 from ckpt.cli.progress import progress_bar
-from ckpt.cli.reading import committed_below
+from ckpt.cli.reading import committed_below, committed_in
 from ckpt.cli.tables import counted, print_json, show
 from ckpt.errors import CheckpointExistsError, ConfigurationError, printable
 from ckpt.format.places import Place, as_place
+from ckpt.storage.files_of import is_inside
 from ckpt.storage.stored import read_manifest_bytes
 
 
@@ -56,16 +58,29 @@ def _pairs(src: Place, dst: Place, keys: CopyKeys) -> Sequence[tuple[Place, Plac
     Raises:
         CheckpointExistsError: something else is there, before anything is copied.
     """
+    require_outside(dst, src)
     if look(src) is not None:
         return [(src, dst, look(dst) is not None and _is_copy(src, dst))]
+    if isinstance(dst, Path) and os.path.lexists(dst) and not dst.is_dir():
+        raise CheckpointExistsError(f"{dst} is no folder; choose another path")
     committed = committed_below(src)[-keys.last if keys.last else 0 :]
-    there: dict[str, Committed[Place]] = {checkpoint.id: checkpoint for checkpoint in catalog_at(dst).committed()}
+    there: dict[str, Committed[Place]] = {checkpoint.id: checkpoint for checkpoint in committed_in(dst)}
     if others := [old.id for old in committed if old.id in there and not _is_copy(old.path, there[old.id].path)]:
         raise CheckpointExistsError(
             f"{dst} has {counted(len(others), 'checkpoint')} of the same name with another content, the first is {others[0]}; "
             "give another folder, nothing was copied"
         )
     return [(old.path, dst / old.path.name, old.id in there) for old in committed]
+
+
+def require_outside(dst: Place, src: Place) -> None:
+    """Refuse a place inside of what is read.
+
+    Raises:
+        ConfigurationError: it is that.
+    """
+    if is_inside(dst, src):
+        raise ConfigurationError(f"{dst} is inside of {src}; choose a place outside of it")
 
 
 def _is_copy(old: Place, new: Place) -> bool:
@@ -86,7 +101,10 @@ def _copied(old: Place, new: Place, keys: CopyKeys, *, is_there: bool) -> dict[s
         return row | {"copied": False}
     began = time.monotonic()
     with progress_bar(f"copy {printable(old.name)}", 2 * disk_use([old])[1]) as advance:
-        done = copy_checkpoint(old, new, progress=advance)
+        try:
+            done = copy_checkpoint(old, new, progress=advance)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("the same command goes on from what is copied") from None
     if not keys.json:
         found = f", {counted(done.num_found, 'file')} of them left by an earlier copy" if done.num_found else ""
         speed = f"{decimal(done.num_bytes)}, {time.monotonic() - began:.1f} s"

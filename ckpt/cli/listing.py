@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,10 +15,10 @@ from ckpt.backends.registry import name_of_store
 from ckpt.catalog.catalog import catalog_at
 from ckpt.catalog.committed import COMMITTED, Committed, look
 from ckpt.catalog.incremental import disk_use
-from ckpt.cli.arguments import argued
-from ckpt.cli.reading import committed_below, committed_in
+from ckpt.cli.arguments import argued, argument, told
+from ckpt.cli.reading import code_of, committed_below, committed_in, mark_of
 from ckpt.cli.tables import Listing, counted, print_json, show
-from ckpt.errors import CheckpointError, CheckpointNotFoundError, sentence
+from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 from ckpt.format.manifest import MANIFEST_NAME, CheckpointManifest
 from ckpt.format.names import step_of
 from ckpt.format.places import Place, as_place
@@ -45,10 +45,11 @@ class Row:
     """A checkpoint in the listing.
 
     Attributes:
-        size_bytes: of its components.
+        size_bytes: of its components: tensors and plain values.
         layout: ranks, and the groups of the run that saved it, such as "8 ranks, dp 4, tp 2".
         format: names of the formats that its arrays have.
-        problem: why it cannot be read; None: its manifest can.
+        mark: "damaged", or "unreadable", which tells nothing of damage; None: its manifest is whole.
+        problem: why.
     """
 
     id: str
@@ -58,14 +59,16 @@ class Row:
     layout: str
     format: str
     metrics: dict[str, float | None]
+    mark: str | None = None
     problem: str | None = None
 
 
 def list_checkpoints(keys: ListKeys) -> int:
-    """Print the listing; return 1 where a checkpoint is damaged, else 0.
+    """Print the listing; return 1 where a checkpoint is damaged, 2 where one cannot be read, else 0.
 
     Raises:
         CheckpointNotFoundError: there are no checkpoints at the path.
+        ConfigurationError: none of them has the metric.
     """
     root = as_place(keys.path, "path")
     checkpoint = look(root)
@@ -80,7 +83,7 @@ def list_checkpoints(keys: ListKeys) -> int:
         print_json({"path": str(root), "best": best and best.id, "checkpoints": [_as_json(row) for row in rows]})
     else:
         _show(rows, best, keys)
-    return 1 if any(row.problem for row in rows) else 0
+    return code_of(row.mark for row in rows)
 
 
 def _list_other(path: Place, kind: str, keys: ListKeys) -> int:
@@ -89,20 +92,20 @@ def _list_other(path: Place, kind: str, keys: ListKeys) -> int:
     if keys.json:
         print_json({"path": str(path), "format": kind, "size_bytes": size})
     else:
-        show(f"{path}: {kind}, {decimal(size)}")
+        show(f"{path}: {kind}, {decimal(size)} in files")
     return 0
 
 
 def row_of(checkpoint: Committed[Place]) -> Row | None:
     """Return the row of a checkpoint; None: it was removed since it was listed."""
+    where = checkpoint.id, str(checkpoint.path), checkpoint.timestamp
     try:
         manifest = read_manifest(checkpoint.path)
     except CheckpointNotFoundError:
         return None
     except (CheckpointError, OSError) as error:
-        return Row(checkpoint.id, str(checkpoint.path), checkpoint.timestamp, 0, "", "", {}, sentence(error))
+        return Row(*where, 0, "", "", {}, mark_of(error), told(error))
     size = sum(component.size_bytes for component in manifest.components.values())
-    where = checkpoint.id, str(checkpoint.path), checkpoint.timestamp
     return Row(*where, size, layout_of(manifest), format_of(manifest), dict(manifest.metrics))
 
 
@@ -120,12 +123,19 @@ def format_of(manifest: CheckpointManifest) -> str:
     return ", ".join(name_of_store(store) for store, _ in stores.most_common()) or "no arrays"
 
 
-def best_of(rows: Iterable[Row], metric: str | None, *, greater: bool) -> Row | None:
-    """Return the checkpoint with the best value of a metric, the oldest of equal ones; None: no metric, or several and none is chosen."""
+def best_of(rows: Sequence[Row], asked: str | None, *, greater: bool) -> Row | None:
+    """Return the checkpoint with the best value of a metric, the oldest of equal ones; None: no metric, or several and none is chosen.
+
+    Raises:
+        ConfigurationError: none has a value of the metric that is asked for.
+    """
     named = [row for row in rows if row.metrics]
-    names = {name for row in named for name in row.metrics}
-    metric = metric or (next(iter(names)) if len(names) == 1 else None)
+    names = sorted({name for row in named for name in row.metrics})
+    metric = asked or (names[0] if len(names) == 1 else None)
     known = [(value, row) for row in named if metric is not None and (value := row.metrics.get(metric)) is not None]
+    if not known and asked is not None and any(row.mark is None for row in rows):
+        there = f"they have {', '.join(names)}" if names else "they were saved without metrics"
+        raise ConfigurationError(f"{argument('best', asked)}: no checkpoint here has a value of it; {there}")
     if not known:
         return None
     return (max if greater else min)(known, key=lambda pair: pair[0])[1]
@@ -145,9 +155,8 @@ def _show(rows: Sequence[Row], best: Row | None, keys: ListKeys) -> None:
         if row is best:
             values = row.metrics.items() if keys.best is None else [(keys.best, row.metrics[keys.best])]
             marks += [f"best ({name} {value:.4g})" for name, value in values if value is not None]
-        if row.problem is not None:
-            marks.append("damaged")
-        size = decimal(row.size_bytes) if row.problem is None else ""
+        marks += [row.mark] if row.mark is not None else []
+        size = decimal(row.size_bytes) if row.mark is None else ""
         table.add(_step(row), age_of(row.committed), size, row.layout, row.format, ", ".join(marks))
     show(table, *(f"{Path(row.path).name}: {row.problem}" for row in rows if row.problem is not None))
 

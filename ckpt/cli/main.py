@@ -1,7 +1,8 @@
 """The program `ckpt`: what people do with checkpoints from a shell, without a config and without the recipes.
 
 Each command is a function that takes a dataclass of keys; `_Command` makes the options of it. A command is imported when it is called:
-`ckpt --help` needs no torch. Exit codes are those of diff and fsck: 0 nothing to report, 1 differences or damage, 2 trouble.
+`ckpt --help` needs no torch. Exit codes are those of diff and fsck: 0 nothing to report, 1 differences or damage, 2 trouble. Damage that a
+command meets in its source is 1, too; what cannot be read, for lack of permission or of a store that answers, is trouble.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import Any, NoReturn, get_args, get_type_hints
 import click
 from click.shell_completion import get_completion_class
 
-from ckpt.cli.arguments import as_option, spelled
+from ckpt.cli.arguments import as_option, spelled, told
 from ckpt.cli.environment import import_torch
 from ckpt.version import __version__
 
-TROUBLE = 2
+DAMAGE, TROUBLE = 1, 2
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ COMMANDS = {
         "listing:list_checkpoints",
         "List the checkpoints of a folder or an address, one line each.",
         """
-        The oldest commit comes first. Marks are newest, best (by a metric that was saved with the checkpoints), and damaged, where
-        the manifest cannot be read; `ckpt verify` reads every byte. Of a folder that holds runs, each folder of checkpoints below it
-        gets a line.
+        The oldest commit comes first. Size is that of tensors and values, as `ckpt show` has it. Marks are newest, best (by a metric
+        that was saved with the checkpoints), damaged, where the manifest is not as it was written, and unreadable, where you may not
+        read it; `ckpt verify` reads every byte. Of a folder that holds runs, each folder of checkpoints below it gets a line.
 
         $ ckpt ls outputs/dev/checkpoints
         $ ckpt ls s3://bucket/run --best accuracy --greater
@@ -56,7 +57,8 @@ COMMANDS = {
         "Show what a checkpoint holds: components, arrays, types, shapes and sizes.",
         """
         It reads checkpoints of this project, DCP, Megatron-Core, safetensors, Orbax, DeepSpeed,
-        torch_checkpointing and torch.save.
+        torch_checkpointing and torch.save. Size is that of tensors and values; files is that of all files, which a copy needs and
+        `ckpt verify` reads; unique is what removing the checkpoint frees, without files that others share.
 
         $ ckpt show outputs/dev/checkpoints/checkpoint-00000100 --filter attn
         $ ckpt show outputs/dev/checkpoints --html checkpoints.html
@@ -66,7 +68,8 @@ COMMANDS = {
         "reading:verify",
         "Read every byte of a checkpoint, or of all in a folder, and report damage.",
         """
-        It exits with 0 if every byte is as it was saved, and with 1 if not. It writes nothing.
+        It exits with 0 if every byte is as it was saved, with 1 if not, and with 2 if what could be read is, but not all could be
+        read. It writes nothing.
 
         $ ckpt verify outputs/dev/checkpoints
         $ ckpt verify s3://bucket/run/checkpoint-00000100 --json
@@ -76,7 +79,7 @@ COMMANDS = {
         "comparing:diff",
         "Compare two checkpoints, of any formats: every tensor, value and key of the config.",
         """
-        It exits with 0 if they are equal, and with 1 if they differ.
+        It exits with 0 if they are equal, and with 1 if they differ or one is damaged.
 
         $ ckpt diff checkpoints/checkpoint-00000100 checkpoints/checkpoint-00000200
         """,
@@ -219,7 +222,7 @@ def _params(kind: type) -> Iterator[click.Parameter]:
 
 def _argument(name: str, *, is_many: bool) -> click.Argument:
     metavar = f"{name.upper().removesuffix('S')}..." if is_many else name.upper()
-    return click.Argument([name], type=click.Path(), nargs=-1 if is_many else 1, required=True, metavar=metavar)
+    return click.Argument([name], type=click.Path(readable=False), nargs=-1 if is_many else 1, required=True, metavar=metavar)
 
 
 def _option(name: str, hint: Any, default: Any, about: Mapping[str, Any]) -> click.Option:
@@ -230,6 +233,8 @@ def _option(name: str, hint: Any, default: Any, about: Mapping[str, Any]) -> cli
     inner = click.Choice(about["choices"]) if about["choices"] else click.types.convert_type(kinds[0])
     kind = _NoneOr(inner) if type(None) in get_args(hint) else inner
     metavar = None if about["choices"] else kinds[0].__name__.upper().replace("STR", "TEXT")
+    if kind is not inner and (default is not None or kinds[0] is int):  # where none is more than to leave it out
+        metavar = f"{metavar}|none"
     return click.Option([flag, name], type=kind, default=default, show_default=default is not None, metavar=metavar, help=about["help"])
 
 
@@ -252,19 +257,30 @@ def run(words: list[str] | None = None) -> int:
         with spelled(as_option):
             code = ckpt.main(words, prog_name="ckpt", standalone_mode=False)
         return code if isinstance(code, int) else 0
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
-        return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        return _said("interrupted", 130)
+        return TROUBLE
+    except click.ClickException as error:
+        return _said(f"error: {_sentence(error)}", TROUBLE)
+    except (click.Abort, KeyboardInterrupt) as error:
+        return _said("; ".join(["interrupted", *map(str, (error.__cause__ or error).args)]), 130)
     except SystemExit:  # click's own: the reader of stdout has ended, as in `| head`
         return 0
     except Exception as error:
-        from ckpt.errors import CheckpointError, sentence
+        from ckpt.errors import CheckpointError, CorruptCheckpointError
 
         if not isinstance(error, CheckpointError | OSError):
             raise
-        return _said(f"error: {sentence(error, as_option)}", TROUBLE)
+        return _said(f"error: {told(error, as_option)}", DAMAGE if isinstance(error, CorruptCheckpointError) else TROUBLE)
+
+
+def _sentence(error: click.ClickException) -> str:
+    """Return what click says of a command line, as one sentence."""
+    if isinstance(error, click.NoSuchOption):
+        near = f"; did you mean {' or '.join(sorted(error.possibilities))}?" if error.possibilities else ""
+        return f"there is no option {error.option_name}{near}"
+    text = " ".join(error.format_message().split())
+    return text[:1].lower() + text[1:].removesuffix(".")
 
 
 def _said(text: str, code: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from glob import escape
@@ -18,13 +17,13 @@ from ckpt.catalog.catalog import catalog_at
 from ckpt.catalog.committed import Committed, look
 from ckpt.catalog.incremental import DiskUse, disk_use, linked_with
 from ckpt.catalog.verify import Verification, examine
-from ckpt.cli.arguments import LoadKeys, argued, argument
+from ckpt.cli.arguments import LoadKeys, argued, argument, told
 from ckpt.cli.pages.page import refuse_other_files
 from ckpt.cli.progress import SHOWN_AFTER_S, progress_bar
 from ckpt.cli.reading_others import OtherAt, other_at
 from ckpt.cli.tables import MOST_ROWS, Listing, counted, first_rows, more, most_rows, print_json
 from ckpt.cli.tables import show as show_parts
-from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, printable, sentence
+from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, is_unread, printable
 from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry, CheckpointManifest, ComponentManifest
 from ckpt.format.places import Place, as_place, local_path
 from ckpt.interop.recognised import recognised
@@ -34,6 +33,8 @@ from ckpt.storage.stored import checkpoints_below, gone, identity_of, not_a_chec
 
 _VERSIONS = ("format_version", "ckpt_version", "pytorch_version")
 _HEAD = ("checkpoint_id", *_VERSIONS, "world_size", "topology", "training_args_hash")
+DAMAGED, UNREADABLE = "damaged", "unreadable"
+"""Marks of checkpoints in listings. What cannot be read, such as for lack of permission, may be whole."""
 
 
 @dataclass
@@ -62,6 +63,21 @@ class InspectKeys(ReadingKeys):
             refuse_other_files(local_path(self.html, "html"))
 
 
+def mark_of(error: Exception) -> str:
+    """Return the mark of a checkpoint that was met with this error."""
+    return UNREADABLE if is_unread(error) else DAMAGED
+
+
+def code_of(marks: Iterable[str | None]) -> int:
+    """Return the exit code of a command that has looked at several checkpoints: as `diff` and `fsck` have it."""
+    found = {*marks}
+    return 1 if DAMAGED in found else 2 if UNREADABLE in found else 0
+
+
+def _mark(found: Verification) -> str | None:
+    return (DAMAGED if len(found.problems) > len(found.unread) else UNREADABLE) if found.problems else None
+
+
 def verify(keys: ReadingKeys) -> int:
     """Read every byte of every checkpoint at the path, print the problems, and return the exit code."""
     results: list[dict[str, Any]] = []
@@ -70,31 +86,30 @@ def verify(keys: ReadingKeys) -> int:
     if (other := _other_at(at, keys)) is not None:
         return _verify_other(other, keys)
     for path in checkpoints_at(at):
-        began = time.monotonic()
-        found = _examined(path)
+        began, size = time.monotonic(), disk_use([path])[0][path].apparent_bytes
+        found = _examined(path, size)
         seconds = time.monotonic() - began
         if found is None:
             removed.append(str(path))
             continue
         others = [str(other) for other in linked_with(path.absolute().parent, path, found.damaged)]
-        counts = {"num_files": found.num_files, "num_bytes": found.num_bytes}
-        results.append({"path": str(path), "problems": found.problems, **counts, "damage_shared_with": others})
+        row = {"path": str(path), "mark": _mark(found), "problems": found.problems, "num_files": found.num_files}
+        results.append(row | {"num_bytes": size, "damage_shared_with": others})
         if not keys.json:
-            speed = f", {seconds:.1f} s, {found.num_bytes / seconds / 1e9:.2f} GB/s" if seconds > SHOWN_AFTER_S else ""
-            counts_text = f"{found.num_files} files, {found.num_bytes} bytes{speed}"
-            _tell_result(path, found.problems, counts_text, others, all=keys.all)
+            speed = f", {seconds:.1f} s, {size / seconds / 1e9:.2f} GB/s" if seconds > SHOWN_AFTER_S else ""
+            _tell_result(path, found, f"{found.num_files} files, {size} bytes{speed}", others, all=keys.all)
     if removed == [keys.path]:
         raise gone(at)
-    is_sound = not any(result["problems"] for result in results)
+    code = code_of(result["mark"] for result in results)
     if keys.json:
-        print_json({"ok": is_sound, "checkpoints": results, "removed": removed})
+        print_json({"ok": code == 0, "checkpoints": results, "removed": removed})
     for folder in removed if not keys.json else ():
         show_parts(f"{folder}: removed while it was read")
-    return 0 if is_sound else 1
+    return code
 
 
-def show(keys: InspectKeys) -> None:
-    """Show what a checkpoint holds, or which checkpoints a folder holds."""
+def show(keys: InspectKeys) -> int:
+    """Show what a checkpoint holds, or which checkpoints a folder holds; return the exit code."""
     path = as_place(keys.path, "path")
     if is_checkpoint(path):
         with noticing_removal(path):
@@ -104,10 +119,10 @@ def show(keys: InspectKeys) -> None:
                 print_json(_checkpoint_as_json(path, manifest) | asdict(use))
             else:
                 _show_checkpoint(path, manifest, use, keys)
-        return
+        return 0
     if (other := _other_at(path, keys)) is not None:
         _show_other(other, keys)
-        return
+        return 0
     committed = committed_below(path)
     each, on_disk = disk_use(commit.path for commit in committed)
     rows = [row | asdict(each[commit.path]) for commit in committed if (row := _row(commit)) is not None]
@@ -115,6 +130,7 @@ def show(keys: InspectKeys) -> None:
         print_json({"path": str(path), "on_disk_bytes": on_disk, "checkpoints": rows})
     else:
         _show_root(path, rows, on_disk, keys)
+    return code_of(row["mark"] for row in rows)
 
 
 def is_checkpoint(path: Place) -> bool:
@@ -164,37 +180,29 @@ def checkpoints_at(path: Place) -> list[Place]:
     return committed + sorted(folder for folder in path.glob("checkpoint-*") if folder.is_dir() and folder not in committed)
 
 
-def _examined(path: Place) -> Verification | None:
+def _examined(path: Place, size: int) -> Verification | None:
     """Examine a checkpoint; None: it was removed meanwhile."""
     before = identity_of(path)
     try:
-        with progress_bar(f"verify {printable(path.name)}", _bytes_below(path)) as advance:
+        with progress_bar(f"verify {printable(path.name)}", size) as advance:
             found = examine(path, progress=advance)
-    except CheckpointError as error:
-        found = Verification([str(error)])
+    except (CheckpointError, OSError) as error:
+        found = Verification()
+        found.note(error)
     is_gone = identity_of(path) != before or (isinstance(path, Path) and not path.exists())
     return None if found.problems and is_gone else found
 
 
-def _bytes_below(path: Place) -> int:
-    """The bytes of all files in a folder, or of those that were seen before another process removed it."""
-    if not isinstance(path, Path):
-        return disk_use([path])[1]
-    total = 0
-    with suppress(OSError):
-        for file in path.rglob("*"):
-            total += file.stat().st_size if file.is_file() else 0
-    return total
-
-
-def _tell_result(path: Place, problems: Sequence[str], counts: str, others: Sequence[str], *, all: bool) -> None:
+def _tell_result(path: Place, found: Verification, counts: str, others: Sequence[str], *, all: bool) -> None:
+    problems = found.problems
     if not problems:
         show_parts(f"{path}: ok, {counts}")
         return
     shown = first_rows(problems, most=most_rows(all=all))
     shared = [f"  damaged files are shared with {', '.join(Path(other).name for other in others)}"] if others else []
     left_out = [f"  {line}" for line in more(len(problems) - len(shown), "problem")]
-    lines = [f"{path}: {counted(len(problems), 'problem')}", *(f"  {problem}" for problem in shown), *left_out, *shared]
+    what = "could not be read" if _mark(found) == UNREADABLE else counted(len(problems), "problem")
+    lines = [f"{path}: {what}", *(f"  {problem}" for problem in shown), *left_out, *shared]
     show_parts(*lines)
 
 
@@ -203,22 +211,23 @@ def _verify_other(other: OtherAt, keys: ReadingKeys) -> int:
     tensors = other.tensors
     num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
     with progress_bar(f"read {printable(other.path.name)}", num_bytes) as advance:
-        problems = other.problems(advance)
+        found = other.examined(advance)
     if keys.json:
         row = {
             "path": str(other.path),
-            "problems": problems,
+            "mark": _mark(found),
+            "problems": found.problems,
             "num_tensors": len(tensors),
             "num_bytes": num_bytes,
             "digests": False,
         }
-        print_json({"ok": not problems, "checkpoints": [row], "removed": []})
-    elif problems:
-        _tell_result(other.path, problems, "", [], all=keys.all)
+        print_json({"ok": not found.problems, "checkpoints": [row], "removed": []})
+    elif found.problems:
+        _tell_result(other.path, found, "", [], all=keys.all)
     else:
         read = f"{counted(len(tensors), 'tensor')}, {num_bytes} bytes, can be read"
         show_parts(f"{other.path}: {other.kind} has no digests: nothing to verify; {read}")
-    return 1 if problems else 0
+    return code_of([_mark(found)])
 
 
 def _show_other(other: OtherAt, keys: InspectKeys) -> None:
@@ -250,8 +259,9 @@ def _row(one: Committed[Place]) -> dict[str, Any] | None:
     except CheckpointNotFoundError:
         return None
     except (CheckpointError, OSError) as error:
-        return row | {"problem": sentence(error)}
+        return row | {"mark": mark_of(error), "problem": told(error)}
     return row | {
+        "mark": None,
         "problem": None,
         "world_size": manifest.world_size,
         "components": list(manifest.components),
@@ -297,7 +307,7 @@ def _show_root(root: Place, rows: Sequence[dict[str, Any]], on_disk: int, keys: 
         mark = ["  the newest"] if row is rows[-1] else []
         use = decimal(row["apparent_bytes"]), decimal(row["unique_bytes"])
         if row["problem"] is not None:
-            table.add([name, *mark], when, "damaged", "", "", *use)
+            table.add([name, *mark], when, row["mark"], "", "", *use)
             continue
         own = [] if alike else [f"  {', '.join(row['components'])}"]
         table.add(

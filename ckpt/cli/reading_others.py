@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ckpt.catalog.catalog import catalog_at
+from ckpt.catalog.verify import Verification
 from ckpt.errors import CheckpointError, sentence
 from ckpt.format.box import Box
 from ckpt.format.manifest import STATE, ArrayEntry
@@ -51,22 +52,24 @@ class OtherAt:
     values: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
 
-    def problems(self, progress: Callable[[int], object]) -> list[str]:
+    def examined(self, progress: Callable[[int], object]) -> Verification:
         """Read every tensor, in pieces, and return what cannot be read, one sentence each."""
-        found = list(self.unread)
+        found = Verification(list(self.unread))
         own = {name: entry for name, entry in self.tensors.items() if entry.alias_of is None}
         pieces = (Piece(name, box, entry.dtype) for name, entry in own.items() for box in slabs(entry, PIECE_BYTES))
         for batch in batches(pieces):
-            if self._problem(batch) is not None:
-                found += [said for name in batch if (said := self._problem([name])) is not None]
+            if self._error(batch) is not None:
+                for piece in batch:
+                    if (error := self._error([piece])) is not None:
+                        found.note(error, f"{piece.name}: ")
             progress(sum(piece.num_bytes for piece in batch))
         return found
 
-    def _problem(self, batch: Sequence[Piece]) -> str | None:
+    def _error(self, batch: Sequence[Piece]) -> CheckpointError | OSError | None:
         try:
             self.read([(self.names[piece.name], piece.box, piece.empty()) for piece in batch])
         except (CheckpointError, OSError) as error:
-            return f"{batch[0].name}: {sentence(error)}"
+            return error
         return None
 
 

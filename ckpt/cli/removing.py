@@ -12,11 +12,19 @@ from rich.filesize import decimal
 from ckpt.catalog.catalog import Catalog, catalog_at
 from ckpt.catalog.committed import Committed, look
 from ckpt.catalog.incremental import disk_use
-from ckpt.cli.arguments import argued, argument
+from ckpt.catalog.ledger import require_removable
+from ckpt.cli.arguments import argued, argument, told
 from ckpt.cli.tables import counted, show
-from ckpt.errors import CheckpointNotFoundError, ConfigurationError, FolderInUseError, StorageError
+from ckpt.errors import (
+    CheckpointNotFoundError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    FolderInUseError,
+    StorageError,
+    telling,
+)
 from ckpt.format.places import Place, as_place
-from ckpt.storage.stored import not_a_checkpoint
+from ckpt.storage.stored import not_a_checkpoint, read_manifest
 
 
 @dataclass
@@ -31,9 +39,11 @@ def remove_checkpoints(keys: RemoveKeys) -> int:
     """Refuse, or ask and remove; return 0, or 1 where the user said no.
 
     Raises:
-        CheckpointNotFoundError: a path is that of no checkpoint. Nothing is removed then.
+        CheckpointNotFoundError: a path is that of no checkpoint. Nothing is removed then, nor in the next four cases.
         ConfigurationError: a path is a symbolic link, or nobody can be asked.
+        CorruptCheckpointError: a manifest does not tell which files are the checkpoint's.
         FolderInUseError: a run that lives has saved one of them, or saves in its folder without sharing it.
+        OSError: one may not be removed by this user.
         StorageError: one could not be removed.
     """
     doomed = [_checked(as_place(path, "path")) for path in dict.fromkeys(keys.paths)]
@@ -44,7 +54,7 @@ def remove_checkpoints(keys: RemoveKeys) -> int:
     for catalog, checkpoint in doomed:
         catalog.remove(checkpoint.path)
         if look(checkpoint.path) is not None:
-            raise StorageError(f"{checkpoint.path} could not be removed, and is as it was: may you write the folder that it is in?")
+            raise StorageError(f"{checkpoint.path} could not be removed, and is as it was")
         show(f"{checkpoint.path}: removed")
     return 0
 
@@ -64,6 +74,13 @@ def _checked(path: Place) -> tuple[Catalog[Place], Committed[Place]]:
     if checkpoint is None:
         why = not_a_checkpoint(path) if isinstance(path, Path) else f"there is no checkpoint at {path}"
         raise CheckpointNotFoundError(f"{why}; rm removes checkpoints alone")
+    try:
+        read_manifest(path)
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{told(error)}; so rm cannot tell its files from yours: remove the folder by hand") from error
+    if isinstance(path, Path):
+        with telling(f"{path} cannot be removed"):
+            require_removable(path)
     catalog = catalog_at(path.parent)
     if catalog.living():
         raise FolderInUseError(f"{path}: a run is saving in {path.parent} now; end it first, or leave it to its retention")

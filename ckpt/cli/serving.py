@@ -25,12 +25,12 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from ckpt.catalog.committed import Committed
-from ckpt.cli.arguments import argued, argument
+from ckpt.cli.arguments import argued, argument, told
 from ckpt.cli.listing import roots_below
 from ckpt.cli.pages.inspect_page import checkpoint_page, folder_page
 from ckpt.cli.pages.page import Served, page
 from ckpt.cli.pages.sweep_page import sweep_page
-from ckpt.cli.reading import committed_in
+from ckpt.cli.reading import committed_in, mark_of
 from ckpt.cli.tables import show
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError, sentence
 from ckpt.format.digests import digest_of
@@ -123,11 +123,15 @@ class Site:
             newest = committed[-1]
             row = {"name": name.removeprefix("runs/"), "link": f"{quote(name)}/", "count": len(committed), "newest": newest.path.name}
             runs.append(row | {"committed": newest.timestamp, "time": newest.timestamp.timestamp()})
-        tables = []
+        tables: list[dict[str, Any]] = []
         for name, file in sweeps.items():
-            jobs = _jobs(file)
-            failed = sum(job["error"] is not None for job in jobs)
-            tables.append({"name": name.removeprefix("sweeps/"), "link": f"{quote(name)}/", "jobs": len(jobs), "failed": failed})
+            table: dict[str, Any] = {"name": name.removeprefix("sweeps/"), "link": f"{quote(name)}/", "mark": None}
+            try:
+                jobs = _jobs(file)
+                table |= {"jobs": len(jobs), "failed": sum(job["error"] is not None for job in jobs)}
+            except (CheckpointError, OSError) as error:
+                table |= {"mark": mark_of(error), "problem": told(error)}
+            tables.append(table)
         title = self.root.absolute().name if isinstance(self.root, Path) else str(self.root)
         lead = f"The folder {self.root}" if runs or tables else f"{self.root} holds no run yet: the page waits for the first checkpoint."
         return Page([runs, tables], lambda served: page("site.html", title, lead, served, runs=runs, sweeps=tables))

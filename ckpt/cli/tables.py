@@ -119,7 +119,7 @@ class Listing:
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
         for number, (heading, least) in enumerate(zip(self._headings, widths, strict=True)):
             justify: Literal["left", "right"] = "right" if number in self._right else "left"
-            table.add_column(heading, justify=justify, width=least, no_wrap=number not in self._text)
+            table.add_column(Text(heading), justify=justify, width=least, no_wrap=number not in self._text)
         for row in self._rows:
             table.add_row(*(Text("\n".join(lines)) for lines in row))
         return table

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckpt.dist_checkpointing.dict_utils import extract_matching_values, merge
-from ckpt.dist_checkpointing.folder.address import AddressMark, take_address
+from ckpt.dist_checkpointing.folder.address import take_address
+from ckpt.dist_checkpointing.folder.claim import SaveClaim, claimed
 from ckpt.dist_checkpointing.folder.destination import take
-from ckpt.dist_checkpointing.folder.save_marker import SaveMarker, marked
 from ckpt.dist_checkpointing.folder.saving import require_alike
 from ckpt.dist_checkpointing.mapping import (
     CommonStateDict,
@@ -59,7 +59,7 @@ from ckpt.ranks.default_topology import current_topology, use_topology
 from ckpt.ranks.merging import alike
 from ckpt.ranks.topology import Topology
 from ckpt.saving.background.async_utils import AsyncRequest
-from ckpt.storage.metadata import TORCH_DIST, CheckpointingConfig, maybe_load_config, save_config
+from ckpt.storage.metadata import TORCH_DIST, CheckpointingConfig, maybe_load_config
 
 logger = logger_of(__name__)
 
@@ -75,7 +75,7 @@ def save(
 ) -> AsyncRequest | None:
     """Save a sharded state dict into an existing folder, or to an address in an object store. Collective; fails on all ranks or on none.
 
-    Files of an interrupted save, by its marker, are removed first; other files in the folder stay.
+    It becomes visible as a whole, at the end. What an interrupted save has left is removed first; other files in the folder stay.
 
     Args:
         sharded_state_dict: nested; not changed.
@@ -90,7 +90,7 @@ def save(
 
     Raises:
         CheckpointNotFoundError: the folder does not exist.
-        FolderInUseError: another process saves to the address.
+        FolderInUseError: another process saves there.
         CheckpointExistsError: it holds a checkpoint, or other files where a save puts its own.
         ConfigurationError: unknown strategy, one that cannot save asynchronously, or a value that is neither a tensor nor plain.
         ShardingError, ShapeMismatchError: the ranks' shards do not form global tensors.
@@ -106,7 +106,7 @@ def save(
                 "validate_access_integrity": alike(validate_access_integrity),
             }
             phase.answer = lambda: require_alike(phase.merged)
-        mark = None
+        claim = None
         try:
             with topology.phase("destination"):
                 if async_sharded_save and not isinstance(sharded, AsyncSaveShardedStrategy):
@@ -114,21 +114,21 @@ def save(
                         f"{sharded} saves before it returns: give async_sharded_save=False, or another strategy"
                     )
                 tensors, common_state = split_for_save(sharded_state_dict)
-                mark = _taken(folder, topology.progress) if topology.is_lead else None
+                claim = _taken(folder, topology.progress) if topology.is_lead else None
         except BaseException:  # also that of another rank
-            if mark is not None:
-                mark.let_go()
+            if claim is not None:
+                claim.let_go()
             raise
-        with marked(mark):
+        with claimed(claim):
             if validate_access_integrity:
                 _, all_ranks = determine_global_metadata(tensors)
                 with topology.phase("integrity"):
                     validate_sharding_integrity(all_ranks)
                 compare_common(common_state, preprocess_common_before_consistancy_check)
-            return _write(tensors, common_state, folder, sharded, common, mark, in_background=async_sharded_save)
+            return _write(tensors, common_state, folder, sharded, common, claim, in_background=async_sharded_save)
 
 
-def _taken(place: Place, progress: Callable[[], object]) -> SaveMarker | AddressMark:
+def _taken(place: Place, progress: Callable[[], object]) -> SaveClaim:
     return take(place, progress) if isinstance(place, Path) else take_address(place, progress)
 
 
@@ -138,11 +138,11 @@ def _write(
     folder: Place,
     sharded: SaveShardedStrategy,
     common: SaveCommonStrategy,
-    mark: SaveMarker | AddressMark | None,
+    claim: SaveClaim | None,
     *,
     in_background: bool,
 ) -> AsyncRequest | None:
-    """Write common state, objects, tensors and metadata.json into a folder that bears this save's mark."""
+    """Write common state, objects, tensors and metadata.json into a folder that this save has claimed."""
     topology = current_topology()
     common.save_common(common_state, folder)
     if not sharded.can_handle_sharded_objects:
@@ -153,12 +153,12 @@ def _write(
     if in_background:
         assert isinstance(sharded, AsyncSaveShardedStrategy)
         request = sharded.async_save(tensors, folder)
-        request.add_finalize_fn(lambda: _complete(config, folder, topology, mark))
-        if mark is not None:
-            request.abandon_fns.append(mark.let_go)
+        request.add_finalize_fn(lambda: _complete(config, folder, topology, claim))
+        if claim is not None:
+            request.abandon_fns.append(claim.let_go)
         return request
     sharded.save(tensors, folder)
-    _complete(config, folder, topology, mark)
+    _complete(config, folder, topology, claim)
     return None
 
 
@@ -273,15 +273,15 @@ def remove_sharded_tensors(checkpoint_dir: str | Place, key_prefix: str) -> None
         strategy.remove_sharded_tensors(str(checkpoint_dir), key_prefix)
 
 
-def _complete(config: CheckpointingConfig, folder: Place, topology: Topology, mark: SaveMarker | AddressMark | None) -> None:
+def _complete(config: CheckpointingConfig, folder: Place, topology: Topology, claim: SaveClaim | None) -> None:
     """Write metadata.json, the last step of a save. If another rank fails in it, the error says that the checkpoint is complete."""
     with topology.phase("complete") as phase:
-        if mark is not None:
-            mark.require()
+        if claim is not None:
+            claim.require()
             topology.require_awaited()
-            save_config(config, folder, mark.parts if isinstance(mark, AddressMark) else None)
+            claim.complete(config)
             phase.stands = f"{folder} is complete"
-            mark.remove()
+            claim.remove()
 
 
 def _sharded_metadata(folder: Place, sharded: LoadShardedStrategy, common: LoadCommonStrategy) -> CkptShardedMetadata:

@@ -29,6 +29,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ckpt.errors.arguments import LOAD_EARLIER as LOAD_EARLIER
 from ckpt.errors.arguments import Argument as Argument
 from ckpt.errors.arguments import declare as declare
 from ckpt.errors.arguments import leave_out as leave_out
@@ -236,6 +237,12 @@ def sentence(error: BaseException, words: Callable[[Argument], str] = str) -> st
     if "connectFullMesh failed" in text:  # gloo's: the addresses in its store are those of processes that have ended
         text += f". {_STALE_ADDRESSES}"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def is_unread(error: BaseException) -> bool:
+    """Whether bytes could not be read, which tells nothing of damage: no permission, a store that does not answer, a newer format."""
+    is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+    return isinstance(error, ConfigurationError) or (isinstance(error, OSError) and not is_missing)
 
 
 @contextmanager

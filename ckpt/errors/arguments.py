@@ -59,3 +59,7 @@ def leave_out(component: str) -> Argument:
         'leave component ema out'
     """
     return Argument("leave_out", component, f"leave component {component} out")
+
+
+LOAD_EARLIER = Argument("load_earlier", None, ". Load an earlier checkpoint.")
+"""The advice at the end of a sentence about damage: it is for loads, and commands that load nothing say something else."""

@@ -106,7 +106,7 @@ def as_place(given: str | os.PathLike[str] | ObjectPath, what: str) -> Place:
         what: name of the setting, such as "output_dir".
 
     Raises:
-        ConfigurationError: the scheme is not known, or the address has no bucket, or parts that a key cannot have.
+        ConfigurationError: it is empty, the scheme is not known, or the address has no bucket, or parts that a key cannot have.
 
     Example:
         >>> as_place("s3://bucket/run/", "output_dir"), as_place("file:///x%20y", "output_dir")
@@ -115,6 +115,8 @@ def as_place(given: str | os.PathLike[str] | ObjectPath, what: str) -> Place:
     if isinstance(given, ObjectPath):
         return given
     text = os.fspath(given)
+    if not text:
+        raise _unlike(what, "empty", "the path of a folder, or an address; this folder is .")
     if isinstance(given, str) and (match := _NO_SLASH.match(text)) is not None:
         raise _unlike(what, text, f"{match['scheme'].lower()}://bucket/run; a folder of this name is given as ./{_shown(text)}")
     match = _ADDRESS.match(text)

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from ckpt.errors import CorruptCheckpointError, sentence
+from ckpt.errors import LOAD_EARLIER, CorruptCheckpointError, sentence
 
 MAX_INT = (1 << 63) - 1
 MAX_RANKS = 1 << 20
@@ -53,7 +53,7 @@ def fraction(text: str) -> Fraction:
 
 def corrupt(where: str, reason: str) -> CorruptCheckpointError:
     """Return the error for a file with impossible content."""
-    return CorruptCheckpointError(f"{where}: {reason}. Load an earlier checkpoint.")
+    return CorruptCheckpointError(f"{where}: {reason}", LOAD_EARLIER)
 
 
 @contextmanager

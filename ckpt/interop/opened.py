@@ -20,7 +20,7 @@ from ckpt.format.names import COMPONENT_KEY
 from ckpt.interop.unpickling import unknown_in
 from ckpt.loading.parts_of_state import by_component_of
 from ckpt.loading.sources import CheckpointSource
-from ckpt.loading.strategy import ReadRequest
+from ckpt.loading.strategy import Reading, ReadRequest
 from ckpt.memory.huge_pages import Scratch
 from ckpt.ranks.topology import Topology
 from ckpt.state.flatten import Path, leaves_apart, plain_and_paths, unflatten
@@ -145,6 +145,12 @@ class Opened:
         return component.with_sharing(self.source.saved_sharing(component) or Sharing(SharingPattern.REPLICATED))
 
 
+class Readable(Protocol):
+    """What tensors are read from; see `CheckpointSource.prepare`."""
+
+    def prepare(self, requests: Sequence[ReadRequest]) -> Reading: ...
+
+
 class OpenedTensor(NamedTuple):
     """A tensor of a checkpoint. A second name of a tensor has name and entry of the first.
 
@@ -153,7 +159,7 @@ class OpenedTensor(NamedTuple):
         kind: what it is beside its values, as the last step of a path (`ckpt.state.tensor_classes`).
     """
 
-    source: CheckpointSource
+    source: Readable
     name: str
     entry: ArrayEntry
     kind: tuple[str, str] | None = None
@@ -169,7 +175,7 @@ class OpenedTensor(NamedTuple):
         return out
 
 
-def read_into(source: CheckpointSource, wanted: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
+def read_into(source: Readable, wanted: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
     """Read boxes of tensors together: (name to read it by, box, memory on the host of shape `box.shape`).
 
     Raises:
@@ -183,7 +189,7 @@ def read_into(source: CheckpointSource, wanted: Iterable[tuple[str, Box, torch.T
 
 
 def read_pieces(
-    source: CheckpointSource, pieces: Iterable[Piece], tensors: Mapping[str, OpenedTensor]
+    source: Readable, pieces: Iterable[Piece], tensors: Mapping[str, OpenedTensor]
 ) -> Iterator[tuple[Piece, torch.Tensor]]:
     """Yield pieces, in order. Small ones are read together, and ahead of the caller; each is valid until the next.
 
@@ -314,18 +320,25 @@ def share_of(pieces: Sequence[Result], sizes: Sequence[int], topology: Topology)
     return [piece for piece, rank in zip(pieces, ranks, strict=False) if rank == topology.rank]
 
 
+def bytes_of_piece(piece: torch.Tensor) -> memoryview:
+    bits: Any = raw_bytes(piece.reshape(-1)).numpy()
+    return memoryview(bits)
+
+
 def digest_of_piece(piece: torch.Tensor) -> str:
     """The digest of a tensor's bytes, to compare them with what is read back."""
-    bits: Any = raw_bytes(piece.reshape(-1)).numpy()
-    return digest_of(bits)
+    return digest_of(bytes_of_piece(piece))
 
 
 def slabs(entry: ArrayEntry, most_bytes: int) -> Iterator[Box]:
-    """Cut a tensor into boxes of whole rows of at most so many bytes; a row that is larger is cut along the next dimension."""
-    yield from _cut((), entry.shape, max(1, most_bytes // item_bytes(entry.dtype)))
+    """Cut a tensor into boxes of whole rows of at most so many bytes; a row that is larger is cut along the next dimension.
+
+    They come in the order of their elements. Where that many fit, the rows are those of whole chunks, so that each chunk is read once.
+    """
+    yield from _cut((), entry.shape, max(1, most_bytes // item_bytes(entry.dtype)), entry.grid[0] if entry.grid else 1)
 
 
-def _cut(start: tuple[int, ...], shape: tuple[int, ...], most: int) -> Iterator[Box]:
+def _cut(start: tuple[int, ...], shape: tuple[int, ...], most: int, rows: int = 1) -> Iterator[Box]:
     rest = shape[len(start) :]
     if math.prod(rest) <= most:
         yield Box((*start, *(0 for _ in rest)), (*(1 for _ in start), *rest))
@@ -336,5 +349,6 @@ def _cut(start: tuple[int, ...], shape: tuple[int, ...], most: int) -> Iterator[
             yield from _cut((*start, at), shape, most)
         return
     step = max(1, most // max(row, 1))
+    step = step // rows * rows or step
     for first in range(0, rest[0], step):
         yield Box((*start, first, *(0 for _ in rest[1:])), (*(1 for _ in start), min(step, rest[0] - first), *rest[1:]))

@@ -7,7 +7,6 @@ unchanged. So the new checkpoint does not depend on the number of ranks that con
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,8 +18,9 @@ from typing import NamedTuple
 import torch
 
 from ckpt.backends.base import Backend
+from ckpt.catalog.copying import copy_files
 from ckpt.catalog.verify import TensorNames, examine, uncommitted
-from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
+from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError, sentence
 from ckpt.format.box import chunk_box, whole
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.manifest import (
@@ -49,7 +49,7 @@ from ckpt.state.sharing import StateComponent
 from ckpt.state.statefuls import Given
 from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.extents import ExtentReader
-from ckpt.storage.files import PIECE_BYTES, FolderTree, make_durable, read_once, write_all
+from ckpt.storage.files import read_once
 from ckpt.storage.metadata import CheckpointingConfig, maybe_load_config, save_config
 from ckpt.storage.runs import WantedBox
 from ckpt.storage.stored import read_index, read_listed_file, read_manifest, read_plain_file, recorded_sizes
@@ -279,47 +279,28 @@ class _Rewriting:
     ) -> dict[str, tuple[int, str]]:
         """Join the arrays and write the remaining files; return all files of the manifest."""
         parts = (f"{name}/{MANIFEST_NAME}" for name in (COMMON, OBJECTS))  # checkpoints that are always in one format
-        beside = [path for path in parts if path in self._manifest.files]
-        config = {}
-        if CONFIG_NAME in self._manifest.files:
-            config[CONFIG_NAME] = read_listed_file(self._src, self._manifest, CONFIG_NAME)
-            write_beside(self._folder, CONFIG_NAME, config[CONFIG_NAME])
-        for path in beside:
-            read_listed_file(self._src, self._manifest, path)  # for its digest
-            self._copy_below(path.partition("/")[0])
+        listed = [path for path in (*parts, CONFIG_NAME) if path in self._manifest.files]
+        beside = {path: read_listed_file(self._src, self._manifest, path) for path in listed}
+        for path, data in beside.items():
+            if path == CONFIG_NAME:
+                write_beside(self._folder, path, data)
+            else:
+                self._copy_below(path.partition("/")[0])
         contents = partial(contents_of, self._folder, entries, results)
-        made = join_arrays(self._folder, self._backend, results, self._progress, beside, contents)
-        return listed_files(made | config, results)
+        made = join_arrays(self._folder, self._backend, results, self._progress, contents)
+        return listed_files(made | beside, results)
 
     def _copy_below(self, name: str) -> None:
         """Copy the listed files of a nested checkpoint. They are examined together with the whole."""
         src, folder = require_folder(self._src), require_folder(self._folder)
         with CheckpointFolder(src) as above:
             above.require_folder(name)
-        manifest = read_manifest(src / name)
         sizes = {MANIFEST_NAME: self._manifest.files[f"{name}/{MANIFEST_NAME}"][0]}
-        sizes |= recorded_sizes(src / name, manifest)
-        folders = FolderTree(folder)
-        folders.make(folder / name)
-        with CheckpointFolder(src / name) as old, CheckpointFolder(folder / name) as new:
-            for path, size in sizes.items():
-                folders.make((folder / name / path).parent)
-                self._copy(old, new, path, size)
-        make_durable(folder / name, sizes, folders.made, self._progress)
-
-    def _copy(self, old: CheckpointFolder, new: CheckpointFolder, path: str, size: int) -> None:
-        """Copy one file, which must have this size."""
+        sizes |= recorded_sizes(src / name, read_manifest(src / name))
         try:
-            source = old.stream(path)
+            copy_files(src, folder, {f"{name}/{path}": size for path, size in sizes.items()}, self._progress)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise CorruptCheckpointError(f"{old.root.name}/{path} is missing", file=path) from error
-        with source, os.fdopen(new.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb", buffering=0) as target:
-            found = os.fstat(source.fileno()).st_size
-            if found != size:
-                raise CorruptCheckpointError(f"{old.root.name}/{path} has {found} bytes, its record says {size}")
-            while piece := source.read(PIECE_BYTES):
-                write_all(target.fileno(), memoryview(piece))
-                self._progress(len(piece))
+            raise CorruptCheckpointError(f"{name}: {sentence(error)}") from error
 
 
 def require_folder(place: Place) -> Path:

@@ -40,7 +40,7 @@ _RUNTIMES = {"torch_npu": ("CANN", "install the CANN toolkit and source its set_
 _VISIBLE = {"cuda": ("CUDA_VISIBLE_DEVICES",), "npu": ("ASCEND_RT_VISIBLE_DEVICES", "ASCEND_VISIBLE_DEVICES")}
 """Environment variables that hide devices."""
 
-_KNOWN = {"cpu": ("gloo", None), "cuda": ("nccl", None), "npu": ("hccl", "torch_npu")}
+KNOWN = {"cpu": ("gloo", None), "cuda": ("nccl", None), "npu": ("hccl", "torch_npu")}
 """Device type -> its collectives and its plugin."""
 
 OTHER_NAMES = {
@@ -105,9 +105,9 @@ class Device:
         Raises:
             ConfigurationError: the type is unknown, or has a device number.
         """
-        if type not in _KNOWN:
-            raise unlike("device", type, f"one of {', '.join(_KNOWN)}, without a number, or Device(type=..., collectives=...)")
-        collectives, plugin = _KNOWN[type]
+        if type not in KNOWN:
+            raise unlike("device", type, f"one of {', '.join(KNOWN)}, without a number, or Device(type=..., collectives=...)")
+        collectives, plugin = KNOWN[type]
         return cls(type=type, collectives=collectives, plugin=plugin)
 
     @property

@@ -43,7 +43,7 @@ class ManifestWriter:
         commit: its place in the order of commits; None: it is in no checkpoint root.
         run_id, history: see `CheckpointManifest`.
         metrics, metadata: as in the manifest.
-        beside: files that are in the folder already and belong to the checkpoint, relative to it.
+        beside: path -> content of files that are there already and belong to the checkpoint.
         manifest_digest: of the bytes of the manifest, once it is written.
         made: path -> content of the small files that no rank's index lists.
         manifest: what was written.
@@ -59,7 +59,7 @@ class ManifestWriter:
     history: Mapping[str, int] = field(default_factory=dict)
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    beside: Sequence[str] = ()
+    beside: Mapping[str, bytes] = field(default_factory=dict)
     manifest_digest: str = ""
     made: dict[str, bytes] = field(default_factory=dict)
     manifest: CheckpointManifest | None = None
@@ -81,8 +81,8 @@ class ManifestWriter:
             write_beside(folder, name, text)
         entries = entries_of(self.save.plan, self.save.mine.components, self.save.backend.store)
         contents = partial(contents_of, folder, entries, self.results)
-        made = join_arrays(folder, self.save.backend, self.results, self.topology.progress, self.beside, contents)
-        self.made = made | config
+        made = join_arrays(folder, self.save.backend, self.results, self.topology.progress, contents)
+        self.made = made | config | dict(self.beside)
         self.manifest = self._manifest(checkpoint_id, entries)
         data = self.manifest.to_bytes()
         self.manifest_digest = digest_of(data)
@@ -215,17 +215,16 @@ def join_arrays(
     backend: Backend,
     results: Sequence[WriteResult],
     progress: Callable[[int], None],
-    beside: Sequence[str] = (),
     contents: Contents = no_contents,  # of a save into an object store
 ) -> dict[str, bytes]:
-    """Join the arrays of all ranks; return path -> content of the small files that this makes, and of those in `beside`."""
+    """Join the arrays of all ranks; return path -> content of the small files that this makes."""
     writers = [rank for rank, result in enumerate(results) if result.wrote_arrays]
     found = {}
     given = () if isinstance(folder, Path) else (contents,)
     joined = backend.join(folder, writers, progress, *given)
     if isinstance(joined, Mapping):
         return dict(joined)
-    for path in [*joined, *beside]:
+    for path in joined:
         with files_below(folder) as below:
             found[path] = below.read(path, MAX_FILE_BYTES)
         progress(len(found[path]))

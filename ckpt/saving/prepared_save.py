@@ -4,7 +4,7 @@
 |---|---|---|
 | `ckpt.saving.checkpoint_root.CheckpointRoot` | a new folder, which readers ignore | a rename |
 | `ckpt.saving.new_folder.NewFolder` | a new folder, beside the path that the user has given | a rename |
-| `ckpt.dist_checkpointing.folder.destination.GivenFolder` | a folder that the user has made | its manifest, written last |
+| `ckpt.dist_checkpointing.folder.destination.GivenFolder` | a hidden folder in one of the user | renames out of it, the manifest last |
 """
 
 from __future__ import annotations

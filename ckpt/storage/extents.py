@@ -21,7 +21,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 import torch
 
-from ckpt.errors import CorruptCheckpointError
+from ckpt.errors import LOAD_EARLIER, CorruptCheckpointError
 from ckpt.format.digests import BlockDigests
 from ckpt.format.places import Place
 from ckpt.format.records import ALIGNMENT, ChunkExtent
@@ -352,7 +352,7 @@ class ExtentReader:
             if got == 0:
                 raise CorruptCheckpointError(
                     f"{name}: {self._root / chunk.file} ends at byte {at}, where bytes {chunk.offset} to {chunk.offset + chunk.length} "
-                    "were saved. Load an earlier checkpoint.",
+                    "were saved", LOAD_EARLIER,
                     file=chunk.file,
                 )
             at += got
@@ -379,7 +379,7 @@ class ExtentReader:
                 end = min(begin + chunk.block_bytes, chunk.length)
                 raise CorruptCheckpointError(
                     f"{name_of(begin, end)}: bytes {chunk.offset + begin} to {chunk.offset + end} of "
-                    f"{self._root / chunk.file} are not those that were saved. Load an earlier checkpoint.",
+                    f"{self._root / chunk.file} are not those that were saved", LOAD_EARLIER,
                     file=chunk.file,
                 )
 
@@ -407,7 +407,7 @@ class ExtentReader:
         return fd
 
     def _missing(self, file: str, name: str) -> CorruptCheckpointError:
-        return CorruptCheckpointError(f"{name}: {self._root / file} is missing. Load an earlier checkpoint.", file=file)
+        return CorruptCheckpointError(f"{name}: {self._root / file} is missing", LOAD_EARLIER, file=file)
 
 
 def _read_from(

@@ -146,6 +146,13 @@ def is_folder(place: Place) -> bool:
     return place.is_dir() if isinstance(place, Path) else bool(names_below(place))
 
 
+def is_inside(place: Place, folder: Place) -> bool:
+    """Whether a place is below another one, symbolic links resolved."""
+    if isinstance(place, Path) and isinstance(folder, Path):
+        return Path(os.path.realpath(folder)) in Path(os.path.realpath(place)).parents
+    return isinstance(place, ObjectPath) and isinstance(folder, ObjectPath) and f"{place}/".startswith(f"{folder}/") and place != folder
+
+
 def same_place(one: Place, other: Place) -> bool:
     """Whether two places are one, symbolic links resolved."""
     if isinstance(one, Path) and isinstance(other, Path):

@@ -19,7 +19,8 @@ Proof = Callable[[Path, _Found], bool]
 """Given a path and what is there now, says whether that may be deleted."""
 
 _OWN_NAME = re.compile(
-    r"\.(?:claim-|(?:unpublished|removed|converting)-.+-|.+\.(?:json|yaml)\.)[0-9a-f]{8}(?:\.owner\.json)?"
+    r"\.(?:claim-|(?:unpublished|removed|converting|saving)-.+-|.+\.(?:json|yaml)\.)[0-9a-f]{8}(?:\.owner\.json)?",
+    re.DOTALL,  # names of files may have line breaks
 )
 
 
@@ -55,7 +56,7 @@ def empty(path: Path, found: _Found) -> bool:
 
 
 def listed(path: Path, found: _Found) -> bool:
-    """Proof: it is a regular file, which a record of this package lists: the marker of a dead save, or an index of the checkpoint.
+    """Proof: it is a regular file, which a record of this package lists: an index of the checkpoint.
 
     The caller has read the path from the record, or is removing the record itself.
     """

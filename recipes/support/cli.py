@@ -1,6 +1,7 @@
 """Run a recipe under Hydra: the decorator `recipe` makes a command of a main function.
 
-An error of the user is printed as one sentence on stderr, with exit code 1; a bug keeps its traceback.
+An error of the user is printed as one sentence on stderr, with exit code 1, or of a command that `ckpt` has too with that of `ckpt`; a bug
+keeps its traceback.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def recipe(config_name: str, *, writes: bool = True, trouble: int = 1) -> Callab
     Args:
         config_name: the file in conf/ that the command composes, without `.yaml`.
         writes: False for a command that only reads: it makes no folder, no `.hydra/` and no log, and refuses a sweep.
-        trouble: the exit code of an error.
+        trouble: the exit code of an error; that of damage is 1.
     """
 
     def decorate(work: Work) -> Callable[[], None]:
@@ -189,13 +190,17 @@ class _Command:
                 folder.rmdir()
 
     def _report(self, error: BaseException) -> None:
-        from ckpt.errors import DeviceUnavailableError, RankAbsentError
+        from ckpt.errors import LOAD_EARLIER, CorruptCheckpointError, DeviceUnavailableError, RankAbsentError
 
         cause = error.__cause__ or error
         if isinstance(cause, BrokenPipeError):  # the reader of stdout has ended, as in `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return
         text = _of_absent_plugin(error) or sentence_of(error, CONF, self.config_name)
+        if isinstance(cause, CorruptCheckpointError):
+            self.code = 1
+        if not self.writes:  # it loads nothing
+            text = text.removesuffix(LOAD_EARLIER)
         if self.job.calls == 0 and _is_of_system(error):
             text = f"the folder of the run cannot be made: {text}; choose another with output_dir=<folder>"
         # This host lacks a device or a file.

@@ -6,6 +6,7 @@ that it names.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import re
@@ -36,7 +37,7 @@ from ckpt.saving.host_cache import memories_of
 from ckpt.saving.save_settings import OF_A_ROOT, SaveSettings
 from ckpt.state.sharing import check_component
 from ckpt.storage.pool import Memories
-from recipes.support.keys import moved, shown
+from recipes.support.keys import OF_USERS, moved, shown
 from recipes.support.metrics import check_loggers
 from recipes.support.sentences import wrong_value
 from recipes.training.model import seeded
@@ -52,6 +53,8 @@ AT_RUN_TIME: dict[str, tuple[str, ...]] = {
     "coordinator": ("state_components", "process_groups", "topology", "config_text"),
 }
 """The nodes with a `_target_`, and the arguments that each gets when the ranks run."""
+_WITH_PLUS = ("components", "callbacks", "logger")
+"""Top keys below which a command line adds keys with `+`; a key of any other node is an argument of its target."""
 
 OFFERED: dict[str, tuple[str, ...]] = {
     "model": ("seed",),
@@ -255,8 +258,7 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
     if run["load"]["reread"] is None:
         run["load"]["reread"] = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
     run["components"] = {key: _component(key, node, layout.axes) for key, node in run["components"].items()}
-    given = given_keys(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
-    return run | {GIVEN: given, LINES_TO: file_of_lines(run["run_dir"])}
+    return run | {GIVEN: keys_of_command_line(), LINES_TO: file_of_lines(run["run_dir"])}
 
 
 def file_of_lines(run_dir: str) -> str | None:
@@ -311,12 +313,13 @@ def check_training(run: Mapping[str, Any], num_ranks: int) -> Layout:
         DeviceUnavailableError: this machine does not have the device.
     """
     leave_out_unset(run)
+    leave_to_targets(run, keys_of_command_line())
     for name, node in run.get("callbacks", {}).items():
         bind(node, f"callbacks.{name}")
     for name in ("device", "parallel", "model", "data", "optimizer", "schedule"):
         bind(run[name], name, AT_RUN_TIME[name], OFFERED.get(name, ()))
     if run["loss"] is not None:
-        bind(run["loss"], "loss", is_partial=not inspect.isclass(_located(run["loss"]["_target_"], "loss")))
+        bind(run["loss"], "loss", is_partial=not inspect.isclass(target_of(run["loss"], "loss")))
     device = made_as(Device, "device", run["device"])
     if run.get("launch", {}).get("name") != "ray":  # whose nodes may have what this machine has not: the ranks look
         device.require()
@@ -347,10 +350,32 @@ def require_data(kind: type, node: Mapping[str, Any]) -> None:
 
 
 def leave_out_unset(run: dict[str, Any]) -> None:
-    """Replace nodes without a target, such as `loss` as it stands in conf/, by null."""
+    """Replace nodes with neither target nor arguments, such as `parallel.plan` as it stands in conf/, by null."""
     for nodes, key in ((run, "loss"), *((run["parallel"], key) for key in run["parallel"])):
-        if isinstance(nodes[key], Mapping) and nodes[key].get("_target_", "") is None:
+        if isinstance(nodes[key], Mapping) and nodes[key].get("_target_", "") is None and not _arguments(nodes[key]):
             nodes[key] = None
+
+
+def leave_to_targets(run: Mapping[str, Any], given: Collection[str]) -> None:
+    """Where the command line names another `_target_`, leave out the keys of the chosen file that this one does not take.
+
+    Args:
+        given: dotted keys of the command line, all of which stay.
+    """
+    for name in OF_USERS:
+        node = run.get(name) or {}
+        if f"{name}._target_" not in given or "_target_" not in node:
+            continue
+        parameters = _parameters(target_of(node, name))
+        known = {p.name for p in _by_name(parameters)}
+        for key in _arguments(node):
+            if key not in known and not _is_open(parameters) and f"{name}.{key}" not in given:
+                del node[key]
+
+
+def _arguments(node: Mapping[str, Any]) -> list[str]:
+    """The keys of a node that are not Hydra's own."""
+    return [str(key) for key in node if key not in _HYDRAS_OWN]
 
 
 def _check_ranks(run: Mapping[str, Any], layout: Layout, num_ranks: int) -> None:
@@ -386,6 +411,11 @@ def given_keys(overrides: Iterable[str]) -> list[str]:
         name = override.get_key_element().lstrip("+~")
         keys += [f"{name}.{key}" for key in override.value()] if isinstance(override.value(), dict) else [name]
     return keys
+
+
+def keys_of_command_line() -> list[str]:
+    """Return the `given_keys` of this job; none of a config that no command composed."""
+    return given_keys(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
 
 
 def config_text(run: Mapping[str, Any]) -> str:
@@ -433,7 +463,12 @@ def target_of(node: Mapping[str, Any], name: str) -> Any:
     Raises:
         ConfigurationError: there is none.
     """
-    return _located(node["_target_"], name)
+    if "_target_" not in node:
+        raise ConfigurationError(f"{name} has no _target_, the class it should make; choose one with {name}=<choice>")
+    path = node["_target_"]
+    if not isinstance(path, str) or "." not in path:
+        raise _unlike(f"{name}._target_", path, "the name of a class or function with its module, such as torch.optim.AdamW")
+    return _located(path, name)
 
 
 def made_model(node: Mapping[str, Any], seed: int) -> torch.nn.Module:
@@ -493,25 +528,23 @@ def bind(
     Raises:
         ConfigurationError: the target or its package is missing, or does not take a key, or needs another one.
     """
-    if "_target_" not in node:
-        raise ConfigurationError(f"{name} has no _target_, the class it should make; choose one with {name}=<choice>")
-    path = node["_target_"]
-    if not isinstance(path, str) or "." not in path:
-        raise _unlike(f"{name}._target_", path, "the name of a class or function with its module, such as torch.optim.AdamW")
-    target = _located(path, name)
-    keys = [str(key) for key in node if key not in _HYDRAS_OWN]
+    target = target_of(node, name)
+    keys = _arguments(node)
     parameters = _parameters(target)
     known = [p.name for p in _by_name(parameters)]
     for key in [*keys, *given]:
         if (instead := moved(key)) is not None:
             raise ConfigurationError(f"{name}.{key}{instead}")
         if key not in known and not _is_open(parameters):
-            takes = ", ".join(k for k in known if k not in (*given, *offered)) or "no keys at all"
-            raise ConfigurationError(f"{name}.{key}: {node['_target_']} takes no {key}; it takes {takes}")
+            takes = [k for k in known if k not in (*given, *offered)]
+            near = "".join(f"did you mean {k}? " for k in difflib.get_close_matches(key, takes, n=1))
+            listed = ", ".join(takes) or "no keys at all"
+            raise ConfigurationError(f"{name}.{key}: {node['_target_']} takes no {key}; {near}it takes {listed}")
     for parameter in (parameters[key] for key in known):
         if not is_partial and parameter.default is parameter.empty and parameter.name not in (*keys, *given, *offered):
+            plus = "+" if name.partition(".")[0] in _WITH_PLUS else ""
             raise ConfigurationError(
-                f"{name}: {node['_target_']} needs {parameter.name}; give it with +{name}.{parameter.name}=<value>"
+                f"{name}: {node['_target_']} needs {parameter.name}; give it with {plus}{name}.{parameter.name}=<value>"
             )
     for key in keys:
         if isinstance(node[key], Mapping) and "_target_" in node[key]:

@@ -19,6 +19,8 @@ from ckpt.cli.config_text import by_dotted_key
 from ckpt.errors.removed import SIZES
 
 TARGET = "_target_"
+OF_USERS = ("model", "data", "optimizer", "schedule", "loss")
+"""The groups of which users name classes of their own, by `_target_`."""
 _HYDRAS_OWN = ("_partial_", "_convert_", "_recursive_")
 _NOT_CHOSEN = ("hydra", "local")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -128,7 +130,7 @@ def keys_of_command(conf: Path, config_name: str, overrides: Sequence[str] = ())
                 phrases[full] = phrase or phrases.get(full, "")
     chosen = cfg.hydra.runtime.choices
     own = with_choice(conf, config_name, chosen)
-    groups = _groups_of(conf, own)
+    groups = _listed(conf, own, "groups")
     values = by_dotted_key({str(key): value for key, value in _plain(cfg).items() if key != "hydra"})
     keys = [Key(name, shown(value), _phrase(name, value, phrases)) for name, value in values.items()]
     keys = [key for key in keys if key.name.rpartition(".")[2] not in _HYDRAS_OWN]
@@ -147,13 +149,46 @@ def keys_of_command(conf: Path, config_name: str, overrides: Sequence[str] = ())
 
 
 def as_choices(words: Sequence[str], file: Path) -> list[str]:
-    """Return a command line on which `+group=choice` is `group=choice` where the defaults list has the group, as `experiment: null`.
+    """Return a command line as Hydra takes it, where people leave out a `+`, or type one too many.
 
-    People type both; Hydra takes the first only for a group that the list has not.
+    `+group=choice` is `group=choice` where the defaults list has the group, as `experiment: null`: Hydra takes the first only for others.
+    `group=null` is `~group` where that list has null.
+    `optimizer.momentum=0.9` is `++optimizer.momentum=0.9` where the chosen file has no such key: the class that its `_target_` names may
+    take it, and `recipes.support.config.bind` refuses what it does not.
     """
-    listed = yaml.load(file.read_text(), Loader=_LOADER).get("defaults", []) if file.is_file() else []
-    groups = {str(name).removeprefix("optional ") for item in listed if isinstance(item, dict) for name in item}
-    return [word[1:] if word[:1] == "+" and word[1:].partition("=")[0] in groups else word for word in words]
+    if not file.is_file():
+        return list(words)
+    choices = _listed(file.parent, read(file), "choices")
+    plain = [word[1:] if word[:1] == "+" and word[1:].partition("=")[0] in choices else word for word in words]
+    plain = [f"~{word[:-5]}" if word.endswith("=null") and choices.get(word[:-5]) == "null" else word for word in plain]
+    given = {group: choice for group, _, choice in (word.partition("=") for word in plain) if group in choices}
+    return [f"++{word}" if _is_argument(word.partition("=")[0], file.parent, choices, given) else word for word in plain]
+
+
+def as_typed(override: str) -> str:
+    """Return an override of Hydra's without the `++` that `as_choices` has added."""
+    return override.removeprefix("++")
+
+
+def _is_argument(key: str, conf: Path, choices: Mapping[str, str], given: Mapping[str, str]) -> bool:
+    """Whether a dotted key is of a group whose files name a `_target_`, and the chosen file may lack it.
+
+    Args:
+        choices: of the defaults list, by group.
+        given: of the command line. A user's own file, or an experiment, may choose others; what it chooses Hydra alone knows.
+    """
+    group, dot, name = key.partition(".")
+    if not dot or group not in choices or not any(_names(file) >= {TARGET} for file in (conf / group).glob("*.yaml")):
+        return False
+    files = [conf / other / f"{choice}.yaml" for other, choice in given.items()]
+    if not all(file.is_file() and "override /" not in file.read_text() for file in files):
+        return True
+    chosen = conf / group / f"{(choices | given)[group]}.yaml"
+    return not chosen.is_file() or name not in _names(chosen)
+
+
+def _names(file: Path) -> set[str]:
+    return {key.name for key in read(file).keys} | {*read(file).nodes}
 
 
 def with_choice(conf: Path, config_name: str, chosen: Mapping[str, Any]) -> ConfigFile:
@@ -191,12 +226,12 @@ def _plain(cfg: Any) -> dict[str, Any]:
     return {str(key): value for key, value in with_hydra.items()}
 
 
-def _groups_of(conf: Path, own: ConfigFile) -> dict[str, str]:
-    """The groups in the defaults list of a command, and of the command that it extends."""
+def _listed(conf: Path, own: ConfigFile, what: str) -> dict[str, str]:
+    """The `groups`, or `choices`, in the defaults list of a command, and of the command that it extends."""
     found: dict[str, str] = {}
     for base in own.bases:
-        found |= _groups_of(conf, read(conf / f"{base}.yaml"))
-    return found | own.groups
+        found |= _listed(conf, read(conf / f"{base}.yaml"), what)
+    return found | getattr(own, what)
 
 
 def _phrase(name: str, value: Any, phrases: Mapping[str, str]) -> str:

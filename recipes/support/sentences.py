@@ -23,7 +23,7 @@ from omegaconf.errors import (
 )
 
 from ckpt.errors import Argument, sentence
-from recipes.support.keys import by_dotted_key, moved, shown
+from recipes.support.keys import OF_USERS, as_typed, by_dotted_key, moved, shown
 
 
 def sentence_of(error: BaseException, conf: Path, config_name: str) -> str:
@@ -100,17 +100,19 @@ def _of_hydra(error: HydraException, conf: Path, config_name: str) -> str:
         return f"{merging[1]}: {_first_line(error.__cause__)}"
     several = re.match(r"Ambiguous value for argument '(.*)'$", str(error).splitlines()[0] if str(error) else "")
     if several is not None:
-        key = several[1].partition("=")[0]
-        return f"{several[1]}: several values are a sweep, which needs -m; one value that is a list is {key}=[a,b]"
+        word = as_typed(several[1])
+        key = word.partition("=")[0]
+        return f"{word}: several values are a sweep, which needs -m; one value that is a list is {key}=[a,b]"
     text = " ".join(re.sub(r"See https://hydra\.cc\S* for details", "", str(error)).split())
     if isinstance(error, OverrideParseException):
-        key, _, value = error.override.partition("=")
+        word = as_typed(error.override)
+        key, _, value = word.partition("=")
         has_path = "path" in _keys(conf, config_name)
-        if "=" not in error.override or (has_path and "/" in key):
-            hint = f", such as path={error.override}" if has_path else "; --help shows the keys"
-            return f"{error.override}: expected key=value{hint}"
+        if "=" not in word or (has_path and "/" in key):
+            hint = f", such as path={word}" if has_path else "; --help shows the keys"
+            return f"{word}: expected key=value{hint}"
         quoted = f'"{key}={QuotedString(value, Quote.single).with_quotes()}"'
-        return f"{error.override}: cannot be read as key=value: {text}; in quotes a value, or each of a sweep, is taken as it is: {quoted}"
+        return f"{word}: cannot be read as key=value: {text}; in quotes a value, or each of a sweep, is taken as it is: {quoted}"
     return text or type(error).__name__
 
 
@@ -146,7 +148,8 @@ def _no_such_choice(error: MissingConfigException) -> str:
         near = [] if name in NOT_SUPPORTED else difflib.get_close_matches(name, error.options, n=1)
     what = "it is not supported" if name in NOT_SUPPORTED else "there is no such choice"
     hint = f"did you mean {near[0]}? " if near else ""
-    return f"{group}={choice}: {what}; {hint}{group} is one of {', '.join(sorted(error.options))}"
+    own = f", or any class, with {group}._target_=<class>" if group in OF_USERS else ""
+    return f"{group}={choice}: {what}; {hint}{group} is one of {', '.join(sorted(error.options))}{own}"
 
 
 def _no_such_key(key: str, conf: Path, config_name: str) -> str:

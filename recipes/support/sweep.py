@@ -30,6 +30,7 @@ from ckpt.cli.pages.sweep_page import digest_digits, short_names, sweep_page
 from ckpt.cli.tables import DataConsole, add_row, full_line, table_of
 from ckpt.errors import printable
 from ckpt.storage.durable import replace_durably
+from recipes.support.keys import as_typed
 from recipes.support.report import SUMMARY_NAME
 
 COLUMNS = ("save s", "load s", "blocked", "written", "read", "digest")
@@ -74,7 +75,7 @@ class SweepTable(Callback):
     def _beginning(self, config: DictConfig) -> str:
         """Such as "job 3 ckpt=zarr launch.nproc_per_node=2": the overrides that not all jobs have."""
         own = [override for override in config.hydra.overrides.task if override not in self._shared]
-        return printable(" ".join([f"job {config.hydra.job.num}", *own]))
+        return printable(" ".join([f"job {config.hydra.job.num}", *map(as_typed, own)]))
 
 
 def row_of(job: JobReturn) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def row_of(job: JobReturn) -> dict[str, Any]:
     Seconds are the mean over the job's saves, which `save_s_each` and `blocked_s_each` list; bytes are of its last checkpoint, which
     `load.reread` reads back.
     """
-    row: dict[str, Any] = {"overrides": [str(override) for override in job.overrides or ()], "error": None}
+    row: dict[str, Any] = {"overrides": [as_typed(override) for override in job.overrides or ()], "error": None}
     if job.status is not JobStatus.COMPLETED:
         error = job._return_value  # the property raises it
         return row | {"error": " ".join(str(error).split()) or type(error).__name__}

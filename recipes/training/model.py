@@ -80,8 +80,8 @@ class Step(nn.Module):
             raise ConfigurationError(f"loss: {kind}.train_step computes the loss already: leave loss= out, or train_step")
         if self.loss is None and not self.has_own and not _returns_loss(model):
             raise ConfigurationError(
-                f"model: {kind} has neither loss(output, target) nor train_step(batch): give loss._target_=<function or class>, such as "
-                "torch.nn.CrossEntropyLoss"
+                f"model: {kind} has neither loss(output, target) nor train_step(batch): give loss=cross_entropy, mse or bce, or "
+                "loss._target_=<function or class>"
             )
 
     def forward(self, batch: Any) -> torch.Tensor:

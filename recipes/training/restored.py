@@ -62,6 +62,20 @@ class Settled:
             scheduler.base_lrs = [value] * len(groups)
             scheduler._last_lr = [group["lr"] for group in groups]
 
+    def settle_schedule(self, state: Mapping[str, Any]) -> None:
+        """Keep the restored values of the schedule, such as its length, which `train.steps` may be given for."""
+        node = self.cfg["schedule"]
+        for key in node.keys() & state.keys():
+            if (restored := _plain(state[key])) == node[key]:
+                continue
+            if f"schedule.{key}" in self.cfg.get(GIVEN, ()):
+                raise ConfigurationError(
+                    f"schedule.{key}={node[key]} given on the command line: the checkpoint goes on with {restored}; leave it out, or begin "
+                    "the schedule anew with ~components.scheduler"
+                )
+            self.lines.append(f"schedule.{key}={restored} as in the checkpoint: the config says {node[key]}")
+            node[key] = restored
+
     def settle_seed(self, seed: int, path: str) -> None:
         """Keep the seed of the checkpoint, which its random numbers and its order of the data go on with."""
         wanted = self.cfg["train"]["seed"]
@@ -104,6 +118,7 @@ def settle(
     if "scheduler" in restored:
         _require_same_class("schedule", cfg, stored, path)
         options["lr"] = scheduler.base_lrs[0]
+        settled.settle_schedule(scheduler.state_dict())
     for option, value in options.items():
         if option in cfg["optimizer"]:
             settled.settle_option(option, _plain(value))

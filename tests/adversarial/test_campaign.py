@@ -18,10 +18,10 @@ def test_a_sample_of_the_campaign_holds(campaign: Campaign, seed: int) -> None:
     campaign(
         [
             *crashes.sample_of_save_cases(seed),
-            *crashes.load_cases(seed, points=2, sample=2),
-            *damage.cases(seed, flips=1, sample=2),
-            *foreign.cases(seed, sample=6),
-            *neighbours.cases(rounds=3, sample=True),
+            *crashes.load_cases(seed, points=2, sample=1),
+            *damage.cases(seed, flips=1, sample=1),
+            *foreign.cases(seed, sample=4),
+            *neighbours.cases(rounds=2, sample=True),
         ]
     )
 

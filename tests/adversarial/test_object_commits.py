@@ -143,13 +143,13 @@ def hash_free(text: str) -> int:
         ("new", "kill before"),
         ("new by tensorstore", "dead from"),
         ("replace", "lost and away"),
-        ("retention", "kill before"),
         ("incremental", "500"),
+        ("retention", "kill before"),
         ("convert", "kill before"),
         ("replace", "kill after"),
         ("async", "lost"),
     ],
-    6,
+    4,
 )
 def test_a_fault_at_a_request_leaves_the_checkpoints_before_or_after_and_never_half_of_one(
     server: ObjectServer, objects: dict[str, object], tmp_path: Path, scenario: str, fault: str

@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from recipes.benchmark.harness import MEASUREMENTS
 from recipes.support import CONF
-from recipes.support.config import AT_RUN_TIME, OFFERED, RunKeys, bind, checked, leave_out_unset
+from recipes.support.config import AT_RUN_TIME, OFFERED, RunKeys, bind, checked, leave_out_unset, loss_of
 from recipes.support.keys import as_choices
 from recipes.training.sync_config import checked_sync
-from tests.conf.configs import composed
+from tests.conf.configs import composed, config
 
 LAYOUTS = {"single", "ddp", "accelerate", "fsdp", "hsdp", "tp_fsdp", "ddp_tp", "pipeline", "ddp_pipeline"}
 GROUPS = {
@@ -26,6 +27,7 @@ GROUPS = {
     "data": {"text"},
     "optimizer": {"adamw"},
     "schedule": {"warmup"},
+    "loss": {"cross_entropy", "mse", "bce"},
     "logger": {"tensorboard", "wandb", "mlflow", "csv"},
     "callbacks": {"early_stop", "keep_best"},
     "debug": {"step", "ranks", "profiler"},
@@ -88,6 +90,30 @@ def test_a_named_run_is_a_run_of_its_command_however_it_is_typed(word: str, name
     run = composed(tmp_path, *typed, root=root)
     assert run.run_name == name
     assert (checked if root == "train" else checked_sync)(run)["run_name"] == name
+
+
+@pytest.mark.parametrize("root", ["train", "plan", "sync_weights"])
+@pytest.mark.parametrize(
+    ("typed", "taken"),
+    [
+        (["optimizer.momentum=0.9", "model.chanels=4"], ["++optimizer.momentum=0.9", "++model.chanels=4"]),
+        (["optimizer.lr=0.1", "parallel=ddp_tp", "parallel.plan._target_=a.b", "train.steps=3", "callbacks.x=1"], None),
+        (["+optimizer.momentum=0.9", "~data.path", "components.model.x=1"], None),
+        (["loss._target_=torch.nn.MSELoss", "loss.reduction=sum"], ["++loss._target_=torch.nn.MSELoss", "++loss.reduction=sum"]),
+        (["loss.label_smoothing=0.1", "loss=cross_entropy"], None),
+        (["optimizer.lr=0.1", "experiment=mine"], ["++optimizer.lr=0.1", "experiment=mine"]),
+        (["loss=null", "logger=null", "device=null"], ["~loss", "~logger", "device=null"]),
+    ],
+)
+def test_an_argument_of_a_target_needs_no_plus(typed: list[str], taken: list[str] | None, root: str) -> None:
+    assert as_choices(typed, CONF / f"{root}.yaml") == (taken or typed)
+
+
+@pytest.mark.parametrize("name", sorted(GROUPS["loss"]))
+def test_a_loss_of_conf_is_a_function_of_output_and_target(name: str, tmp_path: Path) -> None:
+    node = config(tmp_path, f"loss={name}")["loss"]
+    target = torch.tensor([1, 0]) if name == "cross_entropy" else torch.rand(2, 3)
+    assert loss_of(node)(torch.rand(2, 3), target).dim() == 0
 
 
 @pytest.mark.parametrize("name", ["formats", "layouts"])

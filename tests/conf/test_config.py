@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf.errors import OmegaConfBaseException
 
 from ckpt.errors import CheckpointError, ConfigurationError
 from recipes.support import CONF
-from recipes.support.config import fits, given_keys
+from recipes.support.config import fits, given_keys, leave_to_targets
 from recipes.support.sentences import sentence_of
 from tests.conf.configs import config
 
@@ -129,7 +130,7 @@ def test_a_value_of_the_wrong_type_is_named(tmp_path: Path, override: str, expec
         ),
         (
             "+model.sise=tiny",
-            "model.sise: recipes.training.gpt.GPT takes no sise; it takes size, tie_embeddings, dropout",
+            "model.sise: recipes.training.gpt.GPT takes no sise; did you mean size? it takes size, tie_embeddings, dropout",
         ),
         (
             "+parallel.tp=2",
@@ -146,7 +147,7 @@ def test_a_value_of_the_wrong_type_is_named(tmp_path: Path, override: str, expec
         ),
         (
             "~device.collectives",
-            "device: ckpt.memory.device.Device needs collectives; give it with +device.collectives=<value>",
+            "device: ckpt.memory.device.Device needs collectives; give it with device.collectives=<value>",
         ),
         ("~train.steps", "train.steps has no value: give it with train.steps=<value>"),
         ("~model._target_", "model has no _target_"),
@@ -155,11 +156,26 @@ def test_a_value_of_the_wrong_type_is_named(tmp_path: Path, override: str, expec
             "model._target_=recipes.training.gpt.GTP: there is no GTP in recipes.training.gpt",
         ),
         ("model._target_=recipes.gtp.GPT", "model._target_=recipes.gtp.GPT: there is no module recipes.gtp"),
+        ("+loss={label_smoothing: 0.1}", "loss has no _target_, the class it should make; choose one with loss=<choice>"),
+        (
+            "+loss={_target_: torch.nn.CrossEntropyLoss, label_smoothin: 0.1}",
+            "loss.label_smoothin: torch.nn.CrossEntropyLoss takes no label_smoothin; did you mean label_smoothing? it takes weight",
+        ),
+        ("+loss={_target_: torch.nn.functional.nll_loss, wieght: 1}", "loss.wieght: torch.nn.functional.nll_loss takes no wieght; did"),
         ("model._target_=GPT", "model._target_=GPT: expected the name of a class or function with its module"),
     ],
 )
 def test_a_key_too_many_or_too_few_is_named(tmp_path: Path, override: str, expected: str) -> None:
     assert complaint(tmp_path, override).startswith(expected)
+
+
+def test_keys_of_a_file_are_left_out_where_the_command_line_names_a_target_that_does_not_take_them() -> None:
+    file = {"lr": 0.1, "betas": [0.9, 0.95], "eps": 1e-8}
+    run: dict[str, Any] = {"optimizer": {"_target_": "torch.optim.SGD", **file}, "loss": None}
+    leave_to_targets(run, ["optimizer.lr"])
+    assert run["optimizer"].keys() == {"_target_", *file}, "a file of the user's: it is refused"
+    leave_to_targets(run, ["optimizer._target_", "optimizer.betas", "loss._target_"])
+    assert run["optimizer"].keys() == {"_target_", "lr", "betas"}, "a key that was given is refused, too"
 
 
 def test_a_choice_whose_package_is_not_installed_names_the_package(
@@ -267,7 +283,7 @@ def test_a_component_can_be_added_with_its_object(tmp_path: Path) -> None:
         ("{sharing_pattern: replicated}", "components.ema has no object: the recipe has model, optimizer, "),
         (
             f"{{_target_: {__name__}.Ema, sharing_pattern: replicated, dcay: 1}}",
-            f"components.ema.dcay: {__name__}.Ema takes no dcay; it takes decay",
+            f"components.ema.dcay: {__name__}.Ema takes no dcay; did you mean decay? it takes decay",
         ),
         (
             f"{{_target_: {__name__}.Needy, sharing_pattern: replicated}}",

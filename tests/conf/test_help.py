@@ -126,6 +126,9 @@ def test_a_mistake_beside_the_option_is_answered_with_the_nearest_key(command: C
         ("lr=0.1", "lr: there is no such key; did you mean optimizer.lr?"),
         ("+every=3", "every: there is no such key; did you mean save.every?"),
         ("components.model.elasti=null", "components.model.elasti: there is no such key; did you mean components.model.elastic?"),
+        ("loss=msa", "loss=msa: there is no such choice; did you mean mse? loss is one of bce, cross_entropy, mse, or any class, with lo"),
+        ("model.drpout=3", "model.drpout: recipes.training.gpt.GPT takes no drpout; did you mean dropout? it takes size, "),
+        ("model.x=1,2", "model.x=1,2: several values are a sweep, which needs -m; "),
         ("qqq=3", "qqq: there is no such key; --help-all shows the keys there are"),
     ],
 )  # fmt: skip

@@ -147,7 +147,7 @@ def test_a_damaged_manifest_is_a_sentence_in_both_commands(
         out, err = capsys.readouterr()
         assert "the manifest does not match its own digest" in out + err
         assert "Traceback" not in err
-    assert run(monkeypatch, "inspect", f"path={root}", "json=true") == 0
+    assert run(monkeypatch, "inspect", f"path={root}", "json=true") == 1
     first, second = json.loads(capsys.readouterr().out)["checkpoints"]
     assert first["problem"] is None
     assert "does not match its own digest" in second["problem"]
@@ -159,7 +159,7 @@ def test_a_checkpoint_folder_without_manifest_is_a_problem_of_its_root(
     (root / "checkpoint-00000002" / MANIFEST_NAME).unlink()
     assert run(monkeypatch, "verify", f"path={root}") == 1
     assert f"  {root}/checkpoint-00000002 is not a checkpoint" in capsys.readouterr().out
-    assert run(monkeypatch, "verify", f"path={root}/checkpoint-00000002") == 1
+    assert run(monkeypatch, "verify", f"path={root}/checkpoint-00000002") == 2
     assert "it has no checkpoint_manifest.json" in capsys.readouterr().err
 
 
@@ -184,7 +184,7 @@ def test_a_path_that_is_neither_checkpoint_nor_root_is_one_sentence(
         (str(root), f"{root}: expected key=value, such as path={root}"),
         (f"pth={root}", "did you mean path?"),
     ):
-        assert run(monkeypatch, recipe, given) == 1
+        assert run(monkeypatch, recipe, given) == 2
         out, err = capsys.readouterr()
         assert out == ""
         assert said in err
@@ -270,7 +270,7 @@ def test_inspect_lists_the_arrays_that_filter_and_limit_choose(
         assert shown(monkeypatch, capsys, path, f"filter={wanted}")[-2].startswith("model/small")
     (said,) = [line for line in shown(monkeypatch, capsys, path, "filter='s*'") if line.startswith("filter=")]
     assert said.startswith("filter=s* chooses none of 2 arrays; parts of their names: model, big[red], small")
-    assert run(monkeypatch, "inspect", path, "limit=0") == 1
+    assert run(monkeypatch, "inspect", path, "limit=0") == 2
     assert "limit=0: expected at least 1, or limit=null for all" in capsys.readouterr().err
 
 
@@ -363,7 +363,7 @@ def test_a_checkpoint_removed_while_it_is_read_is_passed_over_or_called_gone(
     (one,) = json.loads(capsys.readouterr().out)["checkpoints"]
     assert one["path"].endswith("checkpoint-00000002")
     shutil.move(root.parent / "away", first)
-    assert run(monkeypatch, recipe, f"path={first}") == 1
+    assert run(monkeypatch, recipe, f"path={first}") == 2
     assert f"{first} was removed or replaced while it was read" in capsys.readouterr().err
 
 
@@ -376,7 +376,7 @@ def test_a_checkpoint_removed_while_it_is_read_is_passed_over_or_called_gone(
 def test_the_address_of_an_object_store_is_refused(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: str, keys: list[str]
 ) -> None:
-    assert run(monkeypatch, recipe, *keys) == 1
+    assert run(monkeypatch, recipe, *keys) == 2
     assert "html is s3://b/x.html: expected a folder of a mounted file system here" in capsys.readouterr().err
 
 
@@ -446,8 +446,8 @@ def test_a_page_that_cannot_be_written_is_one_sentence(
         ("html=s3://b/out.html", "expected a folder of a mounted file system here"),
         ("htm=out.html", "did you mean html?"),
     ):
-        assert run(monkeypatch, "inspect", f"path={root}", given) == 1
+        assert run(monkeypatch, "inspect", f"path={root}", given) == 2
         out, err = capsys.readouterr()
         assert out == "" and said in err and len(err.splitlines()) == 1
-    assert run(monkeypatch, "inspect", f"path={root.parent}/nope", f"html={root.parent}/out.html") == 1
+    assert run(monkeypatch, "inspect", f"path={root.parent}/nope", f"html={root.parent}/out.html") == 2
     assert names(root) == before and notes.read_text() == "mine" and not (root.parent / "out.html").exists()

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning import LightningModule, Trainer
 from safetensors.torch import save_file
 
 import ckpt
@@ -35,19 +34,20 @@ def _old(path: Path) -> None:
     torch.save({"step": 7}, path / "rng_state_rank_0.pt")
 
 
-class _Model(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = torch.nn.Parameter(STATE["w"].clone())
-
-    def training_step(self, batch: Any) -> torch.Tensor:
-        return self.w.sum()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
-
-
 def _lightning(path: Path) -> None:
+    from lightning import LightningModule, Trainer  # which takes seconds, in each worker
+
+    class Model(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(STATE["w"].clone())
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            return self.w.sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
     options = {
         "logger": False,
         "enable_checkpointing": False,
@@ -55,7 +55,7 @@ def _lightning(path: Path) -> None:
         "enable_progress_bar": False,
     }
     trainer = Trainer(accelerator="cpu", max_steps=0, **options)  # type: ignore[arg-type]
-    trainer.fit(_Model(), torch.utils.data.DataLoader([0]))
+    trainer.fit(Model(), torch.utils.data.DataLoader([0]))
     trainer.save_checkpoint(path)
 
 

@@ -65,7 +65,7 @@ def test_the_number_of_ranks_follows_from_the_roles(tmp_path: Path) -> None:
         (["engine.memory_fraction=1.5"], "memory_fraction=1.5: expected more than 0 and at most 1"),
         (["engine.timeout_s=0"], "timeout_s=0.0: expected more than 0 seconds"),
         (["engine.bucket_mib=0"], "a bucket of 0 bytes is too small"),
-        (["+engine.bucket=3"], "engine.bucket: ckpt.engine.kimi.KimiCheckpointEngine takes no bucket; it takes bucket_size"),
+        (["+engine.bucket=3"], "engine.bucket: ckpt.engine.kimi.KimiCheckpointEngine takes no bucket; did you mean bucket_mib?"),
         (["engine=naive", "roles.colocated=true", "+engine.transport=update"], "takes no transport"),
         (["engine.staging=perhaps"], "engine.staging=perhaps"),
         (["roles.trainer=5"], "train.batch_size=12 does not divide into the 5 parts"),

@@ -36,7 +36,7 @@ from ckpt.state.state_digest import state_digest
 from tests.device.devices import ADVERSARY, CUDA, NPU, why_too_many
 from tests.device.memory import AWKWARD, Kind, Memory, require_same, state_of, tiny, values_of
 from tests.device.saves import Saved, coordinator, require_saved, torch_device
-from tests.support.covering import and_in_full, covering, sampled
+from tests.support.covering import and_in_full, sampled
 from tests.support.ranks import run_ranks
 from tests.support.states import Fitted, random_bits, sized, spreading
 
@@ -173,13 +173,10 @@ def test_a_direct_load_comes_after_all_that_was_queued_and_is_over_when_it_retur
     run_ranks(1, _load, paths, device, None, device=device, environment=ADVERSARY)
 
 
-@pytest.mark.parametrize(
+@and_in_full(
     ("hosts", "backend"),
-    [
-        pytest.param(hosts, backend, marks=[] if (backend == "zstd") == (hosts == "two hosts") else pytest.mark.full)
-        for hosts in TWO_STAGE
-        for backend in ("zarr", "zstd")
-    ],
+    [("two hosts", "zstd"), ("one host, by the device", "zarr")],
+    itertools.product(TWO_STAGE, ["zarr", "zstd"]),
 )
 def test_a_load_in_two_stages_comes_after_all_that_was_queued_and_is_over_when_it_returns(
     saved: Saved, device: str, backend: str, hosts: str
@@ -225,7 +222,14 @@ def _load_optional(topology: Topology, path: Path, device: str) -> None:
     memory.require_filled(values_of(AWKWARD, 2), around=7)
 
 
-@pytest.mark.parametrize("cpu_transfer", [None, True, False], ids=["direct", "two-stage", "two-stage by the device"])
+@pytest.mark.parametrize(
+    "cpu_transfer",
+    [
+        pytest.param(None, id="direct"),
+        pytest.param(True, id="two-stage", marks=pytest.mark.full),
+        pytest.param(False, id="two-stage by the device"),
+    ],
+)
 def test_a_load_that_fails_leaves_no_copy_under_way(
     tmp_path: Path, saved: Saved, device: str, cpu_transfer: bool | None
 ) -> None:
@@ -407,7 +411,11 @@ def saved_whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     return save
 
 
-@covering({"strategy": ["direct", *TWO_STAGE], "backend": ["zarr", "ocdbt", "safetensors"]}, default=1)
+@and_in_full(
+    ("strategy", "backend"),
+    [("direct", "zarr"), ("one host", "ocdbt"), ("two hosts, by the device", "safetensors")],
+    itertools.product(["direct", *TWO_STAGE], ["zarr", "ocdbt", "safetensors"]),
+)
 def test_every_cut_of_a_tensor_is_loaded_into_device_memory(
     saved_whole: Callable[[str], Path], device: str, backend: str, strategy: str
 ) -> None:

@@ -119,7 +119,7 @@ def require_resumed(straight: dict[str, Any], *resumed: dict[str, Any]) -> None:
         pytest.param("fsdp", "file", "direct", 1, marks=pytest.mark.full),
         pytest.param("ddp", "zarr", "two-stage by the host", 1, marks=pytest.mark.full),
         pytest.param("accelerate", "ocdbt", "two-stage by the device", 1, marks=pytest.mark.full),
-        ("fsdp", "file", "two-stage by the device", 1),
+        pytest.param("fsdp", "file", "two-stage by the device", 1, marks=pytest.mark.full),
         pytest.param("hsdp", "zarr", "two-stage by the host", 2, marks=pytest.mark.full),
         pytest.param("tp_fsdp", "ocdbt", "direct", 1, marks=pytest.mark.full),
         pytest.param("ddp_tp", "zarr", "two-stage by the device", 2, marks=pytest.mark.full),

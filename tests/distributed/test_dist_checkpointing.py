@@ -28,6 +28,7 @@ from ckpt import dist_checkpointing
 from ckpt.catalog.verify import verify_checkpoint
 from ckpt.dist_checkpointing import LocalNonpersistentObject, ShardedObject, ShardedTensor, StrictHandling
 from ckpt.dist_checkpointing.dict_utils import dict_list_map_outplace
+from ckpt.dist_checkpointing.folder import claim
 from ckpt.dist_checkpointing.mapping import ReplicaId, ShardedTensorFactory
 from ckpt.dist_checkpointing.strategies.base import SaveShardedStrategy
 from ckpt.dist_checkpointing.strategies.common import JsonLoadCommonStrategy, JsonSaveCommonStrategy
@@ -38,6 +39,7 @@ from ckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     ConfigurationError,
+    FolderInUseError,
     MissingStateError,
 )
 from ckpt.saving.background.async_utils import AsyncCallsQueue, AsyncRequest
@@ -418,7 +420,7 @@ def _save_by_strategy(topology: Topology, folder: Path, save: Any) -> None:
             save.save(dict(tensors), folder / name)
             continue
         request = save.async_save(dict(tensors), folder / name)
-        assert [path.name.partition("-")[0] for path in (folder / name).iterdir()] == [".saving"], "only prepared"
+        assert all(path.name.startswith(".saving") for path in (folder / name).iterdir()), "only prepared"
         with topology.phase("seen"):
             train(tensors)
         request.execute_sync()
@@ -446,15 +448,14 @@ def _save_without_space(topology: Topology, folder: Path, save: Any) -> tuple[An
     request = dist_checkpointing.save(state, folder, save, async_sharded_save=True)
     assert request is not None
     if topology.rank == 1:
-        in_the_way = folder / ("sharded/w/c/1/0" if save.backend == "zarr" else "arrays.ocdbt/rank-00001")
+        (staged,) = folder.glob(".saving-all-*")
+        in_the_way = staged / ("sharded/w/c/1/0" if save.backend == "zarr" else "arrays.ocdbt/rank-00001")
         in_the_way.parent.mkdir(parents=True, exist_ok=True)
         in_the_way.mkdir() if save.backend == "zarr" else in_the_way.write_text("no folder")
     queue.schedule_async_request(request)
     failed = error_of(lambda: queue.maybe_finalize_async_calls(blocking=True))
     with topology.phase("look"):
         assert not dist_checkpointing.check_is_distributed_checkpoint(folder)
-        if topology.rank == 1 and in_the_way.is_file():
-            in_the_way.unlink()  # no save has made it
     dist_checkpointing.save(training_state(topology), folder, save)
     require_training_state(topology, folder)
     return failed
@@ -527,8 +528,9 @@ class WatchedTensors(ZarrSaveShardedStrategy):
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
         assert set(sharded_state_dict) == {"w", "p", "step", "gated"}
         assert isinstance(sharded_state_dict["gated"], list), "factories have been applied"
-        assert (checkpoint_dir / "common" / "checkpoint_manifest.json").exists()
-        assert (checkpoint_dir / "objects" / "checkpoint_manifest.json").exists()
+        (staged,) = checkpoint_dir.glob(".saving-all-*")
+        assert (staged / "common" / "checkpoint_manifest.json").exists()
+        assert (staged / "objects" / "checkpoint_manifest.json").exists()
         self.common.note("tensors", checkpoint_dir)
         super().save(sharded_state_dict, checkpoint_dir)
         self.common.note("end", checkpoint_dir)
@@ -835,17 +837,15 @@ def test_ranks_that_save_differently_are_refused_before_a_byte_is_written(tmp_pa
 def _two_saves_into_one_folder(topology: Topology, folder: Path) -> list[Any]:
     first = dist_checkpointing.save(training_state(topology), folder, async_sharded_save=True)
     assert first is not None and first.async_fn is not None
-    refused = [error_of(lambda: dist_checkpointing.save(training_state(topology), folder))]
+    refused = [error_of(lambda: dist_checkpointing.save(training_state(topology), folder / ".." / folder.name))]
     first.async_fn()
     refused.append(
         error_of(lambda: dist_checkpointing.save(training_state(topology), folder))
     )  # written, and not finalized
-    with topology.phase("the lock is not seen, as on some file systems"):
+    with topology.phase("another process has taken it over"):
         if topology.is_lead:
-            marker = next(folder.glob(".saving-*"))
-            lines = marker.read_bytes()
-            marker.unlink()
-            marker.write_bytes(lines)
+            (folder / ".saving.owner.json").unlink()
+            claim._UNDER_WAY.clear()
     dist_checkpointing.save(training_state(topology) | {"iteration": 2}, folder)
     return [*refused, error_of(first.finalize_fns[0])]
 
@@ -855,7 +855,7 @@ def test_two_saves_into_one_folder_never_make_one_checkpoint(tmp_path: Path) -> 
     *refused, too_late = the_one(threads(2, _two_saves_into_one_folder, tmp_path))
     for kind, said in refused:
         assert kind is CheckpointExistsError and "another save into" in said and "is under way" in said
-    assert too_late[0] is CheckpointExistsError and "has begun since" in too_late[1]
+    assert too_late[0] is CheckpointExistsError and "may have begun" in too_late[1]
     assert dist_checkpointing.load_common_state_dict(tmp_path)["iteration"] == 2
     assert verify_checkpoint(tmp_path) == []
 
@@ -863,19 +863,19 @@ def test_two_saves_into_one_folder_never_make_one_checkpoint(tmp_path: Path) -> 
 def test_a_save_of_another_process_that_lives_is_not_disturbed_and_one_that_died_is(tmp_path: Path) -> None:
     """S1.67: a job that was queued again, while the old one still writes."""
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(3))}
-    other = tmp_path / ".saving-0a1b2c3d"
     code = (
-        f"import fcntl, os, time; os.umask(0o077); f = open({str(other)!r}, 'xb'); fcntl.flock(f, fcntl.LOCK_EX); "
-        "print('locked', flush=True); time.sleep(60)"
+        "import sys, time, pathlib; from ckpt.dist_checkpointing.folder.claim import FolderClaim; "
+        "claim = FolderClaim(pathlib.Path(sys.argv[1]), lambda: None); claim.staged.mkdir(); print('locked', flush=True); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"locked\n"
+        before = sorted(tmp_path.iterdir())
         kind, said = error_of(lambda: dist_checkpointing.save(state, tmp_path))
-        assert kind is CheckpointExistsError and ".saving-0a1b2c3d" in said
-        assert [path.name for path in tmp_path.iterdir()] == [other.name]
+        assert kind is FolderInUseError and f"(pid {process.pid} on " in said
+        assert sorted(tmp_path.iterdir()) == before
         process.kill()
     dist_checkpointing.save(state, tmp_path)
-    assert verify_checkpoint(tmp_path) == [] and not other.exists()
+    assert verify_checkpoint(tmp_path) == []
 
 
 @pytest.mark.parametrize(

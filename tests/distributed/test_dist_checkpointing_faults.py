@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import shutil
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -22,7 +20,8 @@ import torch
 from ckpt import StateComponent, dist_checkpointing
 from ckpt.catalog.verify import verify_checkpoint
 from ckpt.dist_checkpointing import ShardedObject, ShardedTensor
-from ckpt.dist_checkpointing.folder.save_marker import SaveMarker
+from ckpt.dist_checkpointing.folder import claim
+from ckpt.dist_checkpointing.folder.claim import FolderClaim
 from ckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -36,7 +35,6 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.format.manifest_parsing import parse_index
-from ckpt.ranks.addresses import machine
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.waiting import in_thread
 from tests.support.covering import and_in_full, sampled
@@ -218,6 +216,7 @@ def test_a_rank_that_is_killed_leaves_no_checkpoint_and_a_folder_that_can_be_sav
     assert kind is RankAbsentError and f"rank {victim} " in message
     assert not dist_checkpointing.check_is_distributed_checkpoint(tmp_path)
     assert any(tmp_path.rglob(f".{where}.*")) == where.endswith(".json"), "what was to take its place"
+    assert where != "metadata.json" or (tmp_path / "common").exists(), "all of it was moved already"
     threads(2, save_training_state, tmp_path)
     assert verify_checkpoint(tmp_path) == []
     threads(2, require_training_state, tmp_path)
@@ -282,15 +281,17 @@ def put(folder: Path, path: str, text: str) -> None:
     (folder / path).write_text(text)
 
 
-@sampled("marker", [None, "", '{"base": ""}\n'], ids=["no marker", "an empty marker", "a marker"])
+@sampled(
+    "note", [None, "", '{"names": ["%s"], "manifests": {}, "last": "metadata.json"}'], ids=["no save", "a save", "a save that moved it"]
+)
 @pytest.mark.parametrize("name", USERS)
 def test_files_of_others_under_a_name_that_a_save_uses_are_never_removed(
-    tmp_path: Path, name: str, marker: str | None
+    tmp_path: Path, name: str, note: str | None
 ) -> None:
-    """S1.67: only what the marker of a dead save lists is removed, whatever else looks like a save's."""
+    """S1.67: only what a dead save has written is removed, whatever else looks like a save's."""
     put(tmp_path, name, USERS[name])
-    if marker is not None:
-        put(tmp_path, ".saving-0a1b2c3d", marker)
+    if note is not None:
+        put(tmp_path, f".saving-all-0a1b2c3d/{'moving.json' if note else 'x'}", note and note % name.partition("/")[0])
     before = bytes_of(tmp_path)
     kind, message = the_one(threads(2, _save_where_nothing_may_be, tmp_path))
     assert kind is CheckpointExistsError
@@ -299,15 +300,21 @@ def test_files_of_others_under_a_name_that_a_save_uses_are_never_removed(
 
 
 @contextmanager
-def killed(folder: Path, save: Any = None, *, phase: str = "complete") -> Iterator[None]:
-    """In the block the folder holds what a save has left that was killed in a phase."""
-    with pytest.raises(CheckpointError):
-        threads(2, _fail_in, folder, save or SAVES["zarr"], phase)
+def killed(folder: Path, save: Any = None, *, phase: str = "complete", moved: bool = True) -> Iterator[None]:
+    """In the block the folder holds what a save has left that was killed in a phase; `moved`: when all but metadata.json was there."""
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(CheckpointError):
+        if moved and phase == "complete":
+            patched.setattr(claim, "save_config", _fail)
+        threads(2, _fail_in, folder, save or SAVES["zarr"], "none" if moved else phase)
     yield
 
 
+def _fail(*_: Any) -> None:
+    raise OSError(errno.EIO, "Input/output error")
+
+
 def _fail_in(topology: Topology, folder: Path, save: Any, phase: str) -> None:
-    """Fail in a phase; the marker is let go as by the end of a process."""
+    """Fail in a phase; the claim is let go as by the end of a process."""
     topology.__class__ = FailsIn
     assert isinstance(topology, FailsIn)
     topology.fails_in = phase
@@ -367,12 +374,12 @@ COPIED = {
 }
 
 
-@sampled("phase", ["write", "complete"])
+@sampled("phase", ["write", "complete", "moved"])
 @pytest.mark.parametrize("what", COPIED)
 def test_what_somebody_has_copied_in_place_of_the_rest_of_a_killed_save_stays(
     tmp_path: Path, what: str, phase: str
 ) -> None:
-    """`rm -rf it/*` leaves the marker, whose lines fit the copy: the digest of a manifest tells the two apart."""
+    """`rm -rf it/*` leaves the hidden folder, whose note may fit the copy: the digest of a manifest tells the two apart."""
     it, source = tmp_path / "it", tmp_path / "source"
     it.mkdir()
     source.mkdir()
@@ -382,9 +389,8 @@ def test_what_somebody_has_copied_in_place_of_the_rest_of_a_killed_save_stays(
         (source,) = tmp_path.glob("checkpoint-*")
     else:
         threads(2, save_training_state, source)
-    with killed(it, phase=phase):
-        (mark,) = it.glob(".saving-*")
-        for path in {*it.iterdir()} - {mark}:
+    with killed(it, phase="complete" if phase == "moved" else phase, moved=phase == "moved"):
+        for path in [path for path in it.iterdir() if not path.name.startswith(".")]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         for path in chain.from_iterable(source.glob(pattern) for pattern in COPIED[what]):
             shutil.copytree(path, it / path.name) if path.is_dir() else shutil.copy(path, it)
@@ -397,13 +403,13 @@ def test_what_somebody_has_copied_in_place_of_the_rest_of_a_killed_save_stays(
 def test_a_checkpoint_of_a_strategy_alone_that_was_killed_at_its_very_end_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is complete, and its marker is left."""
+    """It is complete, and its hidden folder is left."""
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(4))}
     with monkeypatch.context() as patched:
-        patched.setattr(SaveMarker, "remove", SaveMarker.let_go)
+        patched.setattr(FolderClaim, "remove", FolderClaim.let_go)
         SAVES["zarr"].save(state, tmp_path)
     before = bytes_of(tmp_path)
-    assert len([name for name in before if name.startswith(".saving-")]) == 1
+    assert len([name for name in before if name.startswith(".saving-all-")]) == 1
     kind, message = error_of(lambda: dist_checkpointing.save(state, tmp_path))
     assert kind is CheckpointExistsError and f"{tmp_path} holds a checkpoint already" in message
     assert bytes_of(tmp_path) == before
@@ -431,36 +437,27 @@ def test_a_killed_removal_of_the_rest_of_a_killed_save_is_ended_by_the_next_save
     assert verify_checkpoint(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("mode", "about", "is_refused"),
-    [
-        (0o644, "", False),
-        (0o644, '{"base": "", "machine": "here", "pid": "dead"}\n', False),
-        (0o644, '{"base": "", "machine": "here", "pid": "alive"}\n', True),
-        (0o644, '{"base": "", "machine": "elsewhere", "pid": 1}\n', True),
-        (0o600, "", True),
-    ],
-    ids=["earlier version", "dead process", "living process", "another machine", "no stranger may open it"],
-)
-def test_a_marker_that_strangers_may_open_is_no_obstacle_when_its_save_is_dead(
-    tmp_path: Path, mode: int, about: str, is_refused: bool
+@sampled("number", [1, 3, 5])
+def test_a_save_that_was_killed_while_it_moved_things_is_taken_back_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """Whoever can open a file can lock it."""
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    about = (
-        about.replace('"here"', f'"{machine()}"').replace('"dead"', str(dead.pid)).replace('"alive"', str(os.getpid()))
-    )
-    mark = tmp_path / ".saving-0a1b2c3d"
-    mark.write_text(about)
-    mark.chmod(mode)
-    with mark.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
-        if is_refused:
-            kind, message = the_one(threads(2, _save_where_nothing_may_be, tmp_path))
-            assert kind is CheckpointExistsError and " is under way (.saving-0a1b2c3d)" in message
-        else:
-            threads(2, save_training_state, tmp_path)
+    """S1.66, S1.67: some of it is in the folder, the rest still hidden."""
+    left, really = [number], os.rename
+
+    def rename(*args: Any) -> None:
+        left[0] -= str(tmp_path / ".saving-all-") in str(args[0])
+        if left[0] == 0:
+            raise OSError(errno.EIO, "Input/output error")
+        really(*args)
+
+    with monkeypatch.context() as patched, pytest.raises(CheckpointError):
+        patched.setattr(os, "rename", rename)
+        threads(2, save_training_state, tmp_path)
+    shown = [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")]
+    assert len(shown) == number - 1 and not dist_checkpointing.check_is_distributed_checkpoint(tmp_path)
+    threads(2, save_training_state, tmp_path)
+    assert verify_checkpoint(tmp_path) == []
+    threads(2, require_training_state, tmp_path)
 
 
 def test_a_link_among_the_rest_of_a_killed_save_is_neither_followed_nor_removed(tmp_path: Path) -> None:
@@ -475,33 +472,27 @@ def test_a_link_among_the_rest_of_a_killed_save_is_neither_followed_nor_removed(
     assert bytes_of(tmp_path / "elsewhere") == before
 
 
-@pytest.mark.parametrize("end", ["\n", ""], ids=["a line", "without its end"])
 @pytest.mark.parametrize(
-    "line",
+    "note",
     [
         "mine",
-        '{"base": "", "more": 1}',
-        '{"base": "", "components": {"logs": "everybody"}}',
+        '{"names": [], "manifests": {}, "last": "metadata.json", "more": 1}',
         "[" * 100_000,
-        '{"base": 1}',
-        '{"base": "../up"}',
-        '{"base": "", "components": {"..": "global"}}',
+        '{"names": "sharded", "manifests": {}, "last": "metadata.json"}',
+        '{"names": ["sharded"], "manifests": {"../up": 1}, "last": "metadata.json"}',
     ],
 )
-def test_a_file_with_the_name_of_a_marker_that_is_none_is_refused_and_stays(
-    tmp_path: Path, line: str, end: str
-) -> None:
-    put(tmp_path, ".saving-0a1b2c3d", line + end)
+def test_a_note_that_no_save_writes_is_refused_and_stays(tmp_path: Path, note: str) -> None:
+    put(tmp_path, ".saving-all-0a1b2c3d/moving.json", note)
     kind, message = the_one(threads(2, _save_where_nothing_may_be, tmp_path))
-    assert kind is CheckpointExistsError and ".saving-0a1b2c3d has the name of a save's marker, and no save" in message
-    assert bytes_of(tmp_path) == {".saving-0a1b2c3d": (line + end).encode()}
+    assert kind is CheckpointExistsError and ".saving-all-0a1b2c3d is in the way" in message
+    assert bytes_of(tmp_path) == {".saving-all-0a1b2c3d/moving.json": note.encode()}
 
 
-def test_a_marker_lists_no_file_but_those_under_names_of_a_save(tmp_path: Path) -> None:
+def test_a_note_moves_nothing_but_what_lies_under_names_of_a_save(tmp_path: Path) -> None:
     """Whatever somebody writes into it."""
-    arrays = '["sharded/../../x", "../x", "notes.txt", "logs/a", "sharded"]'
-    line = f'{{"base": "", "world_size": 3, "store": "ocdbt", "components": {{"sharded": "global"}}, "arrays": {arrays}}}\n'
-    put(tmp_path, "it/.saving-0a1b2c3d", line + '{"base": "common"}\nnot ended')
+    names = '["sharded/../../x", "../x", "notes.txt", "logs", "index-00000-of-00002.json"]'
+    put(tmp_path, "it/.saving-all-0a1b2c3d/moving.json", f'{{"names": {names}, "manifests": {{}}, "last": "metadata.json"}}')
     others = {"x": "1", "it/notes.txt": "3", "it/logs/a/c/0": "4", "it/index-00000-of-00002.json": "5"}
     for path, text in others.items():
         put(tmp_path, path, text)
@@ -535,7 +526,6 @@ def test_whatever_a_killed_save_has_left_is_removed_by_the_next_one(
         manifest = (tmp_path / "checkpoint_manifest.json").read_bytes()
         (tmp_path / ".metadata.json.0a1b2c3d").write_bytes(b"{")
         (tmp_path / ".checkpoint_manifest.json.0a1b2c3d").write_bytes(manifest)
-        (tmp_path / ".saving-00000000").touch()
     caplog.clear()
     threads(2, save_training_state, tmp_path, SAVES[second], {"rng": None})
     assert sum("what an interrupted save has left" in record.getMessage() for record in caplog.records) == 1
@@ -554,14 +544,10 @@ def test_a_checkpoint_of_a_strategy_alone_is_not_taken_for_the_rest_of_a_save(tm
     assert bytes_of(tmp_path) == before
 
 
-def test_a_strategy_alone_refuses_a_folder_with_the_marker_of_a_dead_save(tmp_path: Path) -> None:
-    """The marker would list what this save makes, too."""
-    state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(4))}
-    put(tmp_path, ".saving-0a1b2c3d", '{"base": ""}\n')
-    kind, message = error_of(lambda: SAVES["zarr"].save(state, tmp_path))
-    assert (
-        kind is CheckpointExistsError and ".saving-0a1b2c3d exists already; if it is of a save that did not" in message
-    )
+def test_a_strategy_alone_removes_what_a_dead_save_has_left(tmp_path: Path) -> None:
+    with killed(tmp_path):
+        SAVES["zarr"].save({"w": ShardedTensor.from_rank_offsets("w", torch.arange(4))}, tmp_path)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".") or path.name in ("common", "objects")]
 
 
 # Mistakes of one rank

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import resource
@@ -26,7 +27,7 @@ from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.storage.pool import PoolFile
-from tests.support.covering import sampled
+from tests.support.covering import and_in_full, sampled
 from tests.support.ranks import run_ranks
 from tests.support.states import Held, coordinator, random_bits, same_bits, staging
 
@@ -139,10 +140,10 @@ def require_all_is_read_from_memory(topology: Topology, root: Path, mode: str, s
         checkpoints.load_checkpoint(path)  # a coordinator that is closed holds nothing
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(
-    "mode",
-    ["sync", "async", pytest.param("overlap", marks=pytest.mark.full), pytest.param("queue", marks=pytest.mark.full)],
+@and_in_full(
+    ("mode", "strategy"),
+    [("sync", "two-stage"), ("async", "direct")],
+    itertools.product(["sync", "async", "overlap", "queue"], STRATEGIES),
 )
 def test_a_load_of_the_newest_save_reads_no_file_but_the_manifest(tmp_path: Path, mode: str, strategy: str) -> None:
     run_ranks(3, require_all_is_read_from_memory, tmp_path, mode, strategy)

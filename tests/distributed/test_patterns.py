@@ -141,7 +141,7 @@ def _save_all_dtypes(topology: Topology, root: Path, backend: str) -> None:
             assert same_bits(held.state[kind][name], tensor), (kind, name)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@sampled("backend", BACKENDS, 2)
 def test_every_dtype_and_shape_comes_back_bit_for_bit_whatever_backend_is_configured(
     tmp_path: Path, backend: str
 ) -> None:

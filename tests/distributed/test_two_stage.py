@@ -277,8 +277,7 @@ def test_what_the_page_cache_has_goes_through_no_slot(tmp_path: Path, backend: s
 
 @sampled(
     ("nodes", "not_here", "spreading", "copies"),
-    [([3], [2], [0, 1, 2], 1), ([2, 2], [3], [2, 3], 2), ([1, 3], [3], [1, 2, 3], 2)],
-    2,
+    [([2, 2], [3], [2, 3], 2), ([3], [2], [0, 1, 2], 1), ([1, 3], [3], [1, 2, 3], 2)],
 )
 def test_ranks_of_a_host_that_do_not_all_find_it_in_the_page_cache_spread_it(
     tmp_path: Path, nodes: list[int], not_here: list[int], spreading: list[int], copies: int
@@ -491,7 +490,7 @@ def _one_goes(topology: Topology, root: Path, how: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize(
     ("how", "nodes"),
-    [("killed", [3]), ("killed", [1, 1, 1]), pytest.param("stopped", [3], marks=pytest.mark.full)],
+    [("killed", [1, 1, 1]), *(pytest.param(how, [3], marks=pytest.mark.full) for how in ("killed", "stopped"))],
 )
 def test_a_rank_that_goes_in_the_middle_is_named_by_the_others(tmp_path: Path, how: str, nodes: list[int]) -> None:
     agree_s = 4.0

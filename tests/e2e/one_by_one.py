@@ -1,20 +1,20 @@
-"""Commands that one process runs one after another, so that torch is loaded once: `python -m tests.e2e.one_by_one FOLDER`.
-
-Each line of its stdin is a module and its arguments. What a command says is in the files `out` and `err`; the answer is its exit code.
-"""
+"""Commands that one process runs one after another. It is forked of one that has loaded torch, and so are the ranks of its commands."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
+
+from tests.support.ranks import forkserver
 
 
 class Said(NamedTuple):
@@ -23,43 +23,47 @@ class Said(NamedTuple):
     err: str
 
 
-class OneByOne:
-    """The process, seen from outside."""
-
-    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
-        self._process, self._folder = process, folder
-
-    def __call__(self, module: str, *arguments: str) -> Said:
-        """Run a command as if it were typed."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps([module, *arguments]) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        out, err = ((self._folder / name).read_text() for name in ("out", "err"))
-        assert answer, f"it has ended: {out}{err}"
-        return Said(json.loads(answer), out, err)
-
-
 @contextmanager
-def one_by_one(cwd: Path, folder: Path) -> Iterator[OneByOne]:
-    """Start the process in `cwd`, with the environment of now; `folder` is for what its commands say."""
-    command = [sys.executable, "-m", __name__, str(folder)]
-    with subprocess.Popen(command, cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        yield OneByOne(process, folder)
+def one_by_one(cwd: Path, folder: Path) -> Iterator[Callable[..., Said]]:
+    """Start the process in `cwd`, with the environment of now; `folder` is for what its commands say.
+
+    Gives a function that runs a module with arguments as if that were typed.
+    """
+    context = forkserver()
+    here, there = context.Pipe()
+    process = context.Process(target=_serve, args=(there, cwd, folder, dict(os.environ)))
+    process.start()
+    there.close()
+
+    def run(module: str, *arguments: str) -> Said:
+        here.send((module, *arguments))
+        code: int = here.recv()
+        return Said(code, *((folder / name).read_text() for name in ("out", "err")))
+
+    try:
+        yield run
+    finally:
+        here.close()
+        process.join()
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    with os.fdopen(os.dup(1), "w") as answers:
-        for line in sys.stdin:
-            for stream, name in ((1, "out"), (2, "err")):
-                file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-                os.dup2(file, stream)
-                os.close(file)
-            code = _exit_code_of(*json.loads(line))
-            sys.stdout.flush()
-            sys.stderr.flush()
-            print(code, file=answers, flush=True)
+def _serve(commands: Connection, cwd: Path, folder: Path, environment: dict[str, str]) -> None:
+    os.chdir(cwd)
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    while True:
+        try:
+            command = commands.recv()
+        except EOFError:
+            return
+        for stream, name in ((1, "out"), (2, "err")):
+            file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(file, stream)
+            os.close(file)
+        code = _exit_code_of(*command)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        commands.send(code)
 
 
 def _exit_code_of(module: str, *arguments: str) -> int:
@@ -74,7 +78,3 @@ def _exit_code_of(module: str, *arguments: str) -> int:
         traceback.print_exc()
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    main()

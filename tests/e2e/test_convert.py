@@ -68,7 +68,7 @@ class Command:
     def refused(self, *overrides: str) -> str:
         """The one sentence of a call that fails."""
         code, out, err = self(*overrides)
-        assert (code, out, err.count("\n")) == (1, "", 1), err
+        assert (code, out, err.count("\n")) == (2, "", 1), err
         return err.rstrip("\n")
 
 
@@ -217,8 +217,8 @@ def test_values_that_only_the_old_program_has_are_refused_by_name_or_left_out(
             "max_shard_size=5XB: expected a size such as 5GB or 500MiB, or ",
         ),
         (["src={src}", "dst={dst}", "max_shard_size=0"], "max_shard_size=0: expected a size such as 5GB or 500MiB, or "),
-        (["src={src}", "dst={src}", "load.allow_pickle=true"], "{src} exists and is not empty; choose another, "),
-        (["src={src}", "dst={src}/common.pt", "load.allow_pickle=true"], "{src}/common.pt exists and is not empty"),
+        (["src={src}", "dst={src}", "load.allow_pickle=true"], "{src} exists, and is no empty folder; "),
+        (["src={src}", "dst={src}/common.pt", "load.allow_pickle=true"], "{src}/common.pt exists, and is no empty folder"),
         (
             ["src={src}", "dst={dst}", "to=safetensors", "config_from={src}"],
             "config_from={src} has no config.json; give a folder that config.save_pretrained wrote, or a snapshot of Hugging",
@@ -274,7 +274,7 @@ def test_a_conversion_that_fails_leaves_nothing(
             (tp2 / "bytes" / "shard_0_1.pt").write_bytes(b"PK\x03\x04")
     before = sorted(tmp_path.rglob("*"))
     code, out, err = convert(*overrides_of(tp2, tmp_path / "new", "json=true"))
-    assert (code, out) == (130 if damage == "Ctrl-C" else 1, "")
+    assert (code, out) == ({"Ctrl-C": 130, "full disk": 2, "wrong bytes": 2}.get(damage, 1), "")
     assert err.startswith(says.format(src=tp2, dst=tmp_path / "new")), err
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -23,6 +23,7 @@ from ckpt.storage.stored import read_index, read_manifest
 from tests.e2e.test_convert import require_all_of
 from tests.golden.megatron.truth import truth
 from tests.support.anonymous_memory import growth
+from tests.support.covering import sampled
 from tests.support.ranks import run_ranks, run_threads
 from tests.support.sharded_saves import bytes_of
 from tests.support.states import Held, coordinator, random_bits
@@ -84,7 +85,7 @@ def content(dst: Path) -> dict[str, bytes] | bytes:
 @pytest.mark.parametrize(
     ("case", "ranks"),
     [
-        pytest.param(case, ranks, marks=() if ranks == 3 and case in QUICK else pytest.mark.full)
+        pytest.param(case, ranks, marks=() if ranks == 3 and case in QUICK[1:] else pytest.mark.full)
         for case in CASES
         for ranks in (3, 4, 6)
     ],
@@ -131,7 +132,7 @@ def refused_on_ranks(src: Path, dst: Path, keys: dict[str, Any], full: int | Non
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.full) for case in CASES]
+    "case", [pytest.param(case, marks=() if case in QUICK[1:] else pytest.mark.full) for case in CASES]
 )
 def test_a_disk_that_is_full_for_one_rank_fails_all(sources: dict[str, Path], tmp_path: Path, case: str) -> None:
     name, keys = CASES[case]
@@ -140,7 +141,7 @@ def test_a_disk_that_is_full_for_one_rank_fails_all(sources: dict[str, Path], tm
     assert "failed in phase write on rank 1: " in says and "File too large: '" in says
 
 
-@pytest.mark.parametrize("case", QUICK)
+@sampled("case", QUICK)
 def test_a_chunk_that_is_damaged_fails_all_ranks(sources: dict[str, Path], tmp_path: Path, case: str) -> None:
     """One of the last saved rank, which one rank reads."""
     name, keys = CASES[case]

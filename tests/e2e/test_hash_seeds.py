@@ -7,26 +7,29 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-SEEDS = (0, 1)
+import pytest
+
+from tests.e2e.one_by_one import one_by_one
+
+PROGRAM = "tests.support.hash_seeds"
 
 
-def test_programs_under_several_hash_seeds_write_the_same_bytes_and_find_the_same(tmp_path: Path) -> None:
-    processes = []
-    for seed in SEEDS:
-        (folder := tmp_path / str(seed)).mkdir()
-        environment = {**os.environ, "PYTHONHASHSEED": str(seed), "OMP_NUM_THREADS": "1"}
-        words = [sys.executable, "-m", "tests.support.hash_seeds", str(folder)]
-        processes.append(subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True))
-    first, *others = (_found(process) for process in processes)
+def test_programs_under_two_hash_seeds_write_the_same_bytes_and_find_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is a process that is started with a seed; one is forked, with that which Python has drawn for this test run."""
+    for name in ("started", "forked", "said"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("COLUMNS", "120")  # not every way to start a process leaves a terminal to ask
+    seed = "1" if os.environ.get("PYTHONHASHSEED") == "0" else "0"
+    environment = os.environ | {"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-m", PROGRAM, str(tmp_path / "started")]
+    started = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True)
+    with one_by_one(Path.cwd(), tmp_path / "said") as run:
+        forked = run(PROGRAM, str(tmp_path / "forked"))
+    said, _ = started.communicate()
+    assert (started.returncode, forked.code) == (0, 0), forked.err
+    first, other = json.loads(said), json.loads(forked.out)
     assert len(first["files"]) > 50
-    for other in others:
-        assert [key for key in first if first[key] != other[key]] == []
-
-
-def _found(process: subprocess.Popen[str]) -> dict[str, Any]:
-    said, _ = process.communicate()
-    assert process.returncode == 0
-    found: dict[str, Any] = json.loads(said)
-    return found
+    assert [key for key in first if first[key] != other[key]] == []

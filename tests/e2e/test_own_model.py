@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.processes import left_after, mark, marked
-from tests.e2e.runs import REPO, Command, committed, summary_of
+from tests.e2e.processes import left_after
+from tests.e2e.runs import REPO, Forked, committed, summary_of
 from tests.support.pace import patience
 
 EXAMPLE = REPO / "examples" / "own_project"
@@ -20,9 +20,14 @@ OWN = [f"--config-dir={EXAMPLE / 'conf'}", "model=mine", "data=mine", "data.poin
 STEPS = 20
 
 
-def start(run_dir: Path, *overrides: str, config: tuple[str, ...] = tuple(OWN)) -> Command:
-    own = {"PYTHONPATH": f"{REPO}:{EXAMPLE}", **mark(run_dir)}
-    return Command(["-m", "recipes.train", *config, f"output_dir={run_dir}"], overrides, run_dir.parent, own)
+@pytest.fixture(autouse=True)
+def _is_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this process, and so of the commands and ranks that come of it; a user sets PYTHONPATH."""
+    monkeypatch.syspath_prepend(EXAMPLE)
+
+
+def start(run_dir: Path, *overrides: str, config: tuple[str, ...] = tuple(OWN)) -> Forked:
+    return Forked("recipes.train", [*config, f"output_dir={run_dir}", *overrides], run_dir.parent)
 
 
 def trained(run_dir: Path, *overrides: str, config: tuple[str, ...] = tuple(OWN)) -> dict[str, Any]:
@@ -33,19 +38,21 @@ def trained(run_dir: Path, *overrides: str, config: tuple[str, ...] = tuple(OWN)
 
 def kill_in_training(run_dir: Path, *overrides: str, config: tuple[str, ...] = tuple(OWN)) -> None:
     """Start a run, and kill all of its processes once it has saved twice and goes on."""
+    others = set(psutil.Process().children(recursive=True))
     command = start(run_dir, *overrides, config=config)
     deadline = time.monotonic() + patience(120)
     try:
         while len(committed(run_dir)) < 2:
-            assert command.process.poll() is None and time.monotonic() < deadline, committed(run_dir)
+            assert command.process.is_alive() and time.monotonic() < deadline, committed(run_dir)
             time.sleep(0.01)
     finally:
-        for process in marked(run_dir):
+        ours = set(psutil.Process().children(recursive=True)) - others
+        for process in ours:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         command.ended()
     assert command.code != 0 and not (run_dir / "summary.json").exists()
-    assert left_after(patience(10.0), lambda: marked(run_dir)) == []
+    assert left_after(patience(10.0), lambda: [process for process in ours if process.is_running()]) == []
 
 
 def goes_on_to_the_bit(folder: Path, *overrides: str, config: tuple[str, ...] = tuple(OWN)) -> None:
@@ -61,7 +68,8 @@ def goes_on_to_the_bit(folder: Path, *overrides: str, config: tuple[str, ...] = 
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["launch.nproc_per_node=2"],
+        ["experiment=mine", "launch.nproc_per_node=2"],
+        pytest.param(["launch.nproc_per_node=2"], marks=pytest.mark.full),
         pytest.param(["parallel=single"], marks=pytest.mark.full),
         pytest.param(["parallel=fsdp", "launch.nproc_per_node=2"], marks=pytest.mark.full),
         pytest.param(["parallel=hsdp", "launch.nproc_per_node=2"], marks=pytest.mark.full),
@@ -83,9 +91,9 @@ def test_the_example_is_killed_and_goes_on_to_the_bit(tmp_path: Path, overrides:
 
 @pytest.mark.full
 def test_it_goes_on_with_another_optimizer_schedule_and_loss_of_its_own(tmp_path: Path) -> None:
-    own = ["optimizer._target_=torch.optim.SGD", "~optimizer.betas", "~optimizer.eps", "+optimizer.momentum=0.9"]
-    own += ["schedule._target_=torch.optim.lr_scheduler.CosineAnnealingLR", "~schedule.warmup_steps", "+schedule.T_max=20"]
-    own += ["loss._target_=torch.nn.CrossEntropyLoss", "+loss.label_smoothing=0.1"]
+    own = ["optimizer._target_=torch.optim.SGD", "optimizer.momentum=0.9"]
+    own += ["schedule._target_=torch.optim.lr_scheduler.CosineAnnealingLR", "schedule.T_max=${train.steps}"]
+    own += ["loss._target_=torch.nn.CrossEntropyLoss", "loss.label_smoothing=0.1"]
     goes_on_to_the_bit(tmp_path, *own)
 
 
@@ -98,7 +106,7 @@ def test_it_goes_on_with_another_optimizer_schedule_and_loss_of_its_own(tmp_path
 )
 def test_a_layout_that_needs_a_plan_says_so_before_a_rank_starts(tmp_path: Path, overrides: list[str], said: str) -> None:
     command = start(tmp_path / "run", *overrides, "launch.nproc_per_node=2").ended()
-    assert command.refused().startswith(said)
+    assert (command.code, command.err.count("\n")) == (1, 1) and command.err.startswith(said), command.err
     assert not (tmp_path / "run").exists()
 
 

@@ -18,7 +18,7 @@ from tests.support.covering import sampled
 
 NUM_SCHEDULES = int(os.environ.get("CKPT_SCHEDULES", "10000"))
 FIRST_SEED = int(os.environ.get("CKPT_FIRST_SEED", "0"))
-NUM_PARTS = 8
+NUM_PARTS = 16
 
 
 @sampled("part", range(NUM_PARTS))

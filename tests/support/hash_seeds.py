@@ -142,8 +142,8 @@ def text(value: Any) -> str:
     return repr(value.tolist() if isinstance(value, torch.Tensor) else value)
 
 
-def main(folder: Path) -> None:
-    os.chdir(folder)
+def main() -> None:
+    os.chdir(sys.argv[1])
     warnings.simplefilter("ignore")
     logging.getLogger("ckpt").setLevel(logging.ERROR)
     root = Path()
@@ -167,4 +167,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import ckpt
 import ckpt.format.names
 from ckpt.ranks.topology import Topology
 from tests.support.ranks import run_ranks
@@ -112,6 +113,18 @@ def test_a_case_that_leaves_nothing_is_followed_by_the_next_in_the_same_processe
 def test_a_case_that_leaves_something_is_the_last_of_its_process(what: Callable[[], None]) -> None:
     (used,) = run_ranks(1, does, what)
     assert run_ranks(1, pid_of) != [used]
+
+
+def test_ranks_that_have_saved_and_loaded_serve_again(tmp_path: Path) -> None:
+    first = run_ranks(2, _save_and_load, tmp_path, process_group=True)
+    assert sorted(run_ranks(2, pid_of)) == sorted(first)
+
+
+def _save_and_load(topology: Topology, root: Path) -> int:
+    for _ in range(2):
+        with ckpt.Checkpointer(root, model=torch.nn.Linear(2, 2), topology=topology) as checkpoints:
+            checkpoints.save(checkpoints.restore() + 1)
+    return os.getpid()
 
 
 def test_each_case_begins_in_the_folder_of_its_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

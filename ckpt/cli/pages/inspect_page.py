@@ -11,12 +11,12 @@ from rich.filesize import decimal
 
 from ckpt.catalog.committed import Committed
 from ckpt.catalog.incremental import DiskUse, disk_use, files_of
-from ckpt.cli.arguments import argument
+from ckpt.cli.arguments import argument, told
 from ckpt.cli.pages.checkpoint_page import checkpoint_values
 from ckpt.cli.pages.page import Served, page, utc, write_page
-from ckpt.cli.reading import InspectKeys, committed_below, is_checkpoint, manifests_below, show
+from ckpt.cli.reading import InspectKeys, committed_below, is_checkpoint, manifests_below, mark_of, show
 from ckpt.cli.reading_others import other_at
-from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, printable, sentence
+from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, printable
 from ckpt.format.manifest import CheckpointManifest
 from ckpt.format.places import Place, as_place
 from ckpt.storage.stored import noticing_removal, read_manifest
@@ -35,8 +35,8 @@ class Commit:
     Attributes:
         files: bytes of each of its files.
         new_bytes: of the files that no earlier checkpoint of the page has.
-        head: its manifest without arrays; None: it is damaged.
-        problem: why it is.
+        head: its manifest without arrays; None: it is damaged, or cannot be read.
+        mark, problem: which of the two, and why.
     """
 
     committed: Committed[Place]
@@ -45,6 +45,7 @@ class Commit:
     new_bytes: int
     num_arrays: int
     head: CheckpointManifest | None
+    mark: str | None
     problem: str | None
 
     @property
@@ -66,12 +67,11 @@ class Commit:
         return f"{self.name}\ncommitted {utc(self.committed.timestamp)} UTC\n{sizes}{run}"
 
 
-def inspect(keys: InspectKeys) -> None:
+def inspect(keys: InspectKeys) -> int:
     """Show what `show` shows; or, where a file is given for it, leave the page, and show no more than JSON beside it."""
     if keys.html is not None:
         leave_page(keys)
-    if keys.html is None or keys.json:
-        show(keys)
+    return show(keys) if keys.html is None or keys.json else 0
 
 
 def leave_page(keys: InspectKeys) -> None:
@@ -137,18 +137,18 @@ def _commits(listed: Sequence[Committed[Place]], each: Mapping[Place, DiskUse]) 
     found: list[Commit] = []
     seen: set[Hashable] = set()
     for checkpoint in listed:
-        head, num_arrays, problem = None, 0, None
+        head, num_arrays, mark, problem = None, 0, None, None
         try:
             head = read_manifest(checkpoint.path)
             num_arrays, head.arrays = len(head.arrays), {}
         except CheckpointNotFoundError:
             continue
         except (CheckpointError, OSError) as error:
-            problem = sentence(error)
+            mark, problem = mark_of(error), told(error)
         files = files_of(checkpoint.path)
         new = sum(size for inode, size in files.items() if inode not in seen)
         seen |= files.keys()
-        found.append(Commit(checkpoint, each[checkpoint.path], files, new, num_arrays, head, problem))
+        found.append(Commit(checkpoint, each[checkpoint.path], files, new, num_arrays, head, mark, problem))
     return found
 
 

@@ -3,7 +3,8 @@
 Files:
 
     saving                  the state to be saved, and the steps of a save
-    destination, save_marker   the folder as the destination of a save; the marker of a save that has begun
+    claim                   the claim of one save on a folder or an address
+    destination             the folder as the destination of a save; leftovers of interrupted saves
     address                 an address in an object store as the destination
     loading                 a load
     removing                removal of tensors from a checkpoint

@@ -1,4 +1,4 @@
-"""An address in an object store as the destination of a save. The counterpart of `destination.py` and `save_marker.py`.
+"""An address in an object store as the destination of a save. The counterpart of `destination.py`.
 
 Tensors, common state and objects are committed one after the other, each by a conditional put of its manifest; `metadata.json` is put last,
 makes the three a checkpoint, and names the place of the files of each. A lease keeps other saves away until then, and a note of the places,
@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from ckpt.catalog.committed import look
-from ckpt.catalog.lease import Lease
 from ckpt.catalog.object_ledger import ObjectLedger
-from ckpt.catalog.owner import OWNER_SUFFIX
-from ckpt.dist_checkpointing.folder.save_marker import given_mark
+from ckpt.dist_checkpointing.folder.claim import SaveClaim, given_claim
 from ckpt.errors import CheckpointExistsError, logger_of
 from ckpt.format.manifest import COMMON, OBJECTS, SHARDED
 from ckpt.format.places import ObjectPath
@@ -27,14 +23,11 @@ from ckpt.ranks.topology import Topology
 from ckpt.saving.new_folder import NewFolder
 from ckpt.saving.prepared_save import PreparedSave, Written
 from ckpt.storage.files_of import files_below
-from ckpt.storage.metadata import maybe_load_config
+from ckpt.storage.metadata import CheckpointingConfig, maybe_load_config, save_config
 from ckpt.storage.objects.store import store_of
 
-_OWNER = f".saving{OWNER_SUFFIX}"
 _PARTS = ".saving.parts.json"
 _MOST_BYTES = 1 << 16
-_UNDER_WAY: weakref.WeakValueDictionary[ObjectPath, AddressMark] = weakref.WeakValueDictionary()
-"""Registry: addresses that this process saves to, which shares its leases."""
 
 _log = logger_of(__name__)
 
@@ -44,10 +37,7 @@ class GivenAddress(NewFolder):
 
     def __init__(self, place: ObjectPath) -> None:
         super().__init__(place, replaces=True)
-        self._mark: AddressMark | None = None
-
-    def expect(self, save: PreparedSave[Any], topology: Topology) -> None:
-        """Do nothing: the note of an attempt names all of its objects."""
+        self._claim: AddressClaim | None = None
 
     def open(self, topology: Topology) -> None:
         """See `NewFolder.open`.
@@ -57,13 +47,13 @@ class GivenAddress(NewFolder):
         """
         with topology.phase("look"):
             if topology.is_lead:
-                self._mark, base = given_mark(self.path)
-                if self._mark is None and look(self.path) is not None:
+                self._claim, base = given_claim(self.path)
+                if self._claim is None and look(self.path) is not None:
                     raise _holds_a_checkpoint(self.path)
         super().open(topology)
         with topology.phase("note"):
-            if self._mark is not None:
-                self._mark.note(base or SHARDED, self.folder.name)
+            if self._claim is not None:
+                self._claim.note(base or SHARDED, self.folder.name)
 
     def publish(self, save: PreparedSave[Any], written: Written, topology: Topology) -> None:
         """See `NewFolder.publish`.
@@ -72,70 +62,40 @@ class GivenAddress(NewFolder):
             CheckpointExistsError: another save may have begun there.
         """
         with topology.phase("claim"):
-            if self._mark is not None:
-                self._mark.require()
+            if self._claim is not None:
+                self._claim.require()
         super().publish(save, written, topology)
 
 
-class AddressMark:
-    """The claim of one save on an address, until `remove`. Lead rank only. See `SaveMarker`.
+class AddressClaim(SaveClaim):
+    """A claim on an address.
 
     Attributes:
         parts: component -> name of the place of its files, of what this save has begun to write.
-
-    Raises:
-        CheckpointExistsError: another save of this process to the address is under way.
-        FolderInUseError: one of another process is.
     """
 
     def __init__(self, place: ObjectPath, progress: Callable[[], object]) -> None:
-        self.folder = place
+        self.address = place
         self.parts: dict[str, str] = {}
-        if place in _UNDER_WAY:
-            raise CheckpointExistsError(
-                f"another save into {place} is under way: finalize it if it is an asynchronous one of this job, or save to another address"
-            )
-        self._lease = Lease(
-            place / _OWNER, run_id=secrets.token_hex(8), what=f"{place}", advice="wait for it to end, or save to another address"
-        )
-        _UNDER_WAY[place] = self
-        try:
-            self._lease.acquire(progress)
-        except BaseException:
-            self.let_go()
-            raise
+        super().__init__(place, progress)
 
     def note(self, component: str, place: str) -> None:
         """Note what this save is about to write: the proof by which the next one removes it."""
         self.parts[component] = place
-        files_below(self.folder).write(_PARTS, json.dumps(self.parts).encode())
+        files_below(self.address).write(_PARTS, json.dumps(self.parts).encode())
 
-    def require(self) -> None:
-        """Require that no other save has taken over.
-
-        Raises:
-            CheckpointExistsError: one may have.
-        """
-        if not self._lease.stands():
-            raise CheckpointExistsError(
-                f"the lease on {self.folder} was lost, so another save into it may have begun, and this one is given up"
-            )
+    def complete(self, config: CheckpointingConfig) -> None:
+        save_config(config, self.address, self.parts)
 
     def remove(self) -> None:
-        """Let other saves come, at the end of a save."""
-        store_of(self.folder).delete([(self.folder / _PARTS).key])
-        self.let_go()
-
-    def let_go(self) -> None:
-        """Let other saves come after a failure. The next one removes what this one has left."""
-        _UNDER_WAY.pop(self.folder, None)
-        self._lease.release()
+        store_of(self.address).delete([(self.address / _PARTS).key])
+        super().remove()
 
 
-def take_address(place: ObjectPath, progress: Callable[[], object]) -> AddressMark:
+def take_address(place: ObjectPath, progress: Callable[[], object]) -> AddressClaim:
     """Refuse an address that is in use, or holds a checkpoint; claim it, and remove what a dead save has noted as its own."""
     _require_none(place)
-    mark = AddressMark(place, progress)
+    claim = AddressClaim(place, progress)
     try:
         _require_none(place)
         ObjectLedger(place, run_id=f"save into {place}").sweep_all()
@@ -147,9 +107,9 @@ def take_address(place: ObjectPath, progress: Callable[[], object]) -> AddressMa
             if look(at) is not None:
                 raise _holds_a_checkpoint(at)
     except BaseException:
-        mark.let_go()
+        claim.let_go()
         raise
-    return mark
+    return claim
 
 
 def _left_at(place: ObjectPath) -> dict[str, str]:

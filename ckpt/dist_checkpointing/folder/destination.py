@@ -1,17 +1,16 @@
 """A folder that the user has made as the destination of a save: its permitted contents, and the leftovers of interrupted saves.
 
-The coordinator publishes a checkpoint by a rename. Here the manifest, written last, makes the folder a checkpoint, and a marker keeps
-other saves out of it until then.
+The coordinator publishes a checkpoint by one rename. Here the user's folder exists, and may hold other files: what is saved is moved into
+it, the manifest last, out of a hidden folder in it.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import stat
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -19,11 +18,21 @@ from typing import Any
 
 from ckpt.backends.base import DATABASE
 from ckpt.backends.zarr_format import DOCUMENT
-from ckpt.dist_checkpointing.folder.save_marker import INDEX, Making, SaveMarker, given_mark, lines_of
+from ckpt.dist_checkpointing.folder.claim import (
+    NOTE,
+    OWNER,
+    PARTS,
+    STAGED,
+    FolderClaim,
+    Moving,
+    given_claim,
+    in_the_way,
+)
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
 from ckpt.format.consistency import MAX_FILE_BYTES
 from ckpt.format.digests import digest_of
-from ckpt.format.manifest import COMMON, MANIFEST_NAME, OBJECTS, SHARDED, ArrayEntry, CheckpointManifest
+from ckpt.format.manifest import COMMON, MANIFEST_NAME, OBJECTS, SHARDED
+from ckpt.format.strict_json import read
 from ckpt.ranks.topology import Topology
 from ckpt.saving.manifest_writer import ManifestWriter
 from ckpt.saving.prepared_save import Destination, PreparedSave, Written, require_reachable
@@ -31,7 +40,12 @@ from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.durable import replace_durably
 from ckpt.storage.files import is_shown
 from ckpt.storage.metadata import CONFIG_FNAME
-from ckpt.storage.removal import Proof, Same, empty, listed, remove
+from ckpt.storage.removal import own_name, remove
+from ckpt.storage.stored import read_manifest, recorded_sizes
+
+INDEX = re.compile(r"index-([0-9]{5,})(\.[0-9]+)?\.json")
+BESIDE = re.compile(rf"\.({MANIFEST_NAME}|{CONFIG_FNAME})\.[0-9a-f]{{8}}")
+"""A temporary file that a save renames over its manifest or `metadata.json`."""
 
 _log = logging.getLogger("ckpt")
 _NAMES = (COMMON, OBJECTS, SHARDED, DOCUMENT, DATABASE, MANIFEST_NAME)
@@ -41,232 +55,143 @@ class GivenFolder(Destination):
     """An existing folder without a checkpoint. See `Destination`.
 
     Args:
-        is_marked: the caller has put a marker into the folder, or the one above.
+        is_part: it is one of the small checkpoints in a folder; without a claim on that the ranks write straight into it.
     """
 
-    def __init__(self, folder: Path, *, is_marked: bool = False) -> None:
-        self.folder: Path = folder
+    def __init__(self, folder: Path, *, is_part: bool = False) -> None:
         self.what = f"save into {folder}"
-        self._is_marked = is_marked
-        self._making = Making(base="")
-        self._mark: SaveMarker | None = None
-        self._own_mark: SaveMarker | None = None
-
-    def expect(self, save: PreparedSave[Any], topology: Topology) -> None:
-        """Receive what is to be saved, for the marker. Before `open`."""
-        self._making.world_size = topology.world_size
-        self._making.store = save.backend.store
-        self._making.components = {key: component.pattern for key, component in save.mine.components.items()}
-        if topology.is_lead:
-            self._making.arrays = [name for name, array in save.plan.arrays.items() if array.grid is not None]
+        self._place = folder
+        self._is_part = is_part
+        self._claim: FolderClaim | None = None
+        self._own_claim: FolderClaim | None = None
 
     def open(self, topology: Topology) -> None:
-        """Refuse a folder that is not free, and put a marker into it, unless the caller has.
+        """Refuse a folder that is not free, and claim it, unless the caller has.
 
         Raises:
             CheckpointExistsError: a checkpoint, or a part of one, is in the folder.
         """
-        with topology.phase("open"):
+        with topology.phase("open") as phase:
             if topology.is_lead:
-                _require_free(self.folder, [*self._making.components])
-                self._mark, self._making.base = given_mark(self.folder)
-                if self._mark is None and not self._is_marked:
-                    self._mark = self._own_mark = SaveMarker(self.folder)
-                    for dead in self._mark.others():  # it would list this save's files, too
-                        raise _unfinished(dead)
-                if self._mark is not None:
-                    self._mark.add(self._making)
+                self._claim, base = given_claim(self._place)
+                if self._claim is None and not self._is_part:
+                    self._claim = self._own_claim = take(self._place, topology.progress, beside=(COMMON, OBJECTS))
+                folder = self._place if self._claim is None else self._claim.staged / base
+                folder.mkdir(parents=self._claim is not None, exist_ok=True)
+                _require_free(folder, () if self._is_part else (COMMON, OBJECTS))
+                phase.from_lead = str(folder)
+        self.folder: Path = Path(phase.from_lead)
         with topology.phase("reach"):
-            require_reachable(self.folder.parent, partial(is_shown, self.folder), topology)
+            require_reachable(self._place.parent, partial(is_shown, self.folder), topology)
 
     def publish(self, save: PreparedSave[Any], written: Written, topology: Topology) -> None:
-        """Write the manifest.
+        """Write the manifest; with a claim of its own it makes the folder a checkpoint.
 
         Raises:
             CheckpointExistsError: a later save has taken over the folder.
         """
         with topology.phase("record"):
             if topology.is_lead:
-                if self._mark is not None:
-                    self._mark.require()
-                parts = [f"{name}/{MANIFEST_NAME}" for name in (COMMON, OBJECTS)]
-                beside = [path for path in parts if (self.folder / path).is_file()]
-                write = _AnnouncedManifest(save, written.results, topology, beside=beside)
-                if self._mark is not self._own_mark:  # with its own, the manifest makes the checkpoint complete
-                    write.mark, write.base = self._mark, self._making.base
-                write.write(self.folder.name, partial(replace_durably, self.folder / MANIFEST_NAME))
-                if self._own_mark is not None:
-                    self._own_mark.remove()
+                if self._claim is not None:
+                    self._claim.require()
+                there = {path: root / path for path in PARTS for root in (self._place, self.folder) if (root / path).is_file()}
+                beside = {path: file.read_bytes() for path, file in there.items()}
+                record = partial(replace_durably, self.folder / MANIFEST_NAME)
+                ManifestWriter(save, written.results, topology, beside=beside).write(self._place.name, record)
+                if self._own_claim is not None:
+                    self._own_claim.publish(MANIFEST_NAME)
+                    self._own_claim.remove()
 
     def discard(self, error: BaseException | None = None) -> None:
-        """Let the marker go. The files stay, and their marker: the next save through dist_checkpointing.save removes them."""
-        if self._own_mark is not None:
-            self._own_mark.let_go()
+        """Let its own claim go. The hidden folder stays: the next save removes it."""
+        if self._own_claim is not None:
+            self._own_claim.let_go()
 
 
-class _AnnouncedManifest(ManifestWriter):
-    """Notes the digest of the manifest in the marker before the manifest is there, so that the next save knows it from any other."""
+def take(folder: Path, progress: Callable[[], object], *, beside: Collection[str] = ()) -> FolderClaim:
+    """Refuse a folder that is missing or in use, or holds a checkpoint or other files under the names of a save; claim it, and remove what
+    interrupted saves have left.
 
-    mark: SaveMarker | None = None
-    base = ""
-
-    def _manifest(self, checkpoint_id: str, entries: dict[str, ArrayEntry]) -> CheckpointManifest:
-        manifest = super()._manifest(checkpoint_id, entries)
-        if self.mark is not None:
-            self.mark.add(Making(base=self.base, manifest=digest_of(manifest.to_bytes())))
-        return manifest
-
-
-def take(folder: Path, progress: Callable[[], object]) -> SaveMarker:
-    """Refuse a folder that is missing or in use, or holds a checkpoint or other files under the names of a save; put a marker into it, and
-    remove what saves that were interrupted have made, by their markers."""
+    Args:
+        beside: names of small checkpoints that may be there.
+    """
     if folder.exists() and not folder.is_dir():
         raise CheckpointExistsError(f"{folder} is a file, where a folder to save into should be")
-    _require_without(folder, CONFIG_FNAME)
-    mark = SaveMarker(folder)
-    try:
-        _make_free(folder, mark, progress)
-    except BaseException:
-        mark.remove()
-        raise
-    return mark
-
-
-@dataclass(slots=True)
-class Owned:
-    """What is to be removed from a folder, and the proof that saves have made it.
-
-    Attributes:
-        proofs: files that list the others: markers of dead saves, or indexes that a manifest has no more. They go last.
-        made: the lines of the markers.
-        files: below the folder; each is listed. Path -> proof.
-        folders: likewise, from the deepest on.
-    """
-
-    proofs: Sequence[str]
-    made: Sequence[Making] = ()
-    files: dict[str, Proof] = field(default_factory=dict)
-    folders: list[str] = field(default_factory=list)
-
-    def lists(self, path: str) -> bool:
-        """Whether a dead save may have made the file, or top folder, at this path."""
-        return any(making.lists(path) for making in self.made)
-
-    def has_made_manifest(self, path: str, folder: Path) -> bool:
-        """Whether the manifest at this path is the very one that a dead save has written there."""
-        base = path.rpartition("/")[0]
-        try:
-            with CheckpointFolder(folder) as opened:
-                digest = digest_of(opened.read(path, MAX_FILE_BYTES))
-        except CorruptCheckpointError:  # no regular file
-            return False
-        return digest in [making.manifest for making in self.made if making.base == base]
-
-    def remove_from(self, folder: Path, progress: Callable[[], object]) -> None:
-        """Remove the files, manifests last, then those of the folders that are empty, then the proofs.
-
-        Nothing else in a given folder is ever removed.
-        """
-        files = sorted(self.files, key=lambda path: path.endswith(MANIFEST_NAME))
-        proofs: Mapping[str, Proof] = dict.fromkeys(self.folders, empty) | dict.fromkeys(self.proofs, listed)
-        with CheckpointFolder(folder) as opened:
-            for path in [*files, *proofs]:
-                progress()
-                try:
-                    with opened.parent(path) as (above, name):
-                        remove(Path(name), self.files.get(path) or proofs[path], dir_fd=above)
-                except FileNotFoundError:
-                    continue
-                except OSError as error:
-                    if error.errno != errno.ENOTEMPTY:  # somebody has put a file there
-                        raise
-
-
-def _make_free(folder: Path, mark: SaveMarker, progress: Callable[[], object]) -> None:
-    made = {path.name: lines_of(path) for path in mark.others()}
-    owned = Owned([*made], [line for lines in made.values() for line in lines])
-    if os.path.lexists(folder / MANIFEST_NAME) and not owned.has_made_manifest(MANIFEST_NAME, folder):
-        raise _holds_a_checkpoint(folder)
-    for name in sorted(os.listdir(folder)):
-        if name in _NAMES or INDEX.fullmatch(name) or owned.lists(name):
-            _look_at(folder, name, owned, progress)
-    for making in chain.from_iterable(lines[:-1] for lines in made.values()):  # what precedes the last line has been done
-        if owned.files and making.manifest and not (folder / making.base / MANIFEST_NAME).exists():
-            raise _in_the_way(folder / next(iter(owned.files)))
-    if owned.files or owned.folders:
-        named = next(iter(owned.files or owned.folders))
-        _log.warning("%s holds what an interrupted save has left, which is removed now: %s", folder, named)
-    owned.remove_from(folder, progress)
-    others = sorted({*os.listdir(folder)} - {mark.path.name})
-    if others:
-        _log.warning(
-            "%s is not empty: %s and what else is there stays, and belongs to no checkpoint", folder, others[0]
-        )
-
-
-def _look_at(folder: Path, name: str, owned: Owned, progress: Callable[[], object]) -> None:
-    """Add what lies at a name that a save uses to what dead saves own.
-
-    Raises:
-        CheckpointExistsError: no dead save has made it, or something in it.
-    """
-    if not owned.lists(name):
-        raise _in_the_way(folder / name)
-    progress()
-    path = folder / name
-    if path.is_symlink() or not path.is_dir():
-        _take(name, folder, owned)
-        return
-    for inside, folders, files in os.walk(path, topdown=False):
-        progress()
-        above = Path(inside).relative_to(folder)
-        for each in files:
-            _take((above / each).as_posix(), folder, owned)
-        for each in folders:
-            if Path(inside, each).is_symlink():
-                raise _in_the_way(Path(inside, each))
-        owned.folders.append(above.as_posix())
-
-
-def _take(path: str, folder: Path, owned: Owned) -> None:
-    """Add a file to what dead saves own. Raises: as `_look_at`."""
-    found = os.lstat(folder / path)
-    if not owned.lists(path) or not stat.S_ISREG(found.st_mode):
-        raise _in_the_way(folder / path)
-    if Path(path).name == MANIFEST_NAME and not owned.has_made_manifest(path, folder):
-        raise _holds_a_checkpoint((folder / path).parent)
-    owned.files[path] = Same.of(found)
-
-
-def _in_the_way(path: Path) -> CheckpointExistsError:
-    return CheckpointExistsError(
-        f"{path} is in the way, and no save that was interrupted lists it as its own; remove it if nobody needs it, or save into a folder "
-        "of its own, such as an empty one"
-    )
-
-
-def _require_free(folder: Path, components: Sequence[str]) -> None:
-    """Refuse a folder that is missing, or holds a checkpoint or a part of one."""
-    _require_without(folder, MANIFEST_NAME)
-    # Leftovers of any backend: they must not be taken for a part of this checkpoint.
-    names = {*components, DATABASE, DOCUMENT}
-    for name in sorted(os.listdir(folder)):
-        if name in names or INDEX.fullmatch(name):
-            raise _unfinished(folder / name)
-
-
-def _unfinished(path: Path) -> CheckpointExistsError:
-    return CheckpointExistsError(
-        f"{path} exists already; if it is of a save that did not finish, remove it, or save through dist_checkpointing.save, which does"
-    )
-
-
-def _require_without(folder: Path, record: str) -> None:
-    """Refuse a folder that is missing, or holds `record`, the file that makes it a checkpoint."""
     if not folder.is_dir():
         raise CheckpointNotFoundError(f"{folder} does not exist: make the folder that a checkpoint is to be saved into")
-    if (folder / record).exists():
+    if (folder / CONFIG_FNAME).exists():
         raise _holds_a_checkpoint(folder)
+    claim = FolderClaim(folder, progress)
+    try:
+        left = {folder / name: _moved_by(folder, name) for name in sorted(os.listdir(folder)) if STAGED.fullmatch(name)}
+        _require_free(folder, {*beside, *chain.from_iterable(moving.names for moving in left.values())})
+        for staged, moving in left.items():
+            _take_back(folder, staged, moving)
+        if left:
+            _log.warning("%s holds what an interrupted save has left, which is removed now: %s", folder, next(iter(left)).name)
+            for path in [*left, *(folder / name for name in filter(BESIDE.fullmatch, os.listdir(folder)))]:
+                remove(path, own_name)
+    except BaseException:
+        claim.let_go()
+        raise
+    if others := sorted({*os.listdir(folder)} - {OWNER, *beside}):
+        _log.warning("%s is not empty: %s and what else is there stays, and belongs to no checkpoint", folder, others[0])
+    return claim
+
+
+def _moved_by(folder: Path, name: str) -> Moving:
+    """The note of the interrupted save whose hidden folder has this name, with what it has moved; of one that was complete, nothing."""
+    try:
+        with CheckpointFolder(folder) as opened:
+            moving = read(opened.read(f"{name}/{NOTE}", MAX_FILE_BYTES), Moving, f"{name}/{NOTE}")
+    except FileNotFoundError:
+        return Moving([], {}, "")
+    except CorruptCheckpointError as error:
+        raise in_the_way(folder / name) from error
+    gone = [inside for inside in moving.names if _is_used(inside) and not os.path.lexists(folder / name / inside)]
+    is_complete = (folder / moving.last).exists()
+    return Moving([] if is_complete else [inside for inside in gone if os.path.lexists(folder / inside)], moving.manifests, moving.last)
+
+
+def _take_back(folder: Path, staged: Path, moving: Moving) -> None:
+    """Move what an interrupted save has moved to the folder back to its hidden one."""
+    for name in moving.names:
+        os.rename(folder / name, staged / name)
+    if moving.names and (foreign := _foreign_in(staged, moving)) is not None:
+        for name in moving.names:
+            os.rename(staged / name, folder / name)
+        raise in_the_way(folder / foreign)
+
+
+def _foreign_in(staged: Path, moving: Moving) -> str | None:
+    """The path of something that the interrupted save has not made; None: all is its own."""
+    known = {NOTE}
+    for path, digest in moving.manifests.items():
+        with suppress(FileNotFoundError, CorruptCheckpointError), CheckpointFolder(staged) as opened:
+            if digest_of(opened.read(path, MAX_FILE_BYTES)) == digest:
+                base = path.removesuffix(MANIFEST_NAME)
+                listed = recorded_sizes(staged / base, read_manifest(staged / base))
+                known |= {f"{base}{file}" for file in (MANIFEST_NAME, *listed)}
+                continue
+        return next(name for name in (path, *moving.names) if os.path.lexists(staged / name))
+    below = (Path(inside, name) for inside, folders, files in os.walk(staged) for name in (*folders, *files))
+    found = (path for path in below if path.is_symlink() or not path.is_dir())
+    return next((name for path in found if (name := path.relative_to(staged).as_posix()) not in known), None)
+
+
+def _require_free(folder: Path, beside: Collection[str]) -> None:
+    """Refuse a folder that holds a checkpoint, or anything but `beside` under the names of a save."""
+    names = [name for name in sorted(os.listdir(folder)) if name not in beside]
+    if MANIFEST_NAME in names:
+        raise _holds_a_checkpoint(folder)
+    for name in names:
+        if _is_used(name):
+            raise in_the_way(folder / name)
+
+
+def _is_used(name: str) -> bool:
+    """Whether a save may use a name."""
+    return name in _NAMES or INDEX.fullmatch(name) is not None
 
 
 def _holds_a_checkpoint(folder: Path) -> CheckpointExistsError:

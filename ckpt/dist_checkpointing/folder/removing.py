@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -12,9 +13,9 @@ from pathlib import Path
 from ckpt.backends.base import DATABASE, ForgetsArrays, database_files
 from ckpt.backends.registry import backend_of_store
 from ckpt.backends.zarr_format import DOCUMENT
-from ckpt.dist_checkpointing.folder.destination import Owned
-from ckpt.dist_checkpointing.folder.save_marker import INDEX, dead_marks, is_beside
-from ckpt.errors import ConfigurationError, CorruptCheckpointError
+from ckpt.dist_checkpointing.folder.claim import OWNER, STAGED, SaveClaim
+from ckpt.dist_checkpointing.folder.destination import BESIDE, INDEX
+from ckpt.errors import ConfigurationError, CorruptCheckpointError, FolderInUseError
 from ckpt.format.consistency import MAX_FILE_BYTES
 from ckpt.format.digests import digest_of
 from ckpt.format.manifest import (
@@ -33,7 +34,7 @@ from ckpt.ranks.topology import Topology
 from ckpt.saving.writing import checksums_of, joined_checksum
 from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.durable import replace_durably, write_durably
-from ckpt.storage.removal import empty, listed, remove
+from ckpt.storage.removal import Proof, empty, listed, own_name, remove
 from ckpt.storage.stored import read_index, read_listed_file, read_manifest, rest_digest
 
 _HEAD = f"{DATABASE}/manifest.ocdbt"
@@ -69,14 +70,30 @@ def _remove_of_megatron(checkpoint_dir: Path, key_prefix: str, topology: Topolog
     """Remove each array after the folder of its locks, which alone would look like a damaged array. Files of others in these stay."""
     for key in MegatronZarr(checkpoint_dir, "zarr").arrays:
         if key.startswith(key_prefix):
-            owned = Owned([])
+            owned: dict[str, Proof] = {}
+            folders: list[str] = []
             for name, proof in ((f"{key}.sync", empty), (key, _is_of_array)):
                 for inside, _, files in os.walk(checkpoint_dir / name, topdown=False):
                     topology.progress()
                     above = Path(inside).relative_to(checkpoint_dir)
-                    owned.files |= {(above / each).as_posix(): proof for each in files}
-                    owned.folders.append(above.as_posix())
-            owned.remove_from(checkpoint_dir, topology.progress)
+                    owned |= {(above / each).as_posix(): proof for each in files}
+                    folders.append(above.as_posix())
+            _remove_all(owned | dict.fromkeys(folders, empty), checkpoint_dir, topology)
+
+
+def _remove_all(owned: Mapping[str, Proof], folder: Path, topology: Topology) -> None:
+    """Remove files, and folders that are empty, by their paths, in order. Nothing else is ever removed."""
+    with CheckpointFolder(folder) as opened:
+        for path, proof in owned.items():
+            topology.progress()
+            try:
+                with opened.parent(path) as (above, name):
+                    remove(Path(name), proof, dir_fd=above)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                if error.errno != errno.ENOTEMPTY:  # somebody has put a file there
+                    raise
 
 
 def _is_of_array(path: Path, found: os.stat_result) -> bool:
@@ -142,7 +159,7 @@ def _take_out(
 
 
 def _sweep(checkpoint_dir: Path, manifest: CheckpointManifest, gone: Collection[str], topology: Topology) -> None:
-    """Remove the files that only an index lists which the manifest has no more, also those that a killed removal left, and markers.
+    """Remove the files that only an index lists which the manifest has no more, also those that a killed removal left, and hidden folders.
 
     Args:
         gone: paths of the arrays that were removed.
@@ -163,16 +180,19 @@ def _sweep(checkpoint_dir: Path, manifest: CheckpointManifest, gone: Collection[
                 arrays.update(index.chunks)
                 files.update(index.files)
                 proofs.append(name)
-        elif is_beside(name):
+        elif BESIDE.fullmatch(name):
             proofs.append(name)
+        elif STAGED.fullmatch(name):  # of a save that was killed at its very end
+            remove(checkpoint_dir / name, own_name)
     files |= {f"{path}/{DOCUMENT}" for path in arrays}
     unlisted = sorted(path for path in files - on_record if path.startswith(f"{SHARDED}/"))
     folders = {str(above) for path in unlisted for above in Path(path).parents if len(above.parts) > 1}
-    marks = dead_marks(checkpoint_dir)
-    owned = Owned(
-        [*proofs, *marks], files=dict.fromkeys(unlisted, listed), folders=sorted(folders, key=len, reverse=True)
-    )
-    owned.remove_from(checkpoint_dir, topology.progress)
+    in_order = sorted(folders, key=len, reverse=True)
+    owned = dict.fromkeys(unlisted, listed) | dict.fromkeys(in_order, empty) | dict.fromkeys(proofs, listed)
+    _remove_all(owned, checkpoint_dir, topology)
+    if os.path.lexists(checkpoint_dir / OWNER):
+        with suppress(FolderInUseError):
+            SaveClaim(checkpoint_dir, topology.progress).let_go()
 
 
 def _forget(index: Index, gone: Mapping[str, ArrayEntry], checkpoint_dir: Path, topology: Topology) -> None:

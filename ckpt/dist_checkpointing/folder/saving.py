@@ -12,7 +12,6 @@ import torch
 from ckpt.backends.base import Backend
 from ckpt.dist_checkpointing.folder.address import GivenAddress
 from ckpt.dist_checkpointing.folder.destination import GivenFolder
-from ckpt.dist_checkpointing.folder.save_marker import Making, given_mark
 from ckpt.dist_checkpointing.mapping import is_main_replica
 from ckpt.errors import ConfigurationError, ShardingError
 from ckpt.format.box import Box, whole
@@ -51,7 +50,7 @@ class FolderSave:
         """
         started = time.perf_counter()
         with self._folder.discarding(), self._topology.operation(self._folder.what):
-            save = self._planned()
+            save: PreparedSave[Any] = self._planner.collect_and_prepare(self._folder, self._mine)
             save.run(self._topology, save.live_tensors(), RankWritePlan.write, started=started)
 
     def prepare(self, arena: Arena) -> None:
@@ -61,18 +60,14 @@ class FolderSave:
             CheckpointExistsError: a checkpoint, or a part of one, is in the folder.
             ShardingError, ShapeMismatchError, ReplicationError: the states of the ranks do not make up one.
         """
-        self._save = save = self._planned()
+        self._save: PreparedSave[Any] = self._planner.collect_and_prepare(self._folder, self._mine)
+        save = self._save
         snapshot = Snapshot(save.share, save.plan, save.mine, arena, watched=None, pinned_bytes=None)
         _, num_bytes = arena_bytes(save.share, is_pinned=save.device.type != "cpu")
         arena.grow(num_bytes, lambda: None)
         snapshot.take()
         self._snapshot = snapshot  # not before: `give_up` waits for the end of `take`
         save.open(self._topology, snapshot)
-
-    def _planned(self) -> PreparedSave[Any]:
-        save: PreparedSave[Any] = self._planner.collect_and_prepare(self._folder, self._mine)
-        self._folder.expect(save, self._topology)
-        return save
 
     def write(self) -> None:
         """Write this rank's share durably. Communicates with no other rank."""
@@ -107,13 +102,13 @@ def require_alike(arguments: Mapping[str, Alike]) -> None:
         raise ConfigurationError(f"{name} is {here} on rank {rank} and {on_lead} on rank 0; all ranks must save alike")
 
 
-def destination_at(place: Place, *, is_marked: bool = False) -> GivenFolder | GivenAddress:
+def destination_at(place: Place, *, is_part: bool = False) -> GivenFolder | GivenAddress:
     """Return the destination of a save into a folder, or to an address.
 
     Args:
-        is_marked: see `GivenFolder`.
+        is_part: see `GivenFolder`.
     """
-    return GivenFolder(place, is_marked=is_marked) if isinstance(place, Path) else GivenAddress(place)
+    return GivenFolder(place, is_part=is_part) if isinstance(place, Path) else GivenAddress(place)
 
 
 def save_state(
@@ -124,15 +119,9 @@ def save_state(
     Args:
         pattern: GLOBAL, or PER_RANK if the ranks hold different keys.
     """
-    with topology.phase("make the folder"):
-        if topology.is_lead and isinstance(folder, Path):
-            mark, base = given_mark(folder)
-            if mark is not None:
-                mark.add(Making(base=base))
-            folder.mkdir(exist_ok=True)
     with topology.phase("collect"):
         mine = collect([StateComponent(key, Given(state), pattern)], topology)
-    place = destination_at(folder, is_marked=True)
+    place = destination_at(folder, is_part=True)
     FolderSave(place, mine, Planner(topology, backend, mine.device)).run()
 
 

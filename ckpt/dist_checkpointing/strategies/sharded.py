@@ -63,7 +63,7 @@ class SaveTensors(AsyncSaveShardedStrategy):
         """Save the tensors of all ranks. Collective; the folder exists.
 
         Raises:
-            CheckpointExistsError: the folder holds a checkpoint, or leftovers of a save.
+            CheckpointExistsError: the folder holds a checkpoint, or something else under the names of a save.
             ShardingError: the shards leave a hole or overlap.
             ShapeMismatchError: the ranks disagree about a tensor.
         """

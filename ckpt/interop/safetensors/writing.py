@@ -5,13 +5,11 @@ The place of each tensor in a file is known before it is read: ranks copy tensor
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from ckpt.backends.safetensors_format import (
     INDEX_NAME,
@@ -23,27 +21,35 @@ from ckpt.backends.safetensors_format import (
     name_of,
 )
 from ckpt.errors import Argument, ConfigurationError, MissingStateError, needing
-from ckpt.format.box import flat_boxes, whole
-from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
-from ckpt.format.manifest import SHARDED, STATE, CheckpointManifest
+from ckpt.format.box import whole
+from ckpt.format.dtypes import item_bytes
+from ckpt.format.manifest import SHARDED, STATE, ArrayEntry, CheckpointManifest
 from ckpt.format.names import COMPONENT_KEY
 from ckpt.format.places import Place
 from ckpt.format.records import Content
 from ckpt.interop.megatron.zarr import MegatronZarr
 from ckpt.interop.new_files import PlacedBytes, require_read_back, shared_directory, write_pieces
-from ckpt.interop.opened import Opened, ahead, batches, share_of
+from ckpt.interop.opened import (
+    Opened,
+    OpenedTensor,
+    Piece,
+    Readable,
+    batches,
+    bytes_of_piece,
+    read_pieces,
+    share_of,
+    slabs,
+)
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.report import some_of
-from ckpt.loading.sources import CheckpointSource
-from ckpt.loading.strategy import Reading, ReadRequest, Stored, StoredCheckpoint
+from ckpt.loading.sources import CheckpointSource, ManifestSource
+from ckpt.loading.strategy import Reading, ReadRequest
 from ckpt.memory.device import device_of
-from ckpt.memory.huge_pages import Scratch
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import OWN_COPIES, SharingPattern
 from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.files import make_durable, read_once
 from ckpt.storage.hub_snapshots import files_in
-from ckpt.storage.stored import read_manifest
 
 Found = TypeVar("Found")
 
@@ -55,39 +61,22 @@ _BESIDE_MODEL = ("*config.json", "tokenizer*", "special_tokens_map.json", "added
 
 
 @dataclass(frozen=True, slots=True)
-class ExportedTensor:
-    """A tensor to export.
-
-    Attributes:
-        name: in the file.
-        stored: name in the checkpoint.
-        rows: in one row of chunks.
-    """
-
-    name: str
-    stored: str
-    dtype: str
-    shape: tuple[int, ...]
-    rows: int = 1
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * item_bytes(self.dtype)
-
-
-@dataclass(frozen=True, slots=True)
 class Selection:
     """The tensors of a checkpoint to export.
 
     Attributes:
-        prepare: prepares the reading of boxes of them.
-        tensors: in the order of the checkpoint.
+        source: to read them from.
+        tensors: by their names in the file, in the order of the checkpoint.
         aliases: second name -> first name, of tied tensors that are both selected: only the first is exported.
     """
 
-    prepare: Callable[[Sequence[ReadRequest]], Reading]
-    tensors: Sequence[ExportedTensor]
+    source: Readable
+    tensors: Mapping[str, OpenedTensor]
     aliases: Mapping[str, str]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.entry.num_bytes for tensor in self.tensors.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,37 +94,34 @@ class Exported:
     as_pairs: Mapping[str, str]
 
 
-def select(src: Place, component: str | None, topology: Topology) -> Selection:
+def select(source: ManifestSource, src: Place, component: str | None) -> Selection:
     """Choose the tensors of one component of a checkpoint in our format.
 
     Args:
+        source: opened at `src`.
         component: key of the component, or one of its copies, such as "rng/rank-00003". For the checkpoint of a sharded state dict,
             which has no components, the first part of keys, such as "model" of "model.w". The names in the files leave it out. None:
             all tensors, by full names.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint at `src`.
         MissingStateError: the component does not exist, or has no tensor.
         ConfigurationError: the component holds several copies.
     """
-    manifest = read_manifest(src)
+    manifest = source.manifest
     _require_one_copy(manifest, component)
     is_sharded = SHARDED in manifest.components and component not in manifest.components
     above = f"{SHARDED}/" if is_sharded else ""
     keys = {name.removeprefix(above): name for name in manifest.arrays}
     chosen = _chosen(src, component, keys, "." if is_sharded else "/")
     names = {stored: name for name, stored in chosen.items()}
-    tensors, aliases = [], {}
+    tensors, aliases = {}, {}
     for name, stored in chosen.items():
-        entry = manifest.arrays[stored]
-        if entry.alias_of in names:
-            aliases[name] = names[entry.alias_of]
+        first = manifest.arrays[stored].alias_of or stored
+        if first != stored and first in names:
+            aliases[name] = names[first]
         else:
-            rows = entry.grid[0] if entry.grid else 1
-            tensors.append(ExportedTensor(name, entry.alias_of or stored, entry.dtype, entry.shape, rows))
-    checkpoint = StoredCheckpoint(src, manifest)
-    checkpoint.require_chunks()
-    return Selection(_reader_of(checkpoint, topology), tensors, aliases)
+            tensors[name] = OpenedTensor(source, first, manifest.arrays[first])
+    return Selection(source, tensors, aliases)
 
 
 def select_of_megatron(src: Path, component: str | None, topology: Topology) -> Selection:
@@ -145,11 +131,23 @@ def select_of_megatron(src: Path, component: str | None, topology: Topology) -> 
         MissingStateError: no key begins with the component.
     """
     opened = MegatronZarr(src).require_whole()
-    tensors = []
-    for name, array in _chosen(src, component, opened.arrays, ".").items():
+    source = _MegatronTensors(opened, topology)
+    chosen = _chosen(src, component, opened.arrays, ".")
+    for array in chosen.values():
         opened.require_chunks(array)
-        tensors.append(ExportedTensor(name, array.key, array.dtype, array.shape, array.grid[0] if array.grid else 1))
-    return Selection(_reader_of(opened, topology), tensors, {})
+    entries = {name: ArrayEntry(array.dtype, array.shape, grid=array.grid) for name, array in chosen.items()}
+    return Selection(source, {name: OpenedTensor(source, chosen[name].key, entry) for name, entry in entries.items()}, {})
+
+
+class _MegatronTensors(NamedTuple):
+    """See `Readable`."""
+
+    stored: MegatronZarr
+    topology: Topology
+
+    def prepare(self, requests: Sequence[ReadRequest]) -> Reading:
+        strategy = DirectLoad(read_at=read_once)
+        return strategy.prepare(requests, self.stored, self.topology, device_of(()), verify=True)
 
 
 def select_of_other(source: CheckpointSource, src: Place, component: str | None) -> Selection:
@@ -162,8 +160,7 @@ def select_of_other(source: CheckpointSource, src: Place, component: str | None)
     opened = Opened(source, by_component=key != STATE)
     chosen = opened.tensors(key, "") if COMPONENT_KEY.fullmatch(key) else {}
     _require_some(src, component, chosen, opened.source.component_keys(), "/")
-    tensors = [ExportedTensor(name, tensor.name, tensor.entry.dtype, tensor.entry.shape) for name, tensor in chosen.items()]
-    return Selection(opened.source.prepare, tensors, {})
+    return Selection(opened.source, chosen, {})
 
 
 def values_beside(source: CheckpointSource, component: str | None) -> list[str]:
@@ -178,11 +175,6 @@ def values_beside(source: CheckpointSource, component: str | None) -> list[str]:
         if prefix.startswith(copy)
     ]
     return [f"{start}{name}" for start, plain in found for name in plain]
-
-
-def _reader_of(stored: Stored, topology: Topology) -> Callable[[Sequence[ReadRequest]], Reading]:
-    strategy, device = DirectLoad(read_at=read_once), device_of(())
-    return lambda requests: strategy.prepare(requests, stored, topology, device, verify=True)
 
 
 def _chosen(src: Place, component: str | None, found: Mapping[str, Found], separator: str) -> dict[str, Found]:
@@ -271,29 +263,26 @@ def export(
         ConfigurationError: there are too many tensors for one header.
         StorageError: the bytes read back differ from those written.
     """
-    shards = list(batches(selection.tensors, max_shard_bytes)) or [[]]
+    wholes = [Piece(name, whole(tensor.entry.shape), tensor.entry.dtype) for name, tensor in selection.tensors.items()]
+    shards = list(batches(wholes, max_shard_bytes)) or [[]]
     files = {_file_name(number, len(shards)): _in_order(few) for number, few in enumerate(shards, 1)}
     with topology.operation(f"export to {dst}"):
         with topology.phase("plan"):
-            ranges = [run for file, tensors in files.items() for run in _sections(file, tensors)]
-            mine = share_of(ranges, [run.num_bytes for run in ranges], topology)
+            sections = [section for file, few in files.items() for section in _sections(file, few, selection.tensors)]
+            mine = share_of(sections, [section.num_bytes for section in sections], topology)
         with shared_directory(dst, topology) as folder:
             what = f"the share of rank {topology.rank}"
-            with topology.phase("write"), needing(what, lambda: sum(run.num_bytes for run in mine)):
-                runs = write_pieces(_pieces(selection.prepare, folder, mine), topology.progress)
+            with topology.phase("write"), needing(what, lambda: sum(section.num_bytes for section in mine)):
+                runs = write_pieces(_placed(selection, folder, mine), topology.progress)
             with topology.phase("read back"):
                 require_read_back(runs, dst, topology.progress)
                 if topology.is_lead:
                     _finish(folder, dst, list(files), beside, topology)
-    names = {
-        tensor.name: name_of(Content(tensor.name, tensor.shape, whole(tensor.shape))) for tensor in selection.tensors
-    }
+    names = {tensor.name: name_of(Content(tensor.name, tensor.box.shape, tensor.box)) for tensor in wholes}
     return Exported(
         files=list(files),
         renamed={ours: theirs for ours, theirs in names.items() if ours != theirs},
-        as_pairs={
-            tensor.name: tensor.dtype for tensor in selection.tensors if tensor.dtype in ("complex128", "complex32")
-        },
+        as_pairs={tensor.name: tensor.dtype for tensor in wholes if tensor.dtype in ("complex128", "complex32")},
     )
 
 
@@ -324,15 +313,15 @@ def _file_name(number: int, of: int) -> str:
     return "model.safetensors" if of == 1 else f"model-{number:05d}-of-{of:05d}.safetensors"
 
 
-def _in_order(tensors: Sequence[ExportedTensor]) -> list[ExportedTensor]:
+def _in_order(tensors: Sequence[Piece]) -> list[Piece]:
     """Sort by element size, largest first: readers need each tensor to begin at a multiple of its element size."""
     return sorted(tensors, key=lambda tensor: -item_bytes(tensor.dtype))
 
 
-def _header(file: str, tensors: Sequence[ExportedTensor]) -> bytes:
+def _header(file: str, tensors: Sequence[Piece]) -> bytes:
     starts = accumulate((tensor.num_bytes for tensor in tensors), initial=0)
     entries: list[tuple[int, list[Entry]]] = [
-        (start, entries_of(tensor.dtype, [Content(tensor.name, tensor.shape, whole(tensor.shape))], 0))
+        (start, entries_of(tensor.dtype, [Content(tensor.name, tensor.box.shape, tensor.box)], 0))
         for start, tensor in zip(starts, tensors, strict=False)
     ]
     header = Header(entry for _, few in entries for entry in few)
@@ -345,65 +334,30 @@ def _header(file: str, tensors: Sequence[ExportedTensor]) -> bytes:
 
 
 class _Section(NamedTuple):
-    """Consecutive elements of a tensor, or the header of a file.
-
-    Attributes:
-        start: first byte in the file.
-        first: number of the first element.
-        header: no elements; the header.
-    """
+    """The header of a file, or a piece of a tensor in it; `start` is its first byte in the file."""
 
     file: str
     start: int
     num_bytes: int
-    tensor: ExportedTensor | None
-    first: int = 0
-    header: bytes = b""
+    content: bytes | Piece
 
 
-def _sections(file: str, tensors: Sequence[ExportedTensor]) -> Iterator[_Section]:
-    """Yield everything in a file, in order: its header, and its tensors in ranges that are read at once."""
-    header = _header(file, tensors)
-    yield _Section(file, 0, len(header), None, header=header)
+def _sections(file: str, wholes: Sequence[Piece], tensors: Mapping[str, OpenedTensor]) -> Iterator[_Section]:
+    """Yield everything in a file, in order: its header, and its tensors in pieces that are read at once."""
+    header = _header(file, wholes)
+    yield _Section(file, 0, len(header), header)
     start = len(header)
-    for tensor in tensors:
-        width, at_once = item_bytes(tensor.dtype), _elements_at_once(tensor)
-        for first in range(0, math.prod(tensor.shape), at_once):
-            num_elements = min(at_once, math.prod(tensor.shape) - first)
-            yield _Section(file, start + first * width, num_elements * width, tensor, first)
-        start += tensor.num_bytes
+    for tensor in wholes:
+        for box in slabs(tensors[tensor.name].entry, AT_ONCE_BYTES):
+            piece = tensor._replace(box=box)
+            yield _Section(file, start, piece.num_bytes, piece)
+            start += piece.num_bytes
 
 
-def _pieces(
-    prepare: Callable[[Sequence[ReadRequest]], Reading], folder: Path, ranges: Sequence[_Section]
-) -> Iterator[PlacedBytes]:
-    """Yield the checked bytes of ranges, in order. While a piece is used, the next is read; each is valid until the next."""
-    memories = Scratch(), Scratch()
-    jobs = (partial(_read, prepare, memories[number % 2], run) for number, run in enumerate(ranges))
-    return (PlacedBytes(folder / run.file, run.start, data) for run, data in zip(ranges, ahead(jobs), strict=True))
-
-
-def _read(prepare: Callable[[Sequence[ReadRequest]], Reading], memory: Scratch, one: _Section) -> memoryview:
-    """Read consecutive elements of a tensor into memory."""
-    if one.tensor is None:
-        return memoryview(one.header)
-    tensor, dtype = one.tensor, torch_dtype(one.tensor.dtype)
-    flat = memory.empty((one.num_bytes // dtype.itemsize,), dtype)
-    label = tensor.stored.replace("/", ": ", 1)
-    requests = [
-        ReadRequest(tensor.stored, label, box, flat[at : at + box.num_elements].view(box.shape))
-        for box, at in flat_boxes(tensor.shape, one.first, one.first + len(flat))
-    ]
-    prepare(requests).run()
-    bits: Any = raw_bytes(flat).numpy()
-    return memoryview(bits)
-
-
-def _elements_at_once(tensor: ExportedTensor) -> int:
-    """Return the elements to read at once: whole rows of chunks if they fit `AT_ONCE_BYTES`, else whole rows, else a part of a row."""
-    most = AT_ONCE_BYTES // item_bytes(tensor.dtype)
-    row = max(math.prod(tensor.shape[1:]), 1)
-    for unit in (row * tensor.rows, row):
-        if unit <= most:
-            return most // unit * unit
-    return most
+def _placed(selection: Selection, folder: Path, sections: Sequence[_Section]) -> Iterator[PlacedBytes]:
+    """Yield the checked bytes of sections, in order; each is valid until the next."""
+    pieces = [section.content for section in sections if isinstance(section.content, Piece)]
+    coming = read_pieces(selection.source, pieces, selection.tensors)
+    for file, start, _, content in sections:
+        data = bytes_of_piece(next(coming)[1]) if isinstance(content, Piece) else memoryview(content)
+        yield PlacedBytes(folder / file, start, data)

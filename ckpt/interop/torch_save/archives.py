@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from ckpt.format.places import Place
 from ckpt.format.unknown import UnknownObject, shown
 from ckpt.interop.unpickling import require_repeats_within, unpickle_inert
 from ckpt.loading.other_checkpoint import Encoded, FilePiece, folder_with
+from ckpt.storage.objects.files import Stream
 
 _MOST_PICKLE_BYTES = 1 << 30
 _MOST_DIMS = 60
@@ -102,12 +103,14 @@ class Archive:
         self._begin, self._length, self._where = begin, length, where
         self._found: set[ArchivedTensor] = set()
         self._found_bytes = 0
+        part = io.BufferedReader(Stream(_Part(file, begin, length)))
         try:
-            self._zip = zipfile.ZipFile(_Slice(file, begin, length))
+            self._zip = zipfile.ZipFile(part)
             names = self._zip.namelist()
             self._root = next(name for name in names if name.endswith("/data.pkl")).removesuffix("data.pkl")
         except Exception:  # bytes that are no zip make Python raise nearly anything
-            kind = kind_of(cast(BinaryIO, _Slice(file, begin, length)))
+            part.seek(0)
+            kind = kind_of(part)
             what = "" if kind is None else f": it is {kind}"
             raise CorruptCheckpointError(f"{where} is no archive of torch.save{what}") from None
         if len(set(names)) != len(names):
@@ -368,32 +371,15 @@ def _content(root: Place, file: str, one: ArchivedTensor, name: str) -> int:
     return int(one.header + _LOCAL_HEADER.size + name_length + extra + one.first)
 
 
-class _Slice(io.RawIOBase):
-    """A part of a file, as a file."""
+class _Part(NamedTuple):
+    """A part of a file, see `ckpt.storage.objects.files.ReadAt`."""
 
-    def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
-        self._file, self._begin, self._length, self._at = file, begin, length, 0
+    file: BinaryIO
+    begin: int
+    size: int
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        if base + offset < 0:
-            raise ValueError("before the beginning")
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        most = max(0, self._length - self._at)
-        size = most if size is None or size < 0 else min(size, most)
-        self._file.seek(self._begin + self._at)
-        data = self._file.read(size)
-        self._at += len(data)
-        return data
+    def read_at(self, buffers: Sequence[memoryview], offset: int) -> int:
+        self.file.seek(self.begin + offset)
+        data = self.file.read(min(len(buffers[0]), max(0, self.size - offset)))
+        buffers[0][: len(data)] = data
+        return len(data)

@@ -5,7 +5,6 @@ torch lays the file out without the tensors' bytes, which the ranks then write t
 
 from __future__ import annotations
 
-import math
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +17,7 @@ from torch.serialization import skip_data
 from ckpt.errors import needing
 from ckpt.errors.imports import private_name
 from ckpt.format.digests import digest_of
-from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
+from ckpt.format.dtypes import torch_dtype
 from ckpt.format.export_records import RECORDS_NAME
 from ckpt.interop.exported import records_of
 from ckpt.interop.new_files import PlacedBytes, require_read_back, shared_directory, write_pieces
@@ -27,6 +26,7 @@ from ckpt.interop.opened import (
     Opened,
     OpenedTensor,
     Piece,
+    bytes_of_piece,
     leaves_of,
     read_pieces,
     require_known,
@@ -79,16 +79,18 @@ def export_torch(source: CheckpointSource, dst: Path, topology: Topology) -> Non
 def _pieces(
     source: CheckpointSource, file: Path, tensors: Mapping[str, OpenedTensor], topology: Topology
 ) -> Iterator[PlacedBytes]:
-    """Yield the pieces of this rank's share, and their places."""
+    """Return the pieces of this rank's share, and their places."""
     starts = _starts(file, tensors)
-    pieces = [
-        Piece(name, box, tensors[name].entry.dtype)
-        for name in sorted(tensors, key=starts.__getitem__)
-        for box in slabs(tensors[name].entry, PIECE_BYTES)
-    ]
-    mine = share_of(pieces, [piece.num_bytes for piece in pieces], topology)
-    for piece, tensor in read_pieces(source, mine, tensors):
-        yield PlacedBytes(file, starts[piece.name] + _offset(piece, tensors[piece.name]), _bytes(tensor))
+    placed: list[tuple[int, Piece]] = []
+    for name in sorted(tensors, key=starts.__getitem__):
+        start = starts[name]
+        for box in slabs(tensors[name].entry, PIECE_BYTES):
+            piece = Piece(name, box, tensors[name].entry.dtype)
+            placed.append((start, piece))
+            start += piece.num_bytes
+    mine = share_of(placed, [piece.num_bytes for _, piece in placed], topology)
+    read = read_pieces(source, (piece for _, piece in mine), tensors)
+    return (PlacedBytes(file, start, bytes_of_piece(tensor)) for (start, _), (_, tensor) in zip(mine, read, strict=True))
 
 
 def _lay_out(state: Any, file: Path) -> None:
@@ -153,15 +155,3 @@ def _starts(file: Path, tensors: Mapping[str, OpenedTensor]) -> dict[str, int]:
         assert isinstance(pieces, list), "they are row-major"
         starts[name] = pieces[0].offset if pieces else 0
     return starts
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    bits: Any = raw_bytes(tensor.reshape(-1)).numpy()
-    return memoryview(bits)
-
-
-def _offset(piece: Piece, tensor: OpenedTensor) -> int:
-    """The first byte of a piece, a run of consecutive elements, in its tensor."""
-    strides = (math.prod(tensor.entry.shape[at + 1 :]) for at in range(len(tensor.entry.shape)))
-    first = sum(offset * stride for offset, stride in zip(piece.box.offsets, strides, strict=True))
-    return first * item_bytes(tensor.entry.dtype)

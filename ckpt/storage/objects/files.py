@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from threading import Lock
-from typing import Any, BinaryIO, Self, TypeVar
+from typing import Any, BinaryIO, Protocol, Self, TypeVar
 
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.names import is_inner_path
@@ -102,7 +102,7 @@ class ObjectFiles:
 
     def stream(self, path: str) -> BinaryIO:
         """Return an object as a file to read."""
-        return io.BufferedReader(_Stream(self.opened(path)), _STREAM_BYTES)
+        return io.BufferedReader(Stream(self.opened(path)), _STREAM_BYTES)
 
     def read_soon(self, ranges: Iterable[Range], num_requests: int = REQUESTS) -> None:
         """Ask for ranges that `read_at` will be asked for in this order, by one thread: so many of them are in flight from now on."""
@@ -159,10 +159,19 @@ class ObjectFiles:
         return (self.root / path).key
 
 
-class _Stream(io.RawIOBase):
-    """The bytes of an object, as of a file."""
+class ReadAt(Protocol):
+    """Bytes that are read by their place."""
 
-    def __init__(self, file: ObjectFile) -> None:
+    @property
+    def size(self) -> int: ...
+
+    def read_at(self, buffers: Sequence[memoryview], offset: int) -> int: ...
+
+
+class Stream(io.RawIOBase):
+    """The bytes of an object, or of a part of a file, as of a file."""
+
+    def __init__(self, file: ReadAt) -> None:
         self._file = file
         self._at = 0
         self._size = file.size

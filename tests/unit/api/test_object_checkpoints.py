@@ -27,7 +27,6 @@ from ckpt.errors import (
 )
 from ckpt.format.places import ObjectPath, place_of
 from ckpt.integrations.dcp import CkptReader, CkptWriter
-from ckpt.integrations.lightning import CkptCheckpointIO
 from ckpt.saving import planner
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.storage.objects import files
@@ -355,6 +354,8 @@ def test_dcp_saves_and_loads_through_its_own_calls(root: str) -> None:
 
 
 def test_lightning_s_plugin_saves_again_and_removes(root: str) -> None:
+    from ckpt.integrations.lightning import CkptCheckpointIO  # which takes seconds, in each worker
+
     io, path = CkptCheckpointIO(), f"{root}/epoch=1-step=3.ckpt"
     for number in (1, 2):
         io.save_checkpoint({"state_dict": {"a": torch.arange(5.0) + number}, "epoch": number, "global_step": number}, path)

@@ -238,14 +238,14 @@ def test_a_checkpoint_of_a_newer_format_is_not_called_damaged(zarr_copy: Path) -
 def test_a_chunk_that_no_index_knows_is_a_problem_even_if_all_digests_are_right(zarr_copy: Path) -> None:
     forge_index(zarr_copy, lambda index: index.chunks.pop("model/big"))
     [problem] = verify_checkpoint(zarr_copy)
-    assert problem.startswith("index-00000.json: it lists 0 chunks of 'model/big', of which rank 0 wrote 1.")
+    assert problem.startswith("index-00000.json: it lists 0 chunks of 'model/big', of which rank 0 wrote 1")
 
 
 def test_a_packed_tensor_that_no_index_knows_is_a_problem_even_if_all_digests_are_right(zarr_copy: Path) -> None:
     forge_index(zarr_copy, lambda index: index.pieces.pop("model/second"))
     [problem] = verify_checkpoint(zarr_copy)
     assert problem.startswith(
-        "index-00000.json: it lacks packed elements, or has some that it should not have, of 'model/second'."
+        "index-00000.json: it lacks packed elements, or has some that it should not have, of 'model/second'"
     )
 
 

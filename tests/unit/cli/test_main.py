@@ -6,14 +6,18 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from ckpt import StateComponent
+import ckpt
+from ckpt import Checkpointer, StateComponent
+from ckpt.catalog import copying
 from ckpt.catalog.catalog import catalog_at
 from ckpt.cli import removing
 from ckpt.cli.arguments import argument, as_option, spelled
@@ -22,6 +26,8 @@ from ckpt.cli.main import COMMANDS, run
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.ranks.topology import Topology
 from recipes.support.sentences import in_config_words
+from tests.support.pace import patience
+from tests.support.ranks import forkserver
 from tests.support.states import Held, coordinator
 
 
@@ -82,7 +88,8 @@ def test_a_listing_has_a_line_for_each_checkpoint_within_80_columns(
 def test_the_best_checkpoint_is_that_of_the_metric_and_direction_asked_for(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(called(capsys, "ls", root, "--json")[1])["best"] == "00000002"
     assert json.loads(called(capsys, "ls", root, "--json", "--greater")[1])["best"] == "00000001"
-    assert json.loads(called(capsys, "ls", root, "--json", "--best", "accuracy")[1])["best"] is None
+    code, out, err = called(capsys, "ls", root, "--json", "--best", "accuracy")
+    assert (code, out) == (2, "") and err == "error: --best accuracy: no checkpoint here has a value of it; they have loss\n"
 
 
 def test_a_checkpoint_whose_manifest_is_damaged_is_marked_and_the_exit_code_says_so(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,6 +97,62 @@ def test_a_checkpoint_whose_manifest_is_damaged_is_marked_and_the_exit_code_says
     manifest.write_bytes(manifest.read_bytes().replace(b"float32", b"float16", 1))
     code, out, _ = called(capsys, "ls", root)
     assert code == 1 and "damaged" in out.splitlines()[3] and out.splitlines()[-1].startswith("checkpoint-00000002: ")
+
+
+@pytest.fixture
+def another_user(root: Path, tmp_path: Path) -> Iterator[None]:
+    """A process without rights of its own: what is in the folder of the test is everybody's, up to `closed`."""
+    for path in [tmp_path, *tmp_path.rglob("*")]:
+        path.chmod(0o777)
+    for above in tmp_path.parents:
+        if above.stat().st_mode & 0o011 != 0o011:
+            above.chmod(above.stat().st_mode | 0o011)
+    os.seteuid(4321 if os.geteuid() == 0 else os.geteuid())
+    yield
+    os.seteuid(os.getuid())
+
+
+def closed(path: Path, mode: int = 0) -> None:
+    """Change the mode of a path as its owner."""
+    user = os.geteuid()
+    os.seteuid(os.getuid())
+    path.chmod(mode)
+    os.seteuid(user)
+
+
+@pytest.mark.parametrize("what", ["checkpoint-00000002", f"checkpoint-00000002/{MANIFEST_NAME}"])
+def test_a_checkpoint_that_one_may_not_read_is_a_row_beside_the_others_and_no_damage(
+    root: Path, another_user: None, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    closed(root / what)
+    for command in ("ls", "show"):
+        code, out, err = called(capsys, command, root)
+        assert "…" not in out
+        assert (code, err) == (2, "") and "unreadable" in out and "damaged" not in out
+        assert out.splitlines()[-1].startswith("checkpoint-00000002: Permission denied: ")
+        rows = {row["id"]: row["mark"] for row in json.loads(called(capsys, command, root, "--json")[1])["checkpoints"]}
+        assert rows == {"00000001": None, "00000002": "unreadable", "00000003": None}
+    code, out, _ = called(capsys, "verify", root)
+    assert code == 2 and out.count(": ok, ") == 2 and f"{root / 'checkpoint-00000002'}: could not be read\n" in out
+    code, out, err = called(capsys, "diff", root / "checkpoint-00000001", root / "checkpoint-00000002")
+    assert (code, out) == (2, "") and "Permission denied" in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["verify", "diff", "convert", "copy"])
+def test_damage_of_what_is_read_is_1_and_what_may_not_be_read_is_2(
+    root: Path, another_user: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    first, second, new = root / "checkpoint-00000001", root / "checkpoint-00000002", tmp_path / "deep" / "new"
+    words = {"verify": [second], "diff": [first, second]}.get(command, [second, new])
+    file = max((path for path in second.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    closed(file)
+    code, _, said = called(capsys, command, *words)
+    assert code == 2 and ".unpublished" not in said and ("goes on from it" in said) == (command == "copy")
+    closed(file, 0o666)
+    file.write_bytes(bytes(file.stat().st_size))
+    code, out, err = called(capsys, command, *words)
+    assert code == 1 and "not those that were saved" in out + err and "earlier checkpoint" not in err
+    assert not new.parent.exists() or command != "copy" or list(new.parent.iterdir()) == []
 
 
 def test_a_folder_of_runs_is_listed_by_its_folders_of_checkpoints(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,6 +210,26 @@ def test_a_checkpoint_is_converted_to_files_that_safetensors_reads(root: Path, t
     assert code == 2 and "zarr" in err and not (tmp_path / "x").exists()
 
 
+def test_a_name_with_a_line_break_is_one_like_others_and_nothing_is_left_beside_it(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new, first = tmp_path / "new" / "a b\n\u202e\u00fc", root / "checkpoint-00000001"
+    for number, command in enumerate(("copy", "convert")):
+        code, out, err = called(capsys, command, first, f"{new}{number}")
+        assert (code, err) == (0, "") and "a b\\n\\u202e\u00fc" in out
+    assert called(capsys, "convert", first, f"{new}2", "--to", "safetensors")[0] == 0
+    assert sorted(new.parent.iterdir()) == [new.with_name(f"{new.name}{number}") for number in range(3)]
+
+
+def test_a_conversion_to_safetensors_and_back_has_another_order_and_the_same_tensors(tmp_path: Path) -> None:
+    state = {"model": {"half": torch.ones(3, dtype=torch.float16), "whole": torch.ones(3), "long": torch.arange(3)}}
+    ckpt.save(state, tmp_path / "old")
+    assert run(["convert", str(tmp_path / "old"), str(tmp_path / "plain"), "--to", "safetensors"]) == 0
+    assert run(["convert", str(tmp_path / "plain"), str(tmp_path / "back")]) == 0
+    back = ckpt.load(tmp_path / "back")
+    assert list(back) == ["long", "whole", "half"] and all(torch.equal(back[name], state["model"][name]) for name in back)
+
+
 def test_show_leaves_a_page_where_a_file_is_given_for_it(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
     for path in (root, root / "checkpoint-00000001"):
@@ -167,6 +250,84 @@ def test_two_runs_part_at_the_first_checkpoint_that_differs(tmp_path: Path, caps
     assert called(capsys, "bisect", good, good)[0] == 0 and called(capsys, "bisect", good, tmp_path)[0] == 2
 
 
+def test_sizes_of_files_are_the_same_in_each_command(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = root / "checkpoint-00000001"
+    (listed, *_), (shown, *_), (read, *_) = (
+        json.loads(called(capsys, command, root, "--json")[1])["checkpoints"] for command in ("ls", "show", "verify")
+    )
+    (copied,) = json.loads(called(capsys, "copy", first, tmp_path / "copy", "--json")[1])["checkpoints"]
+    assert listed["size_bytes"] == shown["size_bytes"] < shown["apparent_bytes"]
+    assert read["num_bytes"] == copied["num_bytes"] == shown["apparent_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["ls", "--beast", "x", "."], "there is no option --beast; did you mean --best or --greater?"),
+        (["ls", "--limits", "."], "there is no option --limits"),
+        (["shwo"], "no such command 'shwo'"),
+        (["ls"], "missing argument 'PATH'"),
+        (["show", ".", "--limit", "x"], "invalid value for '--limit': 'x' is not a valid integer"),
+        (["ls", ""], "path is empty: expected the path of a folder, or an address; this folder is ."),
+        (["bisect", "{first}", "{root}"], "{first} is a checkpoint, and no run: give the folder that it is in, or compare two "),
+        (["bisect", "{file}", "{root}"], "{file} is no run: neither it nor its folder checkpoints holds a checkpoint; give the folder of "),
+        (["copy", "{first}", "{file}"], "{file} is no folder; choose another path"),
+        (["copy", "{root}", "{file}"], "{file} is no folder; choose another path"),
+        (["copy", "{first}", "{first}/inner"], "{first}/inner is inside of {first}; choose a place outside of it"),
+        (["copy", "{root}", "{root}/inner"], "{root}/inner is inside of {root}; choose a place outside of it"),
+        (["convert", "{first}", "{first}/inner"], "{first}/inner is inside of {first}; choose a place outside of it"),
+        (["copy", "s3://bucket/run", "s3://bucket/run/inner"], "s3://bucket/run/inner is inside of s3://bucket/run; choose "),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    names = {"root": root, "first": root / "checkpoint-00000001", "file": tmp_path / "file"}
+    names["file"].write_text("x")
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = called(capsys, *(word.format(**names) for word in words))
+    assert (code, out) == (2, "") and err.startswith(f"error: {said.format(**names)}") and err.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_help_says_where_none_may_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, option in {"copy": "--last INT|none", "show": "--limit INT|none", "convert": "--max-shard-size TEXT|none"}.items():
+        assert option in called(capsys, command, "--help")[1]
+
+
+def test_a_copy_that_is_interrupted_says_that_it_goes_on(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    words = "copy", root / "checkpoint-00000001", tmp_path / "new"
+    with monkeypatch.context() as patched:
+        patched.setattr(copying, "_require_same", interrupt)
+        code, _, err = called(capsys, *words)
+    assert code == 130 and err.strip() == "interrupted; the same command goes on from what is copied"
+    code, out, _ = called(capsys, *words)
+    assert code == 0 and "7 files, 6 files of them left by an earlier copy" in out
+
+
+@pytest.mark.parametrize("locked", ["", "checkpoint-00000002/model"])
+def test_where_one_may_not_write_nothing_is_removed_and_one_sentence_says_so(
+    root: Path, another_user: None, capfd: pytest.CaptureFixture[str], locked: str
+) -> None:
+    closed(root / locked, 0o555)
+    before = sorted(root.rglob("*"))
+    code, out, err = called(capfd, "rm", "--yes", root / "checkpoint-00000001", root / "checkpoint-00000002")
+    assert (code, out) == (2, "") and " cannot be removed: Permission denied: " in err and err.count("\n") == 1
+    assert sorted(root.rglob("*")) == before
+
+
+def test_a_damaged_checkpoint_whose_files_are_not_known_is_not_removed(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (root / "checkpoint-00000001" / MANIFEST_NAME).write_text("{")
+    code, out, err = called(capfd, "rm", "--yes", root / "checkpoint-00000001")
+    assert (code, out) == (1, "") and "rm cannot tell its files from yours" in err and err.count("\n") == 1
+    assert (root / "checkpoint-00000001").is_dir()
+
+
 def test_checkpoints_are_removed_when_it_is_said_so_and_no_others(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     beside = root / "checkpoint-00000001" / "mine.txt"
     beside.write_text("kept")
@@ -183,34 +344,42 @@ def test_a_no_removes_nothing(root: Path, capsys: pytest.CaptureFixture[str], mo
     assert called(capsys, "rm", root / "checkpoint-00000001")[0] == 1 and (root / "checkpoint-00000001").is_dir()
 
 
+def _save_and_live(root: Path, pipe: Connection) -> None:
+    run = Checkpointer(root, model=torch.nn.Linear(2, 2))
+    run.save(1)
+    run.save(2)
+    pipe.send("saved")
+    pipe.recv()
+
+
 def test_what_is_no_checkpoint_a_link_and_one_of_a_run_that_saves_are_not_removed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "notes").mkdir()
     (root / "link").symlink_to("checkpoint-00000001")
     for path, reason in {"notes": "is not a checkpoint", "link": "is a symbolic link", "no": "does not exist"}.items():
         code, _, err = called(capsys, "rm", "--yes", root / "checkpoint-00000002", root / path)
         assert code == 2 and reason in err
-    program = (
-        "import sys, torch\nfrom ckpt import Checkpointer\nrun = Checkpointer(sys.argv[1], model=torch.nn.Linear(2, 2))\n"
-        "run.save(1)\nrun.save(2)\nprint('saved', flush=True)\ninput()"
-    )
     other = root.parent / "other"
-    words = [sys.executable, "-c", program, str(other)]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": "."}) as living:
-        assert living.stdout is not None and living.stdout.readline() == "saved\n"
-        first = catalog_at(other).committed()[0].path
-        code, _, err = called(capsys, "rm", "--yes", first)
-        living.communicate("\n")
+    here, there = forkserver().Pipe()
+    living = forkserver().Process(target=_save_and_live, args=(other, there))
+    living.start()
+    assert here.recv() == "saved"
+    first = catalog_at(other).committed()[0].path
+    code, _, err = called(capsys, "rm", "--yes", first)
+    here.send("go on")
+    living.join(patience(60.0))
     assert code == 2 and "a run is saving in" in err and first.is_dir()
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_gets_the_code_of_its_completion(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shell_gets_the_code_of_its_completion(
+    shell: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, out, _ = called(capsys, "completion", shell)
     assert code == 0 and "_CKPT_COMPLETE" in out
-    words = {"COMP_WORDS": "ckpt ver", "COMP_CWORD": "1", "_CKPT_COMPLETE": "bash_complete"}
     if shell == "bash":
-        done = subprocess.run([sys.executable, "-m", "ckpt"], env=os.environ | words, capture_output=True, text=True, timeout=120)
-        assert "verify" in done.stdout
+        for name, value in {"COMP_WORDS": "ckpt ver", "COMP_CWORD": "1", "_CKPT_COMPLETE": "bash_complete"}.items():
+            monkeypatch.setenv(name, value)
+        assert "verify" in called(capsys)[1]
 
 
 def test_a_reader_that_ends_is_no_error(root: Path) -> None:

@@ -503,7 +503,7 @@ def test_who_is_killed_just_before_the_rename_has_changed_nothing(folder: Path, 
 
 
 def test_files_of_others_stay_whatever_they_look_like(tmp_path: Path) -> None:
-    """Only what an index lists that the manifest has no more is removed, and the marker of a dead save."""
+    """Only what an index lists that the manifest has no more is removed, and the hidden folder of a dead save."""
     state = {key: ShardedTensor.from_rank_offsets(key, torch.arange(4)) for key in ("a", "b")}
     dist_checkpointing.save(state, tmp_path)
     others = {
@@ -514,13 +514,12 @@ def test_files_of_others_stay_whatever_they_look_like(tmp_path: Path) -> None:
         "index-00009.json": "x",
         ".metadata.json.bak": "x",
         ".saving-notes": "x",
-        ".saving-00000000": "x",
     }
     for path, text in others.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
-    (tmp_path / ".saving-0a1b2c3d").write_text('{"base": ""}\n')
+    (tmp_path / ".saving-all-0a1b2c3d").mkdir()
     dist_checkpointing.remove_sharded_tensors(tmp_path, "a")
     assert {path: (tmp_path / path).read_text() for path in others if (tmp_path / path).exists()} == others
-    assert not (tmp_path / ".saving-0a1b2c3d").exists() and not (tmp_path / "sharded/a/zarr.json").exists()
+    assert not (tmp_path / ".saving-all-0a1b2c3d").exists() and not (tmp_path / "sharded/a/zarr.json").exists()
     assert set(dist_checkpointing.load_tensors_metadata(tmp_path)) == {"b"}

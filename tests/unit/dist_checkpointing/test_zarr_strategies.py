@@ -279,7 +279,7 @@ def test_a_key_may_be_any_text(tmp_path: Path, save: Any) -> None:
 
 
 def test_an_array_that_is_there_already_is_an_error(tmp_path: Path) -> None:
-    """S1.26: of a checkpoint that is whole, and of a save that did not end; by every strategy, and nothing is changed."""
+    """S1.26: of a checkpoint that is whole, and of one that has lost its records; by every strategy, and nothing is changed."""
     for number, save in enumerate(SAVES.values()):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -292,9 +292,9 @@ def test_an_array_that_is_there_already_is_an_error(tmp_path: Path) -> None:
                 other.save({"w": uncut("w", torch.ones(4).long())}, folder)
         assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
         for record in [folder / "checkpoint_manifest.json", *folder.glob("index-*.json")]:
-            record.unlink()  # what a save leaves that is interrupted before its records
+            record.unlink()
             with pytest.raises(
-                CheckpointExistsError, match=f"{folder}/.* exists already; if it is of a save that did not finish"
+                CheckpointExistsError, match=f"{folder}/.* is in the way, and no save that was interrupted lists it"
             ):
                 save.save({"v": uncut("v", torch.ones(4).long())}, folder)
 

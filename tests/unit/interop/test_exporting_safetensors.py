@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +28,25 @@ from ckpt.errors import (
     MissingStateError,
     StorageError,
 )
-from ckpt.format.dtypes import raw_bytes, zarr_name
+from ckpt.format.box import whole
+from ckpt.format.dtypes import raw_bytes
 from ckpt.interop.new_files import WrittenRun
+from ckpt.interop.opened import Piece
 from ckpt.interop.registry import source_at
 from ckpt.interop.safetensors import writing as exporting_safetensors
 from ckpt.interop.safetensors.writing import (
     Exported,
-    ExportedTensor,
+    Selection,
     export,
     model_files_in,
     select,
     select_of_megatron,
 )
 from ckpt.loading.direct import DirectLoad
+from ckpt.loading.sources import ManifestSource
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
+from ckpt.storage.files import read_once
 from tests.golden.megatron.truth import truth
 from tests.support.anonymous_memory import most_anonymous_bytes
 from tests.support.crafts import edit_manifest
@@ -58,9 +63,14 @@ def saved(root: Path, state: dict[str, Any], backend: Any = "zarr", key: str = "
     return Path(coordinator(Topology.alone(), root, [one], backend=backend).save_checkpoint(checkpoint_id="1"))
 
 
+def selected(src: Path, component: str | None = "model") -> Selection:
+    source = source_at(src, Topology.alone(), DirectLoad(read_at=read_once))
+    assert isinstance(source, ManifestSource)
+    return select(source, src, component)
+
+
 def exported(src: Path, dst: Path, most: int = LARGE, component: str | None = "model") -> Exported:
-    alone = Topology.alone()
-    return export(select(src, component, alone), dst, most, alone)
+    return export(selected(src, component), dst, most, Topology.alone())
 
 
 def as_stored(value: torch.Tensor) -> torch.Tensor:
@@ -104,7 +114,7 @@ def test_what_takes_more_becomes_several_files_and_an_index_as_hugging_face_has_
 def test_of_tied_tensors_the_first_is_written_and_the_others_are_told(tmp_path: Path) -> None:
     wte = random_bits((300, 100), torch.bfloat16, 0)
     src = saved(tmp_path, {"wte": {"weight": wte}, "lm_head": {"weight": wte}, "bias": torch.arange(5)})
-    selection = select(src, "model", Topology.alone())
+    selection = selected(src)
     assert selection.aliases == {"lm_head.weight": "wte.weight"}
     export(selection, tmp_path / "plain", LARGE, Topology.alone())
     assert load_file(tmp_path / "plain" / "model.safetensors").keys() == {"wte.weight", "bias"}
@@ -139,7 +149,7 @@ def test_what_four_ranks_hold_together_is_whole_tensors(tmp_path: Path) -> None:
         ConfigurationError,
         match=f"rng is per_rank and holds {copies}; choose one copy, such as component=rng/rank-00000$",
     ):
-        select(src, "rng", Topology.alone())
+        selected(src, "rng")
     exported(src, tmp_path / "rng", component="rng/rank-00002")
     assert same_bits(load_file(tmp_path / "rng" / "model.safetensors")["state"], random_bits((80,), torch.uint8, 2))
     exported(src, tmp_path / "all", component=None)
@@ -166,8 +176,6 @@ def test_a_forged_shape_is_refused_before_it_is_cut_into_pieces(tmp_path: Path, 
     chunks = 10**9 // grid[1]
     change = {"shape": [10**9, 10**9], "grid": grid, "writers": [[0, 0, chunks]]}
     edit_manifest(src, lambda tree: tree["arrays"]["model/w"].update(change))
-    with pytest.raises(CorruptCheckpointError, match="w"):
-        select(src, "model", Topology.alone())
     with pytest.raises(CorruptCheckpointError, match="w"):
         source_at(src, Topology.alone(), DirectLoad())
 
@@ -202,7 +210,7 @@ def test_of_a_sharded_state_dict_a_component_is_how_keys_begin(tmp_path: Path) -
         MissingStateError,
         match="holds no tensor of component=mode; it has model, optimizer. Choose another, or component=None",
     ):
-        select(tmp_path / "src", "mode", Topology.alone())
+        selected(tmp_path / "src", "mode")
 
 
 def test_a_name_that_the_format_keeps_for_itself_is_told(tmp_path: Path) -> None:
@@ -224,10 +232,14 @@ def test_any_tensor_goes_over_in_pieces_of_any_size(
     src = saved(root, {"w": value})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exporting_safetensors, "AT_ONCE_BYTES", most)
-        tensor = ExportedTensor("w", "model/w", zarr_name(value.dtype), shape, data.draw(st.integers(1, 4)))
-        _, *ranges = exporting_safetensors._sections("file", [tensor])
-        prepare = select(src, "model", Topology.alone()).prepare
-        pieces = [bytes(piece.data) for piece in exporting_safetensors._pieces(prepare, root, ranges)]
+        selection = selected(src)
+        tensor = selection.tensors["w"]
+        entry = replace(tensor.entry, grid=(data.draw(st.integers(1, 4)), *shape[1:]) if shape else ())
+        selection = replace(selection, tensors={"w": tensor._replace(entry=entry)})
+        _, *sections = exporting_safetensors._sections(
+            "file", [Piece("w", whole(shape), entry.dtype)], selection.tensors
+        )
+        pieces = [bytes(piece.data) for piece in exporting_safetensors._placed(selection, root, sections)]
     assert b"".join(pieces) == raw_bytes(value).numpy().tobytes()
     assert all(len(piece) <= most for piece in pieces)
     shutil.rmtree(root)
@@ -262,12 +274,12 @@ def test_what_is_not_read_back_does_not_appear(tmp_path: Path, monkeypatch: pyte
 def test_mistakes_are_one_sentence_before_a_byte_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     src = saved(tmp_path / "root", {"w": torch.ones(3)})
     (tmp_path / "taken").touch()
-    with pytest.raises(CheckpointExistsError, match="taken exists and is not empty"):
+    with pytest.raises(CheckpointExistsError, match="taken exists, and is no empty folder"):
         exported(src, tmp_path / "taken")
     with pytest.raises(MissingStateError, match="holds no tensor of component=other; it has model. Choose another"):
-        select(src, "other", Topology.alone())
+        selected(src, "other")
     with pytest.raises(CheckpointNotFoundError, match="is not a checkpoint"):
-        select(tmp_path, "model", Topology.alone())
+        selected(tmp_path)
     monkeypatch.setattr(exporting_safetensors, "MOST_HEADER_BYTES", 100)
     with pytest.raises(
         ConfigurationError, match="model.safetensors would hold 1 tensors, .* set a smaller max_shard_size"
@@ -281,8 +293,10 @@ def test_memory_is_needed_for_a_piece_of_a_tensor(tmp_path: Path) -> None:
     """One tensor of 512 MiB: 64 MiB are written while the next 64 MiB are read."""
     src = saved(tmp_path / "root", {"w": random_bits((1 << 22, 32), torch.float32, 0)})
     taken = most_anonymous_bytes(
-        "from ckpt.interop.safetensors.writing import export, select\nfrom ckpt.ranks.topology import Topology",
-        'one = Topology.alone(); export(select(Path(sys.argv[1]), "model", one), Path(sys.argv[2]), 300 << 20, one)',
+        "from ckpt.interop.registry import source_at\nfrom ckpt.interop.safetensors.writing import export, select\n"
+        "from ckpt.loading.direct import DirectLoad\nfrom ckpt.ranks.topology import Topology",
+        "one, src = Topology.alone(), Path(sys.argv[1]); source = source_at(src, one, DirectLoad()); "
+        'export(select(source, src, "model"), Path(sys.argv[2]), 300 << 20, one)',
         src,
         tmp_path / "plain",
     )
@@ -304,7 +318,7 @@ def test_files_beside_a_model_are_copied_piece_by_piece_and_links_are_left_out(t
     tracemalloc.start()
     try:
         files = model_files_in(beside)
-        export(select(Path(path), "model", Topology.alone()), tmp_path / "dst", LARGE, Topology.alone(), beside=files)
+        export(selected(Path(path)), tmp_path / "dst", LARGE, Topology.alone(), beside=files)
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

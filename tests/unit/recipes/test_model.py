@@ -66,7 +66,7 @@ def test_every_member_has_a_default() -> None:
 @pytest.mark.parametrize(
     ("make", "batch", "said"),
     [
-        (lambda: Step(Plain()), None, r"Plain has neither loss\(output, target\) nor train_step\(batch\): give loss\._target_="),
+        (lambda: Step(Plain()), None, r"Plain has neither loss\(output, target\) nor train_step\(batch\): give loss=cross_entropy, "),
         (lambda: Step(WithStep(), F.cross_entropy), None, "loss: WithStep.train_step computes the loss already"),
         (lambda: Step(WithLoss()), (1, 2, 3), r"a batch is a tuple of 3; expected \(inputs, target\)"),
         (lambda: Step(WithLoss()), BATCH[0], r"a batch is a tensor of shape \(3, 2\); expected"),

@@ -74,6 +74,7 @@ def test_a_name_that_others_may_have_given_proves_nothing(tmp_path: Path, name: 
         ".unpublished-1-0123abcd",
         ".unpublished-1-0123abcd.owner.json",
         ".converting-a-0123abcd",
+        ".saving-all-0123abcd",
         ".claim-0123abcd",
         ".checkpoint_manifest.json.0123abcd",
     ],
