@@ -29,7 +29,6 @@ from ckpt.backends.safetensors_format import (
 )
 from ckpt.errors import LOAD_EARLIER, Argument, CorruptCheckpointError, StorageError
 from ckpt.errors.imports import importing
-from ckpt.errors.removed import without_sizes
 from ckpt.format.box import Box, chunk_box, overlap
 from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import torch_dtype
@@ -55,7 +54,6 @@ _Place = tuple[str, int]
 """Path of an array, and number of a chunk."""
 
 
-@without_sizes
 class KimiEngineBackend:
     """Reads and writes safetensors.
 

@@ -46,7 +46,6 @@ from ckpt.errors import (
     needing,
     refused,
 )
-from ckpt.errors.removed import without_sizes
 from ckpt.format.box import Box, chunk_box
 from ckpt.format.digests import EMPTY_DIGEST, StreamDigest, digest_of
 from ckpt.format.dtypes import bits_of
@@ -72,7 +71,6 @@ _LOCATION = re.compile(r"(?:btreenode|value):([^:%]*):([^:%]+):([0-9]{1,19}):([0
 """A node or value in `ts.ocdbt.dump`: folder and file, percent-encoded, its first byte, and its length."""
 
 
-@without_sizes
 class TensorStoreBackend:
     """Reads and writes Zarr v3 arrays through TensorStore.
 

@@ -31,7 +31,6 @@ from ckpt.backends.zarr_format import (
 )
 from ckpt.errors import LOAD_EARLIER, Argument, ConfigurationError, CorruptCheckpointError, sentence
 from ckpt.errors.imports import importing
-from ckpt.errors.removed import without_sizes
 from ckpt.format.box import Box, chunks_meeting
 from ckpt.format.consistency import MAX_FILE_BYTES
 from ckpt.format.dtypes import bits_of, item_bytes
@@ -42,7 +41,6 @@ from ckpt.storage.files_of import files_below
 from ckpt.storage.sink import sink_below
 
 
-@without_sizes
 class ZarrBackend:
     """Reads and writes Zarr v3 directories.
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
 
 from ckpt.errors import Argument, ConfigurationError
 
 SIZES = ("buffer_mib", "segment_mib", "packed_mib", "max_in_flight_mib", "pinned_mib", "staging_budget_mib")
 """Sizes of memory that were given one by one."""
-
-Kind = TypeVar("Kind")
 
 
 def require_no_sizes(given: Iterable[str]) -> None:
@@ -27,16 +23,3 @@ def require_no_sizes(given: Iterable[str]) -> None:
                 f"{name} is no argument any more: one budget of a rank bounds all host memory beside the state; give the coordinator, or "
                 "the Checkpointer, ", budget,
             )  # fmt: skip
-
-
-def without_sizes(kind: type[Kind]) -> type[Kind]:
-    """Have the constructor of a class refuse the sizes that it took."""
-    make: Callable[..., None] = kind.__init__
-
-    @functools.wraps(make)
-    def refusing(self: Kind, *positional: Any, **given: Any) -> None:
-        require_no_sizes(given)
-        make(self, *positional, **given)
-
-    kind.__init__ = refusing  # type: ignore[assignment]
-    return kind

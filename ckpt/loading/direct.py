@@ -17,7 +17,6 @@ from pathlib import Path
 from threading import Event, Lock
 
 from ckpt.backends.base import Backend
-from ckpt.errors.removed import without_sizes
 from ckpt.format.gc_pause import gc_paused
 from ckpt.format.records import BLOCK_BYTES
 from ckpt.loading.chunk_reader import ChunkReader
@@ -35,7 +34,6 @@ AHEAD_CHUNKS = 32
 """Such chunks at most: their files are open, and `extents.MAX_OPEN_FILES` can be."""
 
 
-@without_sizes
 class DirectLoad:
     """Load without talking to other ranks. Hosts start at different places, so that a storage of many disks serves them side by side.
 

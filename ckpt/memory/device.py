@@ -29,7 +29,6 @@ from ckpt.errors import (
     leave_out,
     unlike,
 )
-from ckpt.errors.removed import without_sizes
 
 _EXTRAS = {"torch_npu": "npu"}
 """Plugins that an extra of this package installs."""
@@ -77,7 +76,6 @@ class Memory(NamedTuple):
     peak: int
 
 
-@without_sizes
 class Device:
     """A device type, and on each rank the one device that the rank works on.
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ckpt.errors import Argument, ConfigurationError, check_choice, refused, unlike
-from ckpt.errors.removed import without_sizes
 from ckpt.state.pattern_check import PATTERN_CHECKS
 
 MODES = ("sync", "async")
@@ -24,7 +23,6 @@ _FLAGS = ("overlap", "incremental")
 _NUMBERS = ("grace_s", "incremental_min_live", *_AT_LEAST_ONE)
 
 
-@without_sizes
 @dataclass(frozen=True, slots=True)
 class SaveSettings:
     """Settings of saves; equal on all ranks. With `mode="sync"` the settings of saves in the background are refused.

@@ -25,7 +25,7 @@ from ckpt.errors import (
     rebuild,
     refused,
 )
-from ckpt.loading.direct import DirectLoad
+from ckpt.errors.removed import require_no_sizes
 from ckpt.memory.budget import MemoryBudget, Needs
 from ckpt.ranks.outcomes import PhaseOutcome, conclude
 from ckpt.saving.save_settings import SaveSettings
@@ -127,7 +127,7 @@ NEEDS = Needs(64 << 20, 0, (1 << 20, 32 << 20), (4 << 20, 8 << 20))
             "the checkpoint is committed: leave it out, or give save.mode=async"),
         (lambda: MemoryBudget.shared_out(3, NEEDS), "coordinator.memory_budget_mib=3: expected at least 69"),
         (lambda: TravelTypes("int8", ()), "engine.rollout_dtype=int8: expected one of "),
-        (lambda: DirectLoad(max_in_flight_mib=8), "max_in_flight_mib is no argument any more: one budget of a rank "),
+        (lambda: require_no_sizes(["max_in_flight_mib"]), "max_in_flight_mib is no argument any more: one budget of a rank "),
         (lambda: Retention(keep_last=0), "save.keep_last=0; expected a whole number of at least 1"),
         (lambda: act_on([LOST], {"x": StateComponent("x", Identity(), "replicated")}, "warn", tell=False),
             "x differs: set components.x.sharing_pattern=per_rank. To save in spite of it, "),

@@ -14,7 +14,6 @@ from ckpt.dist_checkpointing.folder.loading import load_tensors
 from ckpt.dist_checkpointing.mapping import ShardedStateDict
 from ckpt.dist_checkpointing.strategies.sharded import LoadTensors
 from ckpt.errors import logger_of
-from ckpt.errors.removed import without_sizes
 from ckpt.format.places import Place, place_of
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.strategy import LoadingStrategy
@@ -48,7 +47,6 @@ class ShardedTensorMetadata:
     data_size: int | None = None
 
 
-@without_sizes
 class TwoStageDataParallelLoadShardedStrategy(LoadTensors):
     """Megatron-Core's two-stage loading: the shards of a data-parallel group are read from storage once, and spread in the group.
 

@@ -22,7 +22,6 @@ import torch
 
 from ckpt.backends.base import Backend
 from ckpt.errors import Argument, ConfigurationError
-from ckpt.errors.removed import without_sizes
 from ckpt.format import strict_json
 from ckpt.format.records import ALIGNMENT, BLOCK_BYTES
 from ckpt.loading.chunk_reader import ChunkReader
@@ -45,7 +44,6 @@ from ckpt.storage.host_memory import MemoryUse, can_be_shared, power_of_two
 from ckpt.storage.objects.files import RANGE_BYTES, REQUESTS
 
 
-@without_sizes
 class TwoStageLoad:
     """Each byte is read from storage once for all the ranks of a group.
 
