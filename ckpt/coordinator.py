@@ -14,14 +14,12 @@ from typing import Any, Self
 from ckpt.backends.base import Backend
 from ckpt.catalog.retention import Retention
 from ckpt.errors import ConfigurationError, MissingStateError, unlike
-from ckpt.format.names import step_of
-from ckpt.format.places import Place
+from ckpt.format.places import Place, step_of
 from ckpt.interop.registry import register_programs
-from ckpt.loading.casting import check_cast
 from ckpt.loading.load_settings import LoadSettings
 from ckpt.loading.loader import Loader
 from ckpt.loading.report import LoadReport
-from ckpt.loading.strategy import LoadingStrategy
+from ckpt.loading.strategy import LoadingStrategy, check_cast
 from ckpt.memory.budget import MemoryBudget
 from ckpt.memory.device import Device
 from ckpt.ranks.sigterm import sigterm_noted
@@ -43,8 +41,8 @@ from ckpt.saving.run_history import RunHistory
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.saving.saver import Saver
 from ckpt.saving.weights_to_rollouts import IN_MEMORY, Publisher, WeightSender
-from ckpt.state.doctor import Diagnosis
 from ckpt.state.overlap import Optimizers
+from ckpt.state.pattern_check import Diagnosis
 from ckpt.state.provider import Provider, components_of, groups_of
 from ckpt.state.sharing import StateComponent
 from ckpt.storage.objects.store import retry_for

@@ -18,10 +18,14 @@ import torch
 from ckpt.catalog.catalog import catalog_at
 from ckpt.catalog.retention import Retention
 from ckpt.coordinator import CheckpointCoordinator
-from ckpt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ConfigurationError
-from ckpt.errors.removed import require_no_sizes
-from ckpt.format.names import step_of
-from ckpt.format.places import Place, place_of
+from ckpt.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    require_no_sizes,
+)
+from ckpt.format.places import Place, place_of, step_of
 from ckpt.loading.report import ComponentReport, LoadReport
 from ckpt.memory.device import Device, device_of
 from ckpt.ranks.merging import most
@@ -43,7 +47,7 @@ from ckpt.saving.save_settings import SaveSettings
 from ckpt.state.provider import components_of, module_of
 from ckpt.state.sharing import AUTO, StateComponent
 from ckpt.state.statefuls import RNGState
-from ckpt.storage.files_of import same_place
+from ckpt.storage.checkpoint_files import same_place
 from ckpt.storage.stored import read_manifest
 
 _LOOK_S = 1.0
@@ -144,7 +148,7 @@ class Checkpointer:
         format: "zarr", "tensorstore", "kimi-engine", or a backend.
         load: "direct", "two-stage", or a loading strategy.
         mode: "sync", or "async" for saves that go on beside training; or `ckpt.saving.save_settings.SaveSettings`.
-        sharing_patterns: name -> sharing pattern, where it cannot be inferred (`ckpt.state.auto_sharing`), or should not be.
+        sharing_patterns: name -> sharing pattern, where it cannot be inferred (`ckpt.state.pattern_check`), or should not be.
         process_groups: name -> torch process group, for objects that are equal within one of them and differ elsewhere.
         device: whose random generators and memory are used; None: that of the modules' parameters.
         save_rng: save the random generators of each rank, under the name "rng". On other ranks than those that saved, a load seeds

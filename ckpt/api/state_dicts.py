@@ -23,9 +23,9 @@ from ckpt.saving.arguments import as_backend, as_location, as_run, as_strategy, 
 from ckpt.saving.new_folder import save_into_new_folder
 from ckpt.saving.prepared_save import SaveReport
 from ckpt.state.address import local_tensor
-from ckpt.state.auto_sharing import AutoSharing
 from ckpt.state.collect import RankState, collect
 from ckpt.state.flatten import flatten
+from ckpt.state.pattern_check import AutoSharing
 from ckpt.state.sharing import AUTO, OWN_COPIES, Sharing, SharingPattern, StateComponent
 from ckpt.state.statefuls import Filled, Given
 

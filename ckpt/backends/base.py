@@ -19,8 +19,8 @@ from ckpt.format.places import Place
 from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, Expected, FileRecord
 from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.direct_io import Buffers
-from ckpt.storage.pieces import padded_pieces
 from ckpt.storage.pool import Memories
+from ckpt.storage.sink import padded_pieces
 
 DATABASE = "arrays.ocdbt"
 """Folder of the joined OCDBT database below the checkpoint. Each writing rank's own database is `rank-<5 digits>` in it."""

@@ -17,10 +17,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, BinaryIO
 
-from ckpt.errors import LOAD_EARLIER, CorruptCheckpointError, sentence
-from ckpt.errors.imports import importing
-from ckpt.storage.checkpoint_files import CheckpointFolder
-from ckpt.storage.files_of import Files
+from ckpt.errors import LOAD_EARLIER, CorruptCheckpointError, importing, sentence
+from ckpt.storage.checkpoint_files import CheckpointFolder, Files
 
 _PIECE_BYTES = 1 << 20
 _ZSTD_MAGIC = 0xFD2FB528
@@ -124,7 +122,7 @@ def _of_zstd(data: Any, most: int, chunk_bytes: int) -> int:
 
     A streaming decoder, as TensorStore's, heeds the size in a frame's header only at the frame's end.
     """
-    told, least, largest, at = 0, 0, 0, 0
+    declared, least, largest, at = 0, 0, 0, 0
     is_told = True
     while at < len(data):
         magic = _number(data, at, 4)
@@ -141,10 +139,10 @@ def _of_zstd(data: Any, most: int, chunk_bytes: int) -> int:
         at += 5 + (not is_single) + (0, 1, 2, 4)[flags & 3]
         width = (is_single, 2, 4, 8)[flags >> 6]
         is_told &= width > 0
-        told += _number(data, at, width) + (256 if width == 2 else 0)
+        declared += _number(data, at, width) + (256 if width == 2 else 0)
         at += width
-        if told > most:
-            return told
+        if declared > most:
+            return declared
         is_last = 0
         while not is_last:
             block = _number(data, at, 3)
@@ -160,8 +158,8 @@ def _of_zstd(data: Any, most: int, chunk_bytes: int) -> int:
     if at > len(data):
         raise EOFError("it was cut off")
     if is_told and largest <= most:
-        return max(told, least)
-    out = bytearray(told if is_told else chunk_bytes)
+        return max(declared, least)
+    out = bytearray(declared if is_told else chunk_bytes)
     _codec("zstd").decode(bytes(data), out)
     return len(out)
 

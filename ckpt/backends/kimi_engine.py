@@ -27,22 +27,18 @@ from ckpt.backends.safetensors_format import (
     index_bytes,
     read_shard,
 )
-from ckpt.errors import LOAD_EARLIER, Argument, CorruptCheckpointError, StorageError
-from ckpt.errors.imports import importing
+from ckpt.errors import LOAD_EARLIER, Argument, CorruptCheckpointError, StorageError, importing
 from ckpt.format.box import Box, chunk_box, overlap
 from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import torch_dtype
-from ckpt.format.names import encode_key
-from ckpt.format.places import Place
+from ckpt.format.places import Place, encode_key
 from ckpt.format.records import ArraySpec, ChunkExtent, Expected, FileRecord
+from ckpt.storage.checkpoint_files import Files, files_below
 from ckpt.storage.direct_io import Buffers
-from ckpt.storage.file_sink import DIRECT_BYTES, FileSink
 from ckpt.storage.files import make_durable
-from ckpt.storage.files_of import Files, files_below
 from ckpt.storage.host_memory import can_be_shared
-from ckpt.storage.pieces import Pieces, padded_pieces
 from ckpt.storage.pool import Memories
-from ckpt.storage.sink import Sink, SinkWriter, Stream, sink_below
+from ckpt.storage.sink import DIRECT_BYTES, FileSink, Pieces, Sink, SinkWriter, Stream, padded_pieces, sink_below
 
 _FULL_HEADER_BYTES = MOST_HEADER_BYTES // 2
 """Above this header size the entries of one folder and type are split over several files."""

@@ -14,10 +14,9 @@ from ckpt.backends.base import Previous, Written
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.places import Place
 from ckpt.format.records import ChunkExtent, FileRecord
+from ckpt.storage.checkpoint_files import files_below
 from ckpt.storage.files import PIECE_BYTES, naming
-from ckpt.storage.files_of import files_below
-from ckpt.storage.pieces import Pieces
-from ckpt.storage.sink import Sink
+from ckpt.storage.sink import Pieces, Sink
 
 MOST_FILES = 32
 """Most linked files of one rank and kind. Beyond it, the files with the least used bytes are rewritten, down to half as many."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ckpt.backends.base import Backend
-from ckpt.errors import CorruptCheckpointError, unlike
-from ckpt.errors.imports import importing
+from ckpt.errors import CorruptCheckpointError, importing, unlike
 
 
 def _zarr() -> Backend:

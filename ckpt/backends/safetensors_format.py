@@ -26,12 +26,10 @@ from ckpt.format.consistency import checked_place, require_apart
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.file_kinds import kind_of
 from ckpt.format.gc_pause import gc_paused
-from ckpt.format.names import encode_key
-from ckpt.format.places import Place
+from ckpt.format.places import Place, encode_key
 from ckpt.format.records import Content
 from ckpt.format.strict_json import MAX_INT, Count, Shape, decode, fit, num_keys, parse, read
-from ckpt.storage.checkpoint_files import CheckpointFolder
-from ckpt.storage.files_of import files_below, read_fully
+from ckpt.storage.checkpoint_files import CheckpointFolder, files_below, read_fully
 
 SUFFIX = ".safetensors"
 INDEX_NAME = "model.safetensors.index.json"

@@ -24,11 +24,11 @@ import tensorstore as ts
 import torch
 
 from ckpt.backends.base import DATABASE, Contents, Previous, Writer, Written, database_files, no_contents
-from ckpt.backends.directory import DirectoryWriter
 from ckpt.backends.linked_values import LinkedValues
 from ckpt.backends.ocdbt_format import Value, manifest_of, tree_of
-from ckpt.backends.zarr_format import (
+from ckpt.backends.zarr import (
     DOCUMENT,
+    DirectoryWriter,
     array_document,
     below,
     chunk_key,
@@ -52,11 +52,10 @@ from ckpt.format.dtypes import bits_of
 from ckpt.format.places import ObjectPath, Place
 from ckpt.format.records import ArraySpec, ChunkExtent, FileRecord
 from ckpt.format.strict_json import read
+from ckpt.storage.checkpoint_files import files_below
 from ckpt.storage.direct_io import Buffers
 from ckpt.storage.files import make_durable
-from ckpt.storage.files_of import files_below
-from ckpt.storage.pieces import Pieces, padded_pieces
-from ckpt.storage.sink import Sink, SinkWriter, Stream, sink_below
+from ckpt.storage.sink import Pieces, Sink, SinkWriter, Stream, padded_pieces, sink_below
 
 POLL_S = 0.05
 """Seconds between two polls of a running commit. Nothing here blocks longer, so that signals and other threads get their turn."""

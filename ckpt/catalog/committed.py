@@ -16,7 +16,7 @@ from ckpt.errors import CheckpointError, CorruptCheckpointError, logger_of, sent
 from ckpt.format.manifest import MANIFEST_NAME, MAX_COMMIT_NUMBER, is_fence
 from ckpt.format.manifest_parsing import require_own_digest
 from ckpt.format.places import Place
-from ckpt.storage.files_of import files_below
+from ckpt.storage.checkpoint_files import files_below
 from ckpt.storage.stored import identity_of, read_manifest, read_manifest_bytes
 
 COMMITTED = "checkpoint-"
@@ -68,19 +68,19 @@ def look(path: Where) -> Committed[Where] | None:
     """Return the checkpoint in this folder, under the id in its manifest; None: it has no manifest."""
     try:
         head = _head_of(path)
-        return None if head is None else said_by(head, path)
+        return None if head is None else committed_in(head, path)
     except FileNotFoundError:
         return None
 
 
-def said_by(head: bytes, path: Where) -> Committed[Where]:
+def committed_in(head: bytes, path: Where) -> Committed[Where]:
     """Return the checkpoint of which the first bytes of a manifest, or all, tell.
 
     Raises:
         FileNotFoundError: they are damaged, and the manifest is gone meanwhile.
     """
     timestamp, number, run_id = _timestamp(head), _COMMIT_NUMBER.search(head), _RUN_ID.search(head)
-    id = _id_said(head)
+    id = _recorded_id(head)
     is_damaged = timestamp is None or (run_id is not None and number is None)
     if timestamp is None or is_damaged:
         timestamp = _time_of(path)
@@ -192,7 +192,7 @@ def _time_of(checkpoint: Place) -> datetime:
     return datetime.now(UTC)
 
 
-def _id_said(head: bytes) -> str | None:
+def _recorded_id(head: bytes) -> str | None:
     """Return the id in a manifest; None: there is none, or it is damaged."""
     match = _ID.search(head)
     try:
@@ -207,8 +207,8 @@ def _timestamp(head: bytes) -> datetime | None:
     if match is None:
         return None
     try:
-        said = datetime.fromisoformat(match[1].decode())
-        return said.astimezone(UTC) if said.tzinfo else said.replace(tzinfo=UTC)
+        stamp = datetime.fromisoformat(match[1].decode())
+        return stamp.astimezone(UTC) if stamp.tzinfo else stamp.replace(tzinfo=UTC)
     except (ValueError, OverflowError):
         return None
 

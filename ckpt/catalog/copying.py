@@ -21,11 +21,11 @@ from ckpt.format.digests import digest_of
 from ckpt.format.manifest import MANIFEST_NAME, SHARDED, CheckpointManifest
 from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.format.places import Place
+from ckpt.storage.checkpoint_files import Files, files_below
 from ckpt.storage.direct_io import Buffers
-from ckpt.storage.files_of import Files, files_below
+from ckpt.storage.files import empty, listed, remove
 from ckpt.storage.metadata import CONFIG_FNAME
 from ckpt.storage.objects.files import ObjectFiles
-from ckpt.storage.removal import empty, listed, remove
 from ckpt.storage.sink import sink_below
 from ckpt.storage.stored import (
     data_of,
@@ -95,7 +95,7 @@ def copy_checkpoint(src: Place, dst: Place, *, progress: Callable[[int], None] =
                         remove(folder, empty)
             if not isinstance(error, CheckpointError | OSError):
                 raise
-            raise _told(error, src, place, dst, "; what is copied stays, and the same copy goes on from it" if goes_on else "") from error
+            raise _worded(error, src, place, dst, "; what is copied stays, and the same copy goes on from it" if goes_on else "") from error
     return Copied(len(sizes) + 1, sum(sizes.values()) + len(data), found)
 
 
@@ -111,12 +111,12 @@ def _is_begun(place: Place, sizes: Iterable[str]) -> bool:
     return True
 
 
-def _told(error: CheckpointError | OSError, src: Place, place: Place, dst: Place, advice: str) -> CheckpointError:
+def _worded(error: CheckpointError | OSError, src: Place, place: Place, dst: Place, advice: str) -> CheckpointError:
     """Return the error in the words of the caller, who does not know the copy's own place."""
-    said = describe(error)
-    text = said["message"].replace(str(place), str(dst)).replace(place.name, dst.name)
+    description = describe(error)
+    text = description["message"].replace(str(place), str(dst)).replace(place.name, dst.name)
     what = "" if isinstance(error, CheckpointError) else f"{src} could not be copied to {dst}: "
-    return rebuild(said | {"message": f"{what}{text}{advice}"})
+    return rebuild(description | {"message": f"{what}{text}{advice}"})
 
 
 def _manifest_for(place: Place, manifest: CheckpointManifest, raw: bytes) -> bytes:
@@ -217,5 +217,5 @@ def _require_same(src: Place, place: Place, manifest: bytes, sizes: Mapping[str,
 
 
 def _examined(place: Place, manifest: bytes, src: Place, progress: Callable[[int], None]) -> Verification:
-    at, told = uncommitted(place, parse_manifest(manifest, str(src)))
-    return examine(at, manifest=told, progress=progress)
+    at, parsed = uncommitted(place, parse_manifest(manifest, str(src)))
+    return examine(at, manifest=parsed, progress=progress)

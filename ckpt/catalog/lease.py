@@ -63,7 +63,7 @@ class _Held:
             if self._thread.ident != threading.get_ident():
                 self._thread.join()
             if not self._lost:
-                self._store.replace(self.at.key, _said(self._about | {"released": True}), self._tag)
+                self._store.replace(self.at.key, _encoded(self._about | {"released": True}), self._tag)
 
     def _beat(self) -> None:
         while not self._lost and not self._stop.wait(self._beat_s):
@@ -77,7 +77,7 @@ class _Held:
         with self._beating:
             if self.stands:
                 self._count += 1
-                tag = self._store.replace(self.at.key, _said(self._about | {"beat": self._count}), self._tag)
+                tag = self._store.replace(self.at.key, _encoded(self._about | {"beat": self._count}), self._tag)
                 if tag is None:
                     self._lost = True
                     _log.warning("%s was taken by another process: this one had been silent for too long", self.at)
@@ -158,7 +158,7 @@ class Lease:
     def _take(self, progress: Callable[[], object]) -> _Held:
         store = store_of(self._at)
         about: dict[str, Any] = about_process(self._run_id) | {"nonce": secrets.token_hex(8)}
-        mine = _said(about)
+        mine = _encoded(about)
         beat_s = min(BEAT_S, self._stale_s / 6)
         while True:
             tag = store.create(self._at.key, mine)
@@ -167,21 +167,21 @@ class Lease:
                     data, old = store.get(self._at.key)
                 except FileNotFoundError:
                     continue
-                said = _read(data)
-                if not (said.get("released") or has_ended(said)) and not self._is_silent(store, said, old, progress):
+                record = _read(data)
+                if not (record.get("released") or has_ended(record)) and not self._is_silent(store, record, old, progress):
                     continue
                 tag = store.replace(self._at.key, mine, old)
             if tag is not None:
                 return _Held(store, self._at, about, tag, beat_s)
 
-    def _is_silent(self, store: Store, said: Mapping[str, Any], old: Tag, progress: Callable[[], object]) -> bool:
+    def _is_silent(self, store: Store, record: Mapping[str, Any], old: Tag, progress: Callable[[], object]) -> bool:
         """Wait until an owner has been silent for `stale_s`; False: the claim is free, or of another owner, by now.
 
         Raises:
             FolderInUseError: the heartbeat moved, or the owner has ended its claim meanwhile: it may have saved since this run looked.
         """
         began = time.monotonic()
-        _log.warning("%s was in use by %s: waiting up to %.0f s for a sign of life", self._what, who(said), self._stale_s)
+        _log.warning("%s was in use by %s: waiting up to %.0f s for a sign of life", self._what, who(record), self._stale_s)
         while (silent_s := time.monotonic() - began) < self._stale_s:
             time.sleep(min(_LOOK_S, self._stale_s - silent_s))
             progress()
@@ -190,7 +190,7 @@ class Lease:
             except FileNotFoundError:
                 return False
             now = _read(data)
-            if now.get("nonce") != said.get("nonce"):
+            if now.get("nonce") != record.get("nonce"):
                 return False
             if now.get("released"):
                 raise FolderInUseError(
@@ -198,13 +198,13 @@ class Lease:
                 )
             if tag != old:
                 raise self._in_use(now)
-            if has_ended(said):
+            if has_ended(record):
                 return True
         return True
 
-    def _in_use(self, said: Mapping[str, Any]) -> FolderInUseError:
-        since = f" since {said['since']}" if "since" in said else ""
-        return FolderInUseError(f"{self._what} is in use{since} by {who(said)}: {self._advice}")
+    def _in_use(self, record: Mapping[str, Any]) -> FolderInUseError:
+        since = f" since {record['since']}" if "since" in record else ""
+        return FolderInUseError(f"{self._what} is in use{since} by {who(record)}: {self._advice}")
 
 
 _HELD: set[_Held] = set()
@@ -247,15 +247,15 @@ def living_runs(root: ObjectPath, names: Mapping[str, float], stale_s: float, ow
         if name == own or now - beat > max(stale_s, 2 * BEAT_S):
             continue
         try:
-            said = _read(store.get((root / name).key)[0])
+            record = _read(store.get((root / name).key)[0])
         except FileNotFoundError:
             continue
-        if not (said.get("released") or has_ended(said)):
-            found.add(str(said.get("run_id")))
+        if not (record.get("released") or has_ended(record)):
+            found.add(str(record.get("run_id")))
     return found
 
 
-def _said(about: Mapping[str, object]) -> bytes:
+def _encoded(about: Mapping[str, object]) -> bytes:
     return json.dumps(about).encode()
 
 
@@ -263,7 +263,7 @@ def _read(data: memoryview) -> dict[str, Any]:
     if len(data) > _MOST_BYTES:
         raise StorageError("an owner object is too long to be one of ours")
     try:
-        said = json.loads(bytes(data))
+        record = json.loads(bytes(data))
     except (ValueError, RecursionError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return record if isinstance(record, dict) else {}

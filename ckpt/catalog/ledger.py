@@ -35,7 +35,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ckpt.backends.zarr_format import DOCUMENT
+from ckpt.backends.zarr import DOCUMENT
 from ckpt.catalog.committed import COMMITTED, Committed, Where, continues, id_in, look, look_for, placed
 from ckpt.catalog.owner import (
     OWNER_SUFFIX,
@@ -60,9 +60,7 @@ from ckpt.errors import (
 )
 from ckpt.format.manifest import MANIFEST_NAME, MAX_COMMIT_NUMBER
 from ckpt.format.places import Place
-from ckpt.storage.durable import exchange, replace_durably, sync_folder, write_durably
-from ckpt.storage.files import is_shown
-from ckpt.storage.removal import empty, own_name, remove
+from ckpt.storage.files import empty, exchange, is_shown, own_name, remove, replace_durably, sync_folder, write_durably
 from ckpt.storage.stored import read_manifest
 
 ROOT_OWNER = f".run{OWNER_SUFFIX}"

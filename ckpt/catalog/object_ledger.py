@@ -30,7 +30,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from ckpt.catalog.committed import COMMITTED, Committed, id_in, look, look_for, placed, said_by
+from ckpt.catalog.committed import COMMITTED, Committed, committed_in, id_in, look, look_for, placed
 from ckpt.catalog.lease import Lease, living_runs
 from ckpt.catalog.ledger import Commit, commit_after, of_a_living_run, require_valid_id, warned, why_of_another_history
 from ckpt.catalog.owner import OWNER_SUFFIX, about_process, has_ended
@@ -224,7 +224,7 @@ class ObjectLedger:
         committed(target)
         self._finish(attempt, kept=kept)
         self._listed.ids.add(checkpoint_id)
-        self._listed.known[target] = replace(said_by(attempt.manifest, target), id=checkpoint_id)
+        self._listed.known[target] = replace(committed_in(attempt.manifest, target), id=checkpoint_id)
         return target
 
     def require_free(self, target: ObjectPath) -> None:
@@ -341,15 +341,15 @@ class ObjectLedger:
         went = False
         with _warned(f"cannot remove {checkpoint}"), suppress(FileNotFoundError):
             data, _ = self._store.get((checkpoint / MANIFEST_NAME).key)
-            went = is_doomed(said_by(bytes(data[:_HEAD_BYTES]), checkpoint)) and self._remove_what_says(checkpoint, data)
+            went = is_doomed(committed_in(bytes(data[:_HEAD_BYTES]), checkpoint)) and self._remove_what_says(checkpoint, data)
         return went
 
     def _remove_what_says(self, checkpoint: ObjectPath, manifest: memoryview) -> bool:
-        said = _DATA.search(bytes(manifest[:_HEAD_BYTES]))
-        if said is None:
+        match = _DATA.search(bytes(manifest[:_HEAD_BYTES]))
+        if match is None:
             _log.warning("%s stays: its manifest names no place of objects", checkpoint)
             return False
-        nonce = said[1].decode()
+        nonce = match[1].decode()
         note = self._note_of(checkpoint, nonce)
         self._store.put(note, self._noted(checkpoint, nonce, None))
         self._store.delete([(checkpoint / MANIFEST_NAME).key])
@@ -412,10 +412,10 @@ class ObjectLedger:
         with suppress(FileNotFoundError):
             data, expected = self._store.get(key)
             head = bytes(data[:_HEAD_BYTES])
-            said = _DATA.search(head)
-            old, replaces = said[1].decode() if said else None, not is_fence(bytes(data))
+            match = _DATA.search(head)
+            old, replaces = match[1].decode() if match else None, not is_fence(bytes(data))
             if checkpoint_id is not None and replaces:
-                self._require_not_of_another(said_by(head, target))
+                self._require_not_of_another(committed_in(head, target))
         nonce = nonce or secrets.token_hex(8)
         note = self._note_of(target, nonce)
         self._store.put(note, self._noted(target, nonce, old))
@@ -427,8 +427,8 @@ class ObjectLedger:
         return (self._root / f"{ATTEMPT}{checkpoint.name.removeprefix(COMMITTED)}-{nonce}.json").key
 
     def _noted(self, checkpoint: ObjectPath, nonce: str, old: str | None) -> bytes:
-        said = {"checkpoint": checkpoint.name, "nonce": nonce, "old": old, "run_id": self._saves_as}
-        return json.dumps(said if self._lock is not None else about_process(self._run_id) | said | {"run_id": None}).encode()
+        record = {"checkpoint": checkpoint.name, "nonce": nonce, "old": old, "run_id": self._saves_as}
+        return json.dumps(record if self._lock is not None else about_process(self._run_id) | record | {"run_id": None}).encode()
 
     def _commit(self, attempt: _Attempt) -> None:
         """Put the manifest, on the condition that the checkpoint is as it was when the attempt began."""
@@ -457,8 +457,8 @@ class ObjectLedger:
     def _names(self, attempt: _Attempt) -> bool:
         """Whether the manifest names this attempt: it was committed by a put whose answer was lost, and a mark was put into it since."""
         with suppress(FileNotFoundError):
-            said = _DATA.search(bytes(self._store.get((attempt.checkpoint / MANIFEST_NAME).key)[0][:_HEAD_BYTES]))
-            return said is not None and said[1].decode() == attempt.nonce
+            match = _DATA.search(bytes(self._store.get((attempt.checkpoint / MANIFEST_NAME).key)[0][:_HEAD_BYTES]))
+            return match is not None and match[1].decode() == attempt.nonce
         return False
 
     def _changed(self, attempt: _Attempt) -> CheckpointExistsError:
@@ -562,22 +562,22 @@ class ObjectLedger:
         self._sweep_one(self._note_of(target, nonce).rpartition("/")[2], None)
         with suppress(FileNotFoundError):
             data, _ = self._store.get((target / MANIFEST_NAME).key)
-            said = _DATA.search(bytes(data[:_HEAD_BYTES]))
-            if said is not None and said[1].decode() == nonce:
+            match = _DATA.search(bytes(data[:_HEAD_BYTES]))
+            if match is not None and match[1].decode() == nonce:
                 self._remove_what_says(target, data)
 
     def _sweep_one(self, name: str, living: Set[str | None] | None) -> None:
         """Clean up after the attempt that a note is of, unless one of these runs makes it; None: nobody does."""
         key = (self._root / name).key
         try:
-            said = parse(bytes(self._store.get(key)[0]), name)
+            record = parse(bytes(self._store.get(key)[0]), name)
         except FileNotFoundError:
             return
         match = _NOTE.fullmatch(name)
-        if not isinstance(said, dict) or match is None or said.get("nonce") != match["nonce"]:
+        if not isinstance(record, dict) or match is None or record.get("nonce") != match["nonce"]:
             return
-        checkpoint, nonce = self._root / str(said["checkpoint"]), match["nonce"]
-        if checkpoint.parent != self._root or (living is not None and self._may_live(said, name, living)):
+        checkpoint, nonce = self._root / str(record["checkpoint"]), match["nonce"]
+        if checkpoint.parent != self._root or (living is not None and self._may_live(record, name, living)):
             return
         manifest = (checkpoint / MANIFEST_NAME).key
         data, tag = b"", None
@@ -588,16 +588,16 @@ class ObjectLedger:
         now = committed[1].decode() if committed else None
         if now != nonce and not self._fence(manifest, data, tag):
             return  # it has just committed, or another process cleans up: the next sweep sees which
-        for gone in {nonce, said.get("old")} - {None, now}:
+        for gone in {nonce, record.get("old")} - {None, now}:
             if _is_nonce(str(gone)) and not self._is_kept(checkpoint, str(gone)):
                 self._remove_objects(checkpoint / str(gone))
         self._store.delete([key])
 
-    def _may_live(self, said: Mapping[str, Any], name: str, living: Set[str | None]) -> bool:
-        by = said.get("run_id")
+    def _may_live(self, record: Mapping[str, Any], name: str, living: Set[str | None]) -> bool:
+        by = record.get("run_id")
         if by is not None:
             return by in living
-        return not has_ended(said) and datetime.now(UTC).timestamp() - self._listed.times[name] < _UNCLAIMED.total_seconds()
+        return not has_ended(record) and datetime.now(UTC).timestamp() - self._listed.times[name] < _UNCLAIMED.total_seconds()
 
     def _fence(self, manifest: str, data: bytes, tag: Tag | None) -> bool:
         """Change what a sleeping writer expects of a manifest; return whether it is changed."""

@@ -46,7 +46,7 @@ from ckpt.errors import (
 )
 from ckpt.ranks.addresses import machine
 from ckpt.ranks.waiting import start
-from ckpt.storage.removal import Same, remove
+from ckpt.storage.files import Same, remove
 
 OWNER_SUFFIX = ".owner.json"
 HEARTBEAT_S = 1.0

@@ -9,8 +9,7 @@ from functools import cache
 from typing import Protocol, TypeVar
 
 from ckpt.errors import CheckpointError, ConfigurationError, logger_of, unlike
-from ckpt.format.names import step_of
-from ckpt.format.places import Place
+from ckpt.format.places import Place, step_of
 from ckpt.storage.stored import read_manifest
 
 _log = logger_of(__name__)

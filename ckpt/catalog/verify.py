@@ -10,18 +10,17 @@ from functools import partial
 from pathlib import Path
 
 from ckpt.backends.decoded_size import require_decodes_within
-from ckpt.backends.zarr_format import DOCUMENT, below, compressors_in, require_spec, spec_in
+from ckpt.backends.zarr import DOCUMENT, below, compressors_in, require_spec, spec_in
 from ckpt.errors import LOAD_EARLIER, CheckpointError, CorruptCheckpointError, is_unread, printable, sentence
 from ckpt.format.consistency import MAX_FILE_BYTES, check_whole
 from ckpt.format.digests import BlockDigests, StreamDigest
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.manifest import COMMON, MANIFEST_NAME, SHARDED, CheckpointManifest, Index
-from ckpt.format.names import PLAIN_NAME
-from ckpt.format.places import Place
+from ckpt.format.places import PLAIN_NAME, Place
 from ckpt.format.records import ArraySpec, ChunkExtent, FileRecord
 from ckpt.format.strict_json import Refused
 from ckpt.state.flatten import check_plain_file
-from ckpt.storage.files_of import Files, OpenedFile, files_below
+from ckpt.storage.checkpoint_files import Files, OpenedFile, files_below
 from ckpt.storage.metadata import CONFIG_FNAME, MOST_CONFIG_BYTES, config_and_parts_at, config_bytes
 from ckpt.storage.stored import (
     checked_index,

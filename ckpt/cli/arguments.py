@@ -55,7 +55,7 @@ def argument(name: str, value: object = True) -> str:
     return _words(Argument(name, value))
 
 
-def told(error: BaseException, words: Words | None = None) -> str:
+def message_of(error: BaseException, words: Words | None = None) -> str:
     """Return the sentence of an error, without advice for loads. Without words those of `spelled`."""
     return sentence(error, lambda named: "" if named == LOAD_EARLIER else (words or _words)(named))
 

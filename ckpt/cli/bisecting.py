@@ -13,8 +13,7 @@ from ckpt.cli.config_text import values_of
 from ckpt.cli.reading import committed_in
 from ckpt.cli.tables import counted, print_json, show
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError
-from ckpt.format.names import step_of
-from ckpt.format.places import Place, as_place
+from ckpt.format.places import Place, as_place, step_of
 from ckpt.interop.comparing import Difference, compare
 from ckpt.interop.registry import source_at
 from ckpt.loading.direct import DirectLoad
@@ -46,8 +45,8 @@ def bisect(keys: BisectKeys) -> int:
     configs = [] if step is None else list(of_configs(*(values_of(opened(steps[step]).config_text) for steps in (run, bad))))
     sentence = _sentence(equal, step, differences)
     if keys.json:
-        told = {"run": keys.run, "bad": keys.bad, "equal": step is None, "equal_up_to": equal, "differ_at": step}
-        print_json(told | {"sentence": sentence, "differences": as_json(differences), "config": as_json(configs)})
+        result = {"run": keys.run, "bad": keys.bad, "equal": step is None, "equal_up_to": equal, "differ_at": step}
+        print_json(result | {"sentence": sentence, "differences": as_json(differences), "config": as_json(configs)})
         return 0 if step is None else 1
     show(sentence)
     if configs:

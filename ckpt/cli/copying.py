@@ -20,7 +20,7 @@ from ckpt.cli.reading import committed_below, committed_in
 from ckpt.cli.tables import counted, print_json, show
 from ckpt.errors import CheckpointExistsError, ConfigurationError, printable
 from ckpt.format.places import Place, as_place
-from ckpt.storage.files_of import is_inside
+from ckpt.storage.checkpoint_files import is_inside
 from ckpt.storage.stored import read_manifest_bytes
 
 

@@ -15,13 +15,12 @@ from ckpt.backends.registry import name_of_store
 from ckpt.catalog.catalog import catalog_at
 from ckpt.catalog.committed import COMMITTED, Committed, look
 from ckpt.catalog.incremental import disk_use
-from ckpt.cli.arguments import argued, argument, told
+from ckpt.cli.arguments import argued, argument, message_of
 from ckpt.cli.reading import code_of, committed_below, committed_in, mark_of
 from ckpt.cli.tables import Listing, counted, print_json, show
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 from ckpt.format.manifest import MANIFEST_NAME, CheckpointManifest
-from ckpt.format.names import step_of
-from ckpt.format.places import Place, as_place
+from ckpt.format.places import Place, as_place, step_of
 from ckpt.interop.programs import format_at
 from ckpt.storage.stored import read_manifest
 
@@ -104,7 +103,7 @@ def row_of(checkpoint: Committed[Place]) -> Row | None:
     except CheckpointNotFoundError:
         return None
     except (CheckpointError, OSError) as error:
-        return Row(*where, 0, "", "", {}, mark_of(error), told(error))
+        return Row(*where, 0, "", "", {}, mark_of(error), message_of(error))
     size = sum(component.size_bytes for component in manifest.components.values())
     return Row(*where, size, layout_of(manifest), format_of(manifest), dict(manifest.metrics))
 

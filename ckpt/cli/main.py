@@ -17,7 +17,7 @@ from typing import Any, NoReturn, get_args, get_type_hints
 import click
 from click.shell_completion import get_completion_class
 
-from ckpt.cli.arguments import as_option, spelled, told
+from ckpt.cli.arguments import as_option, message_of, spelled
 from ckpt.cli.environment import import_torch
 from ckpt.version import __version__
 
@@ -261,9 +261,9 @@ def run(words: list[str] | None = None) -> int:
         error.show()
         return TROUBLE
     except click.ClickException as error:
-        return _said(f"error: {_sentence(error)}", TROUBLE)
+        return _printed(f"error: {_sentence(error)}", TROUBLE)
     except (click.Abort, KeyboardInterrupt) as error:
-        return _said("; ".join(["interrupted", *map(str, (error.__cause__ or error).args)]), 130)
+        return _printed("; ".join(["interrupted", *map(str, (error.__cause__ or error).args)]), 130)
     except SystemExit:  # click's own: the reader of stdout has ended, as in `| head`
         return 0
     except Exception as error:
@@ -271,7 +271,7 @@ def run(words: list[str] | None = None) -> int:
 
         if not isinstance(error, CheckpointError | OSError):
             raise
-        return _said(f"error: {told(error, as_option)}", DAMAGE if isinstance(error, CorruptCheckpointError) else TROUBLE)
+        return _printed(f"error: {message_of(error, as_option)}", DAMAGE if isinstance(error, CorruptCheckpointError) else TROUBLE)
 
 
 def _sentence(error: click.ClickException) -> str:
@@ -283,7 +283,7 @@ def _sentence(error: click.ClickException) -> str:
     return text[:1].lower() + text[1:].removesuffix(".")
 
 
-def _said(text: str, code: int) -> int:
+def _printed(text: str, code: int) -> int:
     from ckpt.errors import printable
 
     if os.environ.get("RANK", "0") == "0":  # the other ranks say the same

@@ -17,7 +17,7 @@ from ckpt.catalog.catalog import catalog_at
 from ckpt.catalog.committed import Committed, look
 from ckpt.catalog.incremental import DiskUse, disk_use, linked_with
 from ckpt.catalog.verify import Verification, examine
-from ckpt.cli.arguments import LoadKeys, argued, argument, told
+from ckpt.cli.arguments import LoadKeys, argued, argument, message_of
 from ckpt.cli.pages.page import refuse_other_files
 from ckpt.cli.progress import SHOWN_AFTER_S, progress_bar
 from ckpt.cli.reading_others import OtherAt, other_at
@@ -28,7 +28,7 @@ from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry, CheckpointManifest, 
 from ckpt.format.places import Place, as_place, local_path
 from ckpt.interop.recognised import recognised
 from ckpt.loading.report import some_of
-from ckpt.storage.files_of import files_below
+from ckpt.storage.checkpoint_files import files_below
 from ckpt.storage.stored import checkpoints_below, gone, identity_of, not_a_checkpoint, noticing_removal, read_manifest
 
 _VERSIONS = ("format_version", "ckpt_version", "pytorch_version")
@@ -156,8 +156,8 @@ def committed_below(root: Place) -> Sequence[Committed[Place]]:
         return committed
     if not isinstance(root, Path):
         raise CheckpointNotFoundError(f"there is no checkpoint at {root}, and none below it; give the address of one, or of those of a run")
-    if (said := recognised(root)) is not None:
-        raise CheckpointNotFoundError(said)
+    if (advice := recognised(root)) is not None:
+        raise CheckpointNotFoundError(advice)
     if not root.exists():
         raise CheckpointNotFoundError(f"{root} does not exist; give a checkpoint or a folder of checkpoints")
     if found := checkpoints_below(root):
@@ -259,7 +259,7 @@ def _row(one: Committed[Place]) -> dict[str, Any] | None:
     except CheckpointNotFoundError:
         return None
     except (CheckpointError, OSError) as error:
-        return row | {"mark": mark_of(error), "problem": told(error)}
+        return row | {"mark": mark_of(error), "problem": message_of(error)}
     return row | {
         "mark": None,
         "problem": None,
@@ -344,11 +344,11 @@ def _left_out(
         none = f"{argument('filter', keys.filter)} chooses none of {counted(len(names), what)}"
         return [f"{none}; parts of their names: {some_of(list(parts), MOST_ROWS)}"]
     out = len(names) - num_named
-    said = [f"{argument('filter', keys.filter)} leaves out {out:,} of {counted(len(names), what)}"] if out else []
+    clauses = [f"{argument('filter', keys.filter)} leaves out {out:,} of {counted(len(names), what)}"] if out else []
     num_more = num_named - num_shown
     part = argument("filter", f"<part of {'its' if num_more == 1 else 'their'} name>")
     narrow = "" if keys.filter is not None else f"{part} or "
-    return said + more(num_more, f"{which}{what}", narrow=narrow)
+    return clauses + more(num_more, f"{which}{what}", narrow=narrow)
 
 
 def _show_checkpoint(path: Place, manifest: CheckpointManifest, use: DiskUse, keys: InspectKeys) -> None:

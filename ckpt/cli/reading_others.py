@@ -25,7 +25,7 @@ from ckpt.loading.direct import DirectLoad
 from ckpt.loading.sources import CheckpointSource
 from ckpt.memory.device import device_of
 from ckpt.ranks.topology import Topology
-from ckpt.storage.files_of import is_folder
+from ckpt.storage.checkpoint_files import is_folder
 from ckpt.storage.stored import has_manifest
 
 _OLD = "files of torch.save"

@@ -13,7 +13,7 @@ from ckpt.catalog.catalog import Catalog, catalog_at
 from ckpt.catalog.committed import Committed, look
 from ckpt.catalog.incremental import disk_use
 from ckpt.catalog.ledger import require_removable
-from ckpt.cli.arguments import argued, argument, told
+from ckpt.cli.arguments import argued, argument, message_of
 from ckpt.cli.tables import counted, show
 from ckpt.errors import (
     CheckpointNotFoundError,
@@ -77,7 +77,7 @@ def _checked(path: Place) -> tuple[Catalog[Place], Committed[Place]]:
     try:
         read_manifest(path)
     except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(f"{told(error)}; so rm cannot tell its files from yours: remove the folder by hand") from error
+        raise CorruptCheckpointError(f"{message_of(error)}; so rm cannot tell its files from yours: remove the folder by hand") from error
     if isinstance(path, Path):
         with telling(f"{path} cannot be removed"):
             require_removable(path)

@@ -25,7 +25,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from ckpt.catalog.committed import Committed
-from ckpt.cli.arguments import argued, argument, told
+from ckpt.cli.arguments import argued, argument, message_of
 from ckpt.cli.listing import roots_below
 from ckpt.cli.pages.inspect_page import checkpoint_page, folder_page
 from ckpt.cli.pages.page import Served, page
@@ -130,7 +130,7 @@ class Site:
                 jobs = _jobs(file)
                 table |= {"jobs": len(jobs), "failed": sum(job["error"] is not None for job in jobs)}
             except (CheckpointError, OSError) as error:
-                table |= {"mark": mark_of(error), "problem": told(error)}
+                table |= {"mark": mark_of(error), "problem": message_of(error)}
             tables.append(table)
         title = self.root.absolute().name if isinstance(self.root, Path) else str(self.root)
         lead = f"The folder {self.root}" if runs or tables else f"{self.root} holds no run yet: the page waits for the first checkpoint."

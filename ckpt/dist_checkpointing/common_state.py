@@ -77,8 +77,8 @@ def _exchange_differing(
         if topology.rank in distinct.senders[1:]:
             paths = [path for path in {**expected, **mine} if expected.get(path) != mine.get(path)]
             phase.payload = [len(paths), paths[:_MAX_SENT]]
-    said: dict[int, tuple[int, list[str]]] = {rank: tuple(payload) for rank, payload in enumerate(phase.payloads) if payload}
-    return [said.get(speaker, (0, [])) for speaker in distinct.first_with_each()]
+    reports: dict[int, tuple[int, list[str]]] = {rank: tuple(payload) for rank, payload in enumerate(phase.payloads) if payload}
+    return [reports.get(speaker, (0, [])) for speaker in distinct.first_with_each()]
 
 
 def _warn(found: Mapping[str, Sequence[int]], num_differing: Sequence[int]) -> None:

@@ -57,25 +57,25 @@ def named_ranks(ranks: Iterable[int]) -> str:
 
 def _layouts(all_ranks: GlobalMetadata) -> dict[str, ShardLayout]:
     """Return the layout of every key. All ranks must agree on it."""
-    first_said: dict[str, tuple[ShardLayout, int]] = {}
+    first_layouts: dict[str, tuple[ShardLayout, int]] = {}
     seen: set[tuple[int, int]] = set()
     for rank, (keys, layouts, _, _) in enumerate(all_ranks.columns):
         if (id(keys), id(layouts)) in seen:
             continue
         seen.add((id(keys), id(layouts)))
         for key, layout in zip(all_ranks.rows(keys), all_ranks.rows(layouts), strict=True):
-            first, first_rank = first_said.setdefault(key, (layout, rank))
+            first, first_rank = first_layouts.setdefault(key, (layout, rank))
             if layout is not first and _common_part(layout) != _common_part(first):
                 raise _mismatch_error(key, first, first_rank, layout, rank)
-    return {key: layout for key, (layout, _) in first_said.items()}
+    return {key: layout for key, (layout, _) in first_layouts.items()}
 
 
 def _common_part(layout: ShardLayout) -> dict[str, object]:
     """Attributes of a key that must be equal on all ranks."""
-    said = {name: getattr(layout, name) for name in ("global_shape", "dtype", "axis_fragmentations", "is_flat")}
+    values = {name: getattr(layout, name) for name in ("global_shape", "dtype", "axis_fragmentations", "is_flat")}
     # Chunks of a regular grid have one shape; those of any other grid need only have one number of dimensions.
     is_regular = layout.axis_fragmentations is not None
-    return said | {"local_shape": layout.local_shape if is_regular else len(layout.local_shape)}
+    return values | {"local_shape": layout.local_shape if is_regular else len(layout.local_shape)}
 
 
 def _mismatch_error(key: str, first: ShardLayout, first_rank: int, layout: ShardLayout, rank: int) -> ShardingError:
@@ -84,7 +84,7 @@ def _mismatch_error(key: str, first: ShardLayout, first_rank: int, layout: Shard
     elif first.is_flat != layout.is_flat:
         what = [f"has {'a' if side.is_flat else 'no'} flattened_range" for side in (layout, first)]
     else:
-        name = next(name for name, said in _common_part(layout).items() if said != _common_part(first)[name])
+        name = next(name for name, value in _common_part(layout).items() if value != _common_part(first)[name])
         what = [f"has {name} {_shown(getattr(side, name))}" for side in (layout, first)]
     return ShardingError(
         f"{key} {what[0]} on rank {rank}, and {what[1]} on rank {first_rank}; all ranks must describe a key alike"

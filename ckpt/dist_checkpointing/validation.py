@@ -144,12 +144,12 @@ def validate_integrity_and_strict_load(
             sharded_state_dict = adjust_non_strict_load(sharded_state_dict, unexpected)
         if strict is StrictHandling.IGNORE_ALL:
             unexpected = set()
-        told = strict in (*_LOG, *_RAISE)
+        is_reported = strict in (*_LOG, *_RAISE)
         phase.merge = {"strict": alike(strict.value)}
         phase.answer = lambda: _require_one_flag(phase.merged["strict"])
-        if told and (missing or unexpected):
+        if is_reported and (missing or unexpected):
             phase.payload = [sorted(missing), sorted(unexpected)]
-    all_missing, all_unexpected = zip(*(said or ([], []) for said in phase.payloads), strict=True)
+    all_missing, all_unexpected = zip(*(payload or ([], []) for payload in phase.payloads), strict=True)
     if any(all_missing) or any(all_unexpected):
         keys_missing = sorted({key for keys in all_missing for key in keys})
         _report(keys_missing, all_unexpected, raises=strict in _RAISE)

@@ -51,12 +51,12 @@ class BroadcastTransport(Transport):
         self._network = transfer.start()
         transfer.finish(self._network)
 
-    def reset(self, landing: ReceivedStream) -> None:
+    def reset(self, receive_buffer: ReceivedStream) -> None:
         # A collective that other ranks did not join may still be under way here, with its memory and its group.
         self.groups.give_up()
         if self._network is not None:
             self._network.end()
-        landing.let_go()
+        receive_buffer.let_go()
         self._begin()
 
     def _new_group(self, name: str, ranks: Sequence[int]) -> OwnGroup:

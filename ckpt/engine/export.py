@@ -90,8 +90,8 @@ class WholeWeights:
         found: dict[str, _Row] = {}
         for rank, (rows, tied) in enumerate(phase.payloads):
             self.tied_names |= tied
-            for said in rows:
-                row = _Row(*said)
+            for fields in rows:
+                row = _Row(*fields)
                 holders.setdefault(row.name, []).append(rank)
                 found.setdefault(row.name, row)
         world_size = self._topology.world_size

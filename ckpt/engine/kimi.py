@@ -38,8 +38,8 @@ class ParameterServerTransport(BroadcastTransport):
         assert self.server is not None, "the ranks are joined"
         self.server.register(update.pool.buckets(update.layout) if update.pool is not None else {})
 
-    def reset(self, landing: ReceivedStream) -> None:
-        super().reset(landing)
+    def reset(self, receive_buffer: ReceivedStream) -> None:
+        super().reset(receive_buffer)
         if self.server is not None:
             self.server.unregister()
 

@@ -14,18 +14,18 @@ from ckpt.ranks.topology import Topology
 
 
 class InProcessTransport(Transport):
-    """Copies each bucket from the pool of a rank to its landing."""
+    """Copies each bucket from the pool of a rank to its receive buffer."""
 
     def owners(self, topology: Topology, trainers: Sequence[int]) -> list[int]:
         return [0]  # each rank sends all buckets, and their digests are compared
 
     def carry(self, update: Update) -> None:
         assert update.pool is not None, "every rank is both trainer and rollout"
-        layout, topology, landing = update.layout, update.topology, update.arriving
-        if landing is None:
+        layout, topology, receive_buffer = update.layout, update.topology, update.arriving
+        if receive_buffer is None:
             return
         for bucket in range(layout.num_buckets):
-            there = landing.bucket(bucket)
+            there = receive_buffer.bucket(bucket)
             there.copy_(update.pool.bucket(layout, bucket))
             if digest_of_bucket(there) != update.digests[bucket]:
                 raise CorruptCheckpointError(

@@ -144,7 +144,7 @@ class _Collectives:
     def all_gather_object(self, object_list: list[Any], obj: Any) -> None:
         with self._topology.phase("gather metas") as phase:
             phase.payload = obj.model_dump(mode="json")
-        object_list[:] = [DataToGather.model_validate(said) for said in phase.payloads]
+        object_list[:] = [DataToGather.model_validate(payload) for payload in phase.payloads]
 
 
 def _p2p_store(manager: DeviceManager, number: int) -> Any:

@@ -37,9 +37,9 @@ class Update:
         block_bytes: size of the blocks that digests are of; None: of whole buckets.
         changes: the parts that travel; None: everything.
         pool: on a trainer, the buckets that it sends.
-        landing: on a rollout, the memory that buckets arrive in.
+        receive_buffer: on a rollout, the memory that buckets arrive in.
         receivers: the rollouts that buckets are sent to; any other reads the memory of one of them, on its host.
-        before: on a rollout, the memory with the version that `changes` is based on; None: the landing.
+        before: on a rollout, the memory with the version that `changes` is based on; None: the receive buffer.
         connections: name of the connections, equal on all ranks; another one after each update that failed.
         reload_began: time at which the consumer got the weights, by `time.perf_counter`.
         failure: the consumer's error.
@@ -54,7 +54,7 @@ class Update:
     block_bytes: int | None
     changes: Changes | None
     pool: HostPool | None
-    landing: ReceivedStream | None
+    receive_buffer: ReceivedStream | None
     receivers: Sequence[int]
     before: ReceivedStream | None
     connections: str
@@ -65,8 +65,8 @@ class Update:
 
     @property
     def arriving(self) -> ReceivedStream | None:
-        """The landing, on a rank that buckets are sent to."""
-        return self.landing if self.topology.rank in self.receivers else None
+        """The receive buffer, on a rank that buckets are sent to."""
+        return self.receive_buffer if self.topology.rank in self.receivers else None
 
     @property
     def sent_bytes(self) -> int:
@@ -80,7 +80,7 @@ class Update:
 
 
 class Transport(Protocol):
-    """Carries buckets from the pools of trainers to the landings of rollouts. One on each rank; called by the members' thread.
+    """Carries buckets from the pools of trainers to the receive buffers of rollouts. One on each rank; called by the members' thread.
 
     join -> ready, for each layout -> carry -> ... -> reset, after a failure -> ready -> carry -> ... -> leave
     """
@@ -109,10 +109,10 @@ class Transport(Protocol):
             RankLeftError: another rank is gone.
         """
 
-    def reset(self, landing: ReceivedStream) -> None:
+    def reset(self, receive_buffer: ReceivedStream) -> None:
         """Clean up after an update that failed, on any rank. Local; waits for no other rank.
 
         Args:
-            landing: of this rank; dropped, if a transfer may still write to it.
+            receive_buffer: of this rank; dropped, if a transfer may still write to it.
         """
         return

@@ -85,7 +85,7 @@ class VersionedEngine(CheckpointEngineWithCache):
         layout, bucket_digests: of that version; `digest_of` makes such digests.
         report: figures of the last update.
         pool: buckets to send, on a trainer that has sent some.
-        landings: memory of received weights; with `cached` two, of which the last holds the newest version.
+        receive_buffers: memory of received weights; with `cached` two, of which the last holds the newest version.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -124,10 +124,10 @@ class VersionedEngine(CheckpointEngineWithCache):
         self.report: SyncReport | None = None
         self.layout: WeightLayout | None = None
         self.bucket_digests: Mapping[int, str] = {}
-        self.landings = [ReceivedStream() for _ in range(1 + cached)]
+        self.receive_buffers = [ReceivedStream() for _ in range(1 + cached)]
         self.pool: HostPool | None = None
         self._known: WeightLayout | None = None  # last layout that all ranks were sent
-        self._receivers = Receivers(0, (), self.landings)
+        self._receivers = Receivers(0, (), self.receive_buffers)
         self._open: Update | None = None
         self._generation = 0  # of connections; each failure begins another
 
@@ -237,16 +237,16 @@ class VersionedEngine(CheckpointEngineWithCache):
             abandoned, self._open = self._open, None  # the thread may hang before it closes an update
             if abandoned is not None:
                 abandoned.open = nullcontext()  # an update and its context refer to each other
-                if abandoned.landing is not None:
-                    abandoned.landing.let_go()  # other rollouts of this host may still load from it
+                if abandoned.receive_buffer is not None:
+                    abandoned.receive_buffer.let_go()  # other rollouts of this host may still load from it
 
     def close(self) -> None:
         """Leave the other ranks and free all memory."""
         self.leave()
         self.members.store = None
         self.pool = None
-        for landing in self.landings:
-            landing.let_go()
+        for receive_buffer in self.receive_buffers:
+            receive_buffer.let_go()
 
     def __enter__(self) -> Self:
         return self
@@ -263,7 +263,7 @@ class VersionedEngine(CheckpointEngineWithCache):
         self._connections = f"ckpt-engine-{phase.from_lead}"
         self._generation = 0
         self._known = None
-        self._receivers = Receivers(self.rank, self.rollouts, self.landings)
+        self._receivers = Receivers(self.rank, self.rollouts, self.receive_buffers)
         self._owners = self.transport.owners(topology, self.trainers)
         self._sends_as = self._owners[0] if self.rank in self.trainers and self.rank not in self._owners else self.rank
         if self.pool is not None and not self.pool.is_of(self._sends_as, self._bucket_bytes):
@@ -372,11 +372,11 @@ class VersionedEngine(CheckpointEngineWithCache):
         Raises:
             ConfigurationError: the engine keeps no weights, or has not received any.
         """
-        if len(self.landings) < 2:
+        if len(self.receive_buffers) < 2:
             raise ConfigurationError("this engine keeps no weights: make it with cached=True")
-        if self.landings[1].holds is None:
+        if self.receive_buffers[1].holds is None:
             raise ConfigurationError("no weights have been received yet")
-        for named in on_device(self.landings[1].weights(), self.device.torch_device, self._bucket_bytes):
+        for named in on_device(self.receive_buffers[1].weights(), self.device.torch_device, self._bucket_bytes):
             yield named
 
     async def _received(self, global_steps: int | None, sink: Sink | None) -> tuple[Update, Iterator[NamedTensor]]:
@@ -392,9 +392,9 @@ class VersionedEngine(CheckpointEngineWithCache):
             raise ConfigurationError("nothing has been sent: colocated, send_weights comes first")
         elif sink is not None:
             await self._run(self._check_late, update, sink)
-        assert update.landing is not None, "a rollout has one"
+        assert update.receive_buffer is not None, "a rollout has one"
         update.reload_began = time.perf_counter()
-        return update, update.landing.weights()
+        return update, update.receive_buffer.weights()
 
     # The update, in the members' thread
 
@@ -411,35 +411,35 @@ class VersionedEngine(CheckpointEngineWithCache):
             # Agree on step, layout and digests, and that all rollouts can load it.
             with topology.phase("offload") as phase:
                 phase.payload = self._offer(topology, step, offloaded, sink)
-            said, began, update = phase.payloads, time.perf_counter(), None
-            with topology.operation(to_step(said)):
+            offers, began, update = phase.payloads, time.perf_counter(), None
+            with topology.operation(to_step(offers)):
                 # Another rank may have seen a failure that this one has not.
-                self._reconnect(max(offer["generation"] for offer in said))
-                is_new = self._is_new(said)
+                self._reconnect(max(offer["generation"] for offer in offers))
+                is_new = self._is_new(offers)
                 if is_new:
                     with topology.phase("layout") as phase:
                         if offloaded is not None and topology.is_lead:
                             phase.from_lead = offloaded.layout.as_rows()
                     self._known = WeightLayout.from_rows(phase.from_lead)
-                sharing = agreed_sharing(said, topology.nodes)
-                fits = all(offer["fits"] == said[0]["layout"] for offer in said)
-                if is_new or not fits or not self._receivers.are_settled(said, sharing):
+                sharing = agreed_sharing(offers, topology.nodes)
+                fits = all(offer["fits"] == offers[0]["layout"] for offer in offers)
+                if is_new or not fits or not self._receivers.are_settled(offers, sharing):
                     with topology.phase("prepare") as phase:
                         self._require_wanted(topology)
-                        update = self._agreed(topology, said)
+                        update = self._agreed(topology, offers)
                         if sink is not None:
                             sink.check(update.layout)
                         phase.payload = self._receivers.make_room(update.layout, sharing)
                     held = self._receivers.settle(topology, update.layout, sharing, phase.payloads)
-                    said = [offer | {"holds": version} for offer, version in zip(said, held, strict=True)]
-                    update = self._agreed(topology, said)
+                    offers = [offer | {"holds": version} for offer, version in zip(offers, held, strict=True)]
+                    update = self._agreed(topology, offers)
                     if is_new:
                         self.transport.ready(update)
                 gathered = time.perf_counter()
                 # Carry it to every rollout, and verify it there.
                 with topology.phase(PHASE):
                     self._require_wanted(topology)
-                    update = update or self._agreed(topology, said)
+                    update = update or self._agreed(topology, offers)
                     self._require_base(update)
                     self.transport.carry(update)
                 carried = time.perf_counter()
@@ -482,7 +482,7 @@ class VersionedEngine(CheckpointEngineWithCache):
     def _forget(self) -> None:
         """Have the next update send its layout, and all weights, over new connections."""
         self._known = None
-        self.landings[0].holds = None
+        self.receive_buffers[0].holds = None
         if self.pool is not None and self.pool.history is not None:
             self.pool.history.forget()
         self._reconnect(self._generation + 1)
@@ -490,9 +490,9 @@ class VersionedEngine(CheckpointEngineWithCache):
     def _reconnect(self, generation: int) -> None:
         if generation > self._generation:
             self._generation = generation
-            self.transport.reset(self.landings[0])
-            if self.landings[0].place is not None:
-                self.landings[0].let_go()  # a rollout that the others have given up may still load from it
+            self.transport.reset(self.receive_buffers[0])
+            if self.receive_buffers[0].place is not None:
+                self.receive_buffers[0].let_go()  # a rollout that the others have given up may still load from it
 
     def _offer(
         self, topology: Topology, step: int | None, offloaded: Offloaded | None, sink: Sink | None
@@ -501,29 +501,29 @@ class VersionedEngine(CheckpointEngineWithCache):
         self._require_wanted(topology)
         if offloaded is not None and offloaded.error is not None:
             raise offloaded.error
-        said: dict[str, Any] = {"step": step, "held": self.version.step if self.version else None}
-        said |= {"fits": self._fits(sink), "generation": self._generation}
-        said["known"] = self._known.digest() if self._known is not None else None
-        said["block_bytes"] = self._block_bytes
-        if self._landing is not None:  # after `_fits`, which may free it
-            said |= {"holds": self.landings[-1].holds, "place": self._landing.place}
+        offer: dict[str, Any] = {"step": step, "held": self.version.step if self.version else None}
+        offer |= {"fits": self._fits(sink), "generation": self._generation}
+        offer["known"] = self._known.digest() if self._known is not None else None
+        offer["block_bytes"] = self._block_bytes
+        if self._receive_buffer is not None:  # after `_fits`, which may free it
+            offer |= {"holds": self.receive_buffers[-1].holds, "place": self._receive_buffer.place}
             # Nobody but the sink, or the device, gets to see the host memory.
             keeps_to_itself = sink is not None or self.device.torch_device.type != "cpu"
-            said["shares"] = keeps_to_itself and len(self.landings) == 1 and can_be_shared()
+            offer["shares"] = keeps_to_itself and len(self.receive_buffers) == 1 and can_be_shared()
         if offloaded is None:
-            return said
+            return offer
         layout = offloaded.layout
         if self.pool is not None and (history := self.pool.history) is not None:
-            said |= {"base": history.base, "changed": history.changed()}
-        return said | {
+            offer |= {"base": history.base, "changed": history.changed()}
+        return offer | {
             "layout": layout.digest(),
             "size": [len(layout.weights), layout.payload_bytes],
             "digests": sorted(offloaded.digests.items()),
         }
 
     @property
-    def _landing(self) -> ReceivedStream | None:
-        return self.landings[0] if self.rank in self.rollouts else None
+    def _receive_buffer(self) -> ReceivedStream | None:
+        return self.receive_buffers[0] if self.rank in self.rollouts else None
 
     def _fits(self, sink: Sink | None) -> str | None:
         """Return the digest of the last layout, if this rank could receive it again."""
@@ -532,29 +532,29 @@ class VersionedEngine(CheckpointEngineWithCache):
         try:
             if sink is not None:
                 sink.check(self._known)
-            if self._landing is not None:
-                self._landing.make_room(self._known)
+            if self._receive_buffer is not None:
+                self._receive_buffer.make_room(self._known)
         except Exception:
             return None  # if that layout comes again, phase prepare raises
         return self._known.digest()
 
-    def _is_new(self, said: Sequence[Mapping[str, Any]]) -> bool:
+    def _is_new(self, offers: Sequence[Mapping[str, Any]]) -> bool:
         """Whether the layout must be sent: some rank does not have it, or got it before a failure."""
-        return any((offer["known"], offer["generation"]) != (said[0]["layout"], self._generation) for offer in said)
+        return any((offer["known"], offer["generation"]) != (offers[0]["layout"], self._generation) for offer in offers)
 
-    def _agreed(self, topology: Topology, said: Sequence[Mapping[str, Any]]) -> Update:
+    def _agreed(self, topology: Topology, offers: Sequence[Mapping[str, Any]]) -> Update:
         """Return the update that all offers make together; equal on all ranks, errors too, except for the memory."""
-        step = agreed_step(said)
-        require_one_block(said)
-        require_one_layout([said[rank] for rank in self.trainers])
+        step = agreed_step(offers)
+        require_one_block(offers)
+        require_one_layout([offers[rank] for rank in self.trainers])
         layout = self._known
         assert layout is not None, "the phase layout has sent it"
-        digests = agreed_digests([said[rank]["digests"] for rank in self.trainers], layout)
+        digests = agreed_digests([offers[rank]["digests"] for rank in self.trainers], layout)
         changes = None
         if self._block_bytes is not None:
-            changes = agreed_changes(said, layout, self.rollouts, self._block_bytes)
-        landing = self._landing
-        has_before = changes is not None and landing is not None and len(self.landings) > 1
+            changes = agreed_changes(offers, layout, self.rollouts, self._block_bytes)
+        receive_buffer = self._receive_buffer
+        has_before = changes is not None and receive_buffer is not None and len(self.receive_buffers) > 1
         return Update(
             topology=topology,
             layout=layout,
@@ -563,31 +563,31 @@ class VersionedEngine(CheckpointEngineWithCache):
             block_bytes=self._block_bytes,
             changes=changes,
             pool=self.pool if self.rank in self.trainers else None,
-            landing=landing,
+            receive_buffer=receive_buffer,
             receivers=self._receivers.ranks,
-            before=self.landings[-1] if has_before else None,
+            before=self.receive_buffers[-1] if has_before else None,
             connections=f"{self._connections}-{self._generation}",
         )
 
     def _require_base(self, update: Update) -> None:
-        """Check that the landing holds the version that the changes are based on; from now on it holds none."""
-        if update.landing is None:
+        """Check that the receive buffer holds the version that the changes are based on; from now on it holds none."""
+        if update.receive_buffer is None:
             return
-        if update.changes is not None and self.landings[-1].holds != update.changes.base:
+        if update.changes is not None and self.receive_buffers[-1].holds != update.changes.base:
             raise CheckpointError(
                 "the version that the changes are based on is no longer in memory; the next update sends everything"
             )
-        update.landing.holds = None
+        update.receive_buffer.holds = None
 
     def _keep(self, update: Update, seconds: Mapping[str, float]) -> None:
         """Record the version that all ranks hold now, and its figures."""
         self.version, self.layout, self.bucket_digests = update.version, update.layout, update.digests
         if update.pool is not None and update.pool.history is not None:
             update.pool.history.commit(update.version.digest)
-        if update.landing is not None:
-            update.landing.holds = update.version.digest
-            if len(self.landings) > 1:
-                self.landings.reverse()
+        if update.receive_buffer is not None:
+            update.receive_buffer.holds = update.version.digest
+            if len(self.receive_buffers) > 1:
+                self.receive_buffers.reverse()
         self.report = SyncReport(
             step=update.version.step,
             num_tensors=len(update.layout.weights),

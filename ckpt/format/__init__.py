@@ -2,12 +2,11 @@
 
 Files:
 
-    box, names, dtypes      rectangles of a global array; names of files; data types and their Zarr names
-    places                  paths, and addresses in object stores
+    box, dtypes             rectangles of a global array; data types and their Zarr names
+    places                  paths, and addresses in object stores; names of files
     zarr_dtypes             the data types that zarr-python lacks
     records                 records of an array, a chunk and a file
-    manifest                the manifest and the indexes as objects
-    notes                   metrics and metadata that a program keeps with a checkpoint
+    manifest                the manifest and the indexes as objects; metrics and metadata that a program keeps with a checkpoint
     export_records          what an export in another program's format carries of the checkpoint that it was made of
     strict_json, manifest_parsing, consistency   parse and check both; the files are untrusted
     digests                 digests of blocks of bytes

@@ -21,7 +21,7 @@ import numpy as np
 from ckpt.format.box import Box, chunk_box, num_chunks
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.manifest import ArrayEntry, CheckpointManifest, ComponentManifest, Index, PackedPiece
-from ckpt.format.names import COMPONENT_KEY, PLAIN_NAME, is_inner_path
+from ckpt.format.places import COMPONENT_KEY, PLAIN_NAME, is_inner_path
 from ckpt.format.records import ALIGNMENT, CLIPPED_STORES, stored_shape
 from ckpt.format.strict_json import MAX_INT, Refused
 

@@ -44,7 +44,7 @@ def kind_of(file: BinaryIO) -> str | None:
     begin = file.read(_MOST_BYTES)
     if not begin:
         return f"an empty file: {_AGAIN}"
-    if (found := next((said for first, said in _BEGINNINGS if begin.startswith(first)), None)) is not None:
+    if (found := next((kind for first, kind in _BEGINNINGS if begin.startswith(first)), None)) is not None:
         return found
     if begin.startswith(b"PK\3\4"):
         return _kind_of_zip(file)
@@ -60,7 +60,7 @@ def _kind_of_zip(file: BinaryIO) -> str:
         names: Collection[str] = zipfile.ZipFile(file).namelist()
     except Exception:  # bytes that are no zip make Python raise nearly anything
         return f"an archive that was cut off, or is damaged: {_AGAIN}"
-    known = (said for end, said in _OF_ZIP if any(name.endswith(end) for name in names))
+    known = (kind for end, kind in _OF_ZIP if any(name.endswith(end) for name in names))
     return next(known, f"a zip archive: {_UNPACK}")
 
 

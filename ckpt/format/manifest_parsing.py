@@ -88,21 +88,21 @@ def parse_index(data: bytes, where: str = "an index") -> Index:
     Raises:
         CorruptCheckpointError: it is inconsistent: see `ckpt.format.consistency`.
     """
-    said = _index_document(data, where)
+    document = _index_document(data, where)
     with refusing(where):
-        files = list(said.files)
+        files = list(document.files)
         index = Index(
-            rank=said.rank,
-            files={path: FileRecord(size, rest) for path, (size, rest) in said.files.items()},
-            chunks={path: _extents_of(rows, files) for path, rows in said.chunks.items()},
-            packed=said.packed,
-            pieces=_pieces_from_json(said.pieces, list(said.packed)),
+            rank=document.rank,
+            files={path: FileRecord(size, rest) for path, (size, rest) in document.files.items()},
+            chunks={path: _extents_of(rows, files) for path, rows in document.chunks.items()},
+            packed=document.packed,
+            pieces=_pieces_from_json(document.pieces, list(document.packed)),
             dead={
                 file: [
                     ChunkExtent(file, offset, length, _unhex(digests), block_bytes)
                     for offset, length, block_bytes, digests in rows
                 ]
-                for file, rows in said.dead.items()
+                for file, rows in document.dead.items()
             },
         )
         check_inner_paths((*index.files, *index.chunks, *index.packed, *index.dead))
@@ -133,18 +133,18 @@ _INDEX_DECODER = msgspec.json.Decoder(_IndexDocument)
 def _index_document(data: bytes, where: str) -> _IndexDocument:
     """Decode an index with msgspec; with the slower strict parser where msgspec fails or may have dropped a repeated key."""
     try:
-        said = _INDEX_DECODER.decode(data)
-        tables: Iterable[Mapping[str, object]] = (said.files, said.chunks, said.packed, said.pieces, said.dead)
-        is_whole = num_keys(data) == 5 + bool(said.dead) + sum(len(table) for table in tables)
+        document = _INDEX_DECODER.decode(data)
+        tables: Iterable[Mapping[str, object]] = (document.files, document.chunks, document.packed, document.pieces, document.dead)
+        is_whole = num_keys(data) == 5 + bool(document.dead) + sum(len(table) for table in tables)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         is_whole = False  # such as a name with half a surrogate pair, which JSON can hold
     if not is_whole:
-        said = fit(parse(data, where), _IndexDocument, where)
+        document = fit(parse(data, where), _IndexDocument, where)
     with refusing(where):
-        hex_digits([rest for _, rest in said.files.values()], 32)
-        hex_digits([row[5] for rows in said.chunks.values() for row in rows])
-        hex_digits([row[3] for rows in said.dead.values() for row in rows])
-    return said
+        hex_digits([rest for _, rest in document.files.values()], 32)
+        hex_digits([row[5] for rows in document.chunks.values() for row in rows])
+        hex_digits([row[3] for rows in document.dead.values() for row in rows])
+    return document
 
 
 def _extents_of(rows: Sequence[_ChunkRow], files: Sequence[str]) -> dict[int, ChunkExtent]:

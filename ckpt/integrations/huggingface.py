@@ -475,8 +475,8 @@ class _Files:
         self._files = dict(state_dict["files"])
 
 
-def _require_one_start(said: Mapping[str, Alike]) -> None:
-    if (difference := first_difference(said)) is not None:
+def _require_one_start(starts: Mapping[str, Alike]) -> None:
+    if (difference := first_difference(starts)) is not None:
         name, rank, here, on_lead = difference
         raise ConfigurationError(
             f"ranks would resume from different checkpoints: {name} is {here} on rank {rank}, and {on_lead} on rank 0"

@@ -34,9 +34,9 @@ from ckpt.ranks.topology import Topology
 from ckpt.saving.arguments import as_backend, as_location, as_run, as_strategy
 from ckpt.saving.new_folder import save_into_new_folder
 from ckpt.saving.saver import SavedRun
-from ckpt.state.auto_sharing import AutoSharing
 from ckpt.state.collect import RankState, collect
-from ckpt.storage.files_of import names_below, same_place
+from ckpt.state.pattern_check import AutoSharing
+from ckpt.storage.checkpoint_files import names_below, same_place
 from ckpt.storage.stored import has_manifest
 
 _NUMBERED = re.compile(r"checkpoint_([0-9]{1,18})")

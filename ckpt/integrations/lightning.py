@@ -53,11 +53,11 @@ from ckpt.memory.device import device_of
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
 from ckpt.saving.arguments import as_backend, as_location, as_strategy
-from ckpt.saving.folder_saves import FolderSaves, as_folder_settings
+from ckpt.saving.new_folder import FolderSaves, as_folder_settings
 from ckpt.saving.save_settings import SaveSettings, setting
-from ckpt.state.auto_sharing import AutoSharing
 from ckpt.state.collect import RankState, collect
 from ckpt.state.flatten import flatten
+from ckpt.state.pattern_check import AutoSharing
 from ckpt.state.sharing import AUTO, SharingPattern, StateComponent
 from ckpt.state.statefuls import Filled, Given, RNGState
 from ckpt.storage.stored import has_manifest
@@ -332,7 +332,7 @@ class CkptModelParallelStrategy(ModelParallelStrategy):
         super().setup(trainer)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the model's state dict, with tensors where they are: a save copies this rank's share of them."""
+        """Return the model's state dict, with tensors where they are: a save copies this rank's part of them."""
         assert self.model is not None
         return get_model_state_dict(self.model)
 

@@ -39,7 +39,7 @@ from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.format.places import ObjectPath, Place, is_address, place_of
 from ckpt.integrations.dcp import CkptReader, CkptWriter
 from ckpt.saving.arguments import as_location, as_strategy, as_topology
-from ckpt.storage.files_of import names_below
+from ckpt.storage.checkpoint_files import names_below
 
 _STEP = re.compile(r"step-([0-9]+)")
 _COMPLETE = (MANIFEST_NAME, ".metadata", "model.safetensors.index.json")

@@ -84,7 +84,7 @@ def compare(
 
 def _structure(where: str, a: Mapping[str, Path], b: Mapping[str, Path]) -> Iterator[Difference]:
     """Compare the containers, each once, and the keys on the way to entries that have one name in both."""
-    told: set[tuple[str, str, str, str]] = set()
+    reported: set[tuple[str, str, str, str]] = set()
     for name in a:
         if name not in b or a[name] == b[name]:
             continue
@@ -96,8 +96,8 @@ def _structure(where: str, a: Mapping[str, Path], b: Mapping[str, Path]) -> Iter
         found = joined_key(a[name][:at]), "class" if of_tensor else "container", kinds[0], kinds[1]
         if kinds[0] == kinds[1]:
             found = joined_key(a[name][: at + 1]), "key", repr(key_of(mine)), repr(key_of(other))
-        if found not in told:
-            told.add(found)
+        if found not in reported:
+            reported.add(found)
             yield Difference(where, *found)
 
 

@@ -10,7 +10,7 @@ from ckpt.format.digests import digest_of
 from ckpt.format.export_records import RECORDS_NAME, ExportRecords
 from ckpt.format.manifest import SHARDED, STATE, ArrayEntry, CheckpointManifest
 from ckpt.format.manifest_parsing import parse_manifest
-from ckpt.format.names import PLAIN_NAME
+from ckpt.format.places import PLAIN_NAME
 from ckpt.format.strict_json import Refused, refusing
 from ckpt.loading.other_checkpoint import OtherCheckpoint, OtherTensor
 from ckpt.loading.sources import CheckpointSource, ManifestSource

@@ -1,4 +1,4 @@
-"""Write a checkpoint of another program as one of ours. Every rank reads and writes a share, chunk by chunk, and reads it back."""
+"""Write a checkpoint of another program as one of ours. Every rank reads and writes a part, chunk by chunk, and reads it back."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from ckpt.format.dtypes import torch_dtype
 from ckpt.format.places import Place
 from ckpt.interop.opened import Opened, ahead, read_into
 from ckpt.loading.sources import CheckpointSource, ManifestSource
-from ckpt.memory.huge_pages import Scratch
-from ckpt.planning.plan import SavePlan
-from ckpt.planning.tables import Address, Table, TablePart
+from ckpt.memory.host import Scratch
+from ckpt.planning.plan import Address, SavePlan, Table, TablePart
 from ckpt.ranks.topology import Topology
 from ckpt.saving.new_folder import NewFolder, prepare
 from ckpt.saving.prepared_save import SaveReport
@@ -51,7 +50,7 @@ def import_checkpoint(source: CheckpointSource, dst: Place, topology: Topology, 
         save = prepare(place, topology, backend, lambda: _state_of(source, topology))
         if isinstance(source, ManifestSource) and topology.is_lead:
             save.plain = source.plain_files()
-        stored = _StoredTensors(source, save.share, save.plan)
+        stored = _StoredTensors(source, save.write_plan, save.plan)
         save.run(topology, stored, RankWritePlan.write, started=started)
     assert place.report is not None, "it is published"
     return place.report
@@ -95,11 +94,11 @@ def _state_of(source: CheckpointSource, topology: Topology) -> RankState:
 
 
 class _StoredTensors:
-    """The checkpoint as the source of a save, see `ckpt.saving.gathering.ByteSource`. While one item is written, the next is read."""
+    """The checkpoint as the source of a save, see `ckpt.saving.prepared_save.ByteSource`. While one item is written, the next is read."""
 
-    def __init__(self, source: CheckpointSource, share: RankWritePlan, plan: SavePlan) -> None:
+    def __init__(self, source: CheckpointSource, write_plan: RankWritePlan, plan: SavePlan) -> None:
         self._source = source
-        self._share = share
+        self._write_plan = write_plan
         self._plan = plan
 
     def sends(self) -> dict[int, bytes]:
@@ -109,7 +108,7 @@ class _StoredTensors:
     def items(self) -> Iterator[Staged]:
         memories = Scratch(), Scratch()
         return ahead(
-            partial(self._read, number, item, memories[number % 2]) for number, item in enumerate(self._share.items)
+            partial(self._read, number, item, memories[number % 2]) for number, item in enumerate(self._write_plan.items)
         )
 
     def check(self) -> None:

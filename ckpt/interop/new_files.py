@@ -21,9 +21,7 @@ from ckpt.errors import StorageError, telling
 from ckpt.format.digests import StreamDigest
 from ckpt.format.places import Place, place_of
 from ckpt.ranks.topology import Topology
-from ckpt.storage.durable import sync_folder
-from ckpt.storage.files import WriteOnce, naming, read_once
-from ckpt.storage.removal import own_name, remove
+from ckpt.storage.files import WriteOnce, naming, own_name, read_once, remove, sync_folder
 
 _READ_BACK_BYTES = 4 << 20
 

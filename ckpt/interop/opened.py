@@ -16,12 +16,12 @@ from ckpt.format.box import Box
 from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
 from ckpt.format.manifest import STATE, ArrayEntry
-from ckpt.format.names import COMPONENT_KEY
+from ckpt.format.places import COMPONENT_KEY
 from ckpt.interop.unpickling import unknown_in
 from ckpt.loading.parts_of_state import by_component_of
 from ckpt.loading.sources import CheckpointSource
 from ckpt.loading.strategy import Reading, ReadRequest
-from ckpt.memory.huge_pages import Scratch
+from ckpt.memory.host import Scratch
 from ckpt.ranks.topology import Topology
 from ckpt.state.flatten import Path, leaves_apart, plain_and_paths, unflatten
 from ckpt.state.optimizer_state import optimizer_in_groups

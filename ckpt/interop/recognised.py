@@ -15,7 +15,7 @@ from ckpt.interop.megatron.layout import is_megatron_zarr
 from ckpt.interop.programs import PROGRAMS, format_at
 from ckpt.interop.safetensors.hub import opened, weights_at
 from ckpt.loading.report import some_of
-from ckpt.storage.files_of import is_file
+from ckpt.storage.checkpoint_files import is_file
 from ckpt.storage.hub_snapshots import files_in
 from ckpt.storage.metadata import other_format
 from ckpt.storage.stored import checkpoints_below
@@ -87,9 +87,9 @@ def recognised(path: Path) -> str | None:
                 f"{path} was written by Megatron-Core's zarr strategy: load it by ckpt.dist_checkpointing.load, or convert it by "
                 f"python -m recipes.convert src={path} dst=<a new folder>"
             )
-    for pattern, said in _OF_FOLDERS:
+    for pattern, description in _OF_FOLDERS:
         if matches := _matches(path, pattern):
-            return f"{path} is {said.format(path=path, found=matches[-1], above=matches[-1].parent)}"
+            return f"{path} is {description.format(path=path, found=matches[-1], above=matches[-1].parent)}"
     listed = sorted(islice(path.iterdir(), _MOST_LISTED), key=_by_numbers, reverse=True)
     if not listed:
         return f"{path} is not a checkpoint: it is an empty folder"

@@ -9,9 +9,9 @@ from ckpt.format.manifest import MANIFEST_NAME, STATE
 from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.format.places import Place
 from ckpt.interop.programs import PROGRAMS, format_at
-from ckpt.loading import programs
+from ckpt.loading import other_checkpoint
 from ckpt.loading.loader import Loader, manifest_bytes_at
-from ckpt.loading.programs import Opening
+from ckpt.loading.other_checkpoint import Opening
 from ckpt.loading.sources import CheckpointSource
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.memory.device import device_of
@@ -20,7 +20,7 @@ from ckpt.state.sharing import Sharing, SharingPattern
 
 
 class _Programs:
-    """See `ckpt.loading.programs.Programs`. What is found is the name of a format, or the files of an old checkpoint."""
+    """See `ckpt.loading.other_checkpoint.Programs`. What is found is the name of a format, or the files of an old checkpoint."""
 
     def found_at(self, path: Place, *, allow_pickle: bool) -> Any:
         from ckpt.interop.torch_save.old_folders import old_files
@@ -54,7 +54,7 @@ class _Programs:
 
 def register_programs() -> None:
     """Let loads in this process read the checkpoints of other programs."""
-    programs.register(_Programs())
+    other_checkpoint.register(_Programs())
 
 
 def require_checkpoint(path: Place, *, allow_pickle: bool) -> None:
@@ -64,7 +64,7 @@ def require_checkpoint(path: Place, *, allow_pickle: bool) -> None:
         CheckpointNotFoundError: it holds none, or an old one, and `allow_pickle` is false.
     """
     register_programs()
-    if not programs.programs().found_at(path, allow_pickle=allow_pickle):
+    if not other_checkpoint.programs().found_at(path, allow_pickle=allow_pickle):
         manifest_bytes_at(path)
 
 

@@ -35,12 +35,11 @@ from ckpt.format.manifest import (
     PackedPiece,
 )
 from ckpt.format.manifest_parsing import parse_manifest
-from ckpt.format.names import is_inner_path
-from ckpt.format.places import Place
+from ckpt.format.places import Place, is_inner_path
 from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, stored_shape
 from ckpt.interop.new_files import shared_place
 from ckpt.loading.strategy import StoredCheckpoint
-from ckpt.memory.huge_pages import Scratch
+from ckpt.memory.host import Scratch
 from ckpt.planning.plan import ChunkTask, PackTask, PlannedArray, RankPlan, SavePlan
 from ckpt.ranks.topology import Topology
 from ckpt.saving.manifest_writer import await_indexes, contents_of, copied, join_arrays, listed_files, write_beside
@@ -51,8 +50,8 @@ from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.extents import ExtentReader
 from ckpt.storage.files import read_once
 from ckpt.storage.metadata import CheckpointingConfig, maybe_load_config, save_config
-from ckpt.storage.runs import WantedBox
 from ckpt.storage.stored import read_index, read_listed_file, read_manifest, read_plain_file, recorded_sizes
+from ckpt.storage.wanted_bytes import WantedBox
 
 _SHARDED_BACKENDS = {"zarr": "zarr", "ocdbt": "tensorstore"}
 """Store -> its name in `metadata.json` of a sharded state dict."""
@@ -95,9 +94,9 @@ def rewrite(src: Place, dst: Place, backend: Backend, topology: Topology) -> Non
                     if config is not None:
                         save_config(config, require_folder(folder))
             with topology.phase("read back"):
-                said = phase.from_lead
-                place, told = uncommitted(folder, said and parse_manifest(said.encode(), str(dst)))
-                examined = examine(place, writers=saved_ranks, manifest=told, progress=topology.progress)
+                text = phase.from_lead
+                place, parsed = uncommitted(folder, text and parse_manifest(text.encode(), str(dst)))
+                examined = examine(place, writers=saved_ranks, manifest=parsed, progress=topology.progress)
                 if examined.problems:
                     raise StorageError(f"what was written for {dst} is not what is read back: {examined.problems[0]}")
 

@@ -487,8 +487,8 @@ def _of_numpy(value: UnknownObject) -> Any:
         dtype = _dtype_of(args[0])
         return None if dtype is None else np.frombuffer(args[1], dtype)[0]
     if kind == "_reconstruct" and isinstance(state, tuple) and len(state) == 5:
-        _, shape, told, is_fortran, data = state
-        dtype = _dtype_of(told)
+        _, shape, described, is_fortran, data = state
+        dtype = _dtype_of(described)
         if dtype is not None:
             return np.frombuffer(data, dtype).reshape(shape, order="F" if is_fortran else "C").copy(order="K")
     return None

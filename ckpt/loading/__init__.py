@@ -5,13 +5,10 @@ Files, in the order in which data travels:
     load_settings           settings of loads, and their checks
     loader                  the steps, in order
     sources                 describes what a committed checkpoint contains
-    programs                who finds and opens checkpoints of other programs
-    other_checkpoint        what each of their formats is read as: tensors that are raw bytes at known places in files, or are decoded
+    other_checkpoint        what a checkpoint of another program is read as: raw bytes in files, or tensors that are decoded; who opens it
     parts_of_state          describes the components in a state dict: one that was saved alone, or of another program
-    casting                 tensors that are converted to another data type
     compatibility, state_matching   decide whether a component is loaded; match its tensors with the saved ones
-    strategy                interfaces of loading strategies, and a checkpoint that knows where its chunks lie
-    direct, two_stage/      the strategies: each rank reads what it wants; ranks read for each other
-    chunk_reader            reads chunks from storage, for both
+    strategy                interfaces of strategies, and a checkpoint that knows where its chunks lie; tensors that are converted
+    direct, two_stage/      reads chunks from storage, and the strategies: each rank reads what it wants; ranks read for each other
     report, forecast        what a load did; what it would do
 """

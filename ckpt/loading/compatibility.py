@@ -16,11 +16,10 @@ from ckpt.errors import Argument, MissingStateError, WorldSizeError, declare, de
 from ckpt.format.box import Box
 from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
 from ckpt.format.gc_pause import gc_paused
-from ckpt.loading.casting import Components
 from ckpt.loading.report import ComponentReport, Status, refusal, some_of
 from ckpt.loading.sources import CheckpointSource, Rows
 from ckpt.loading.state_matching import MISMATCHES, Match, SavedCopy, Twins, match
-from ckpt.loading.strategy import ReadRequest
+from ckpt.loading.strategy import Components, ReadRequest
 from ckpt.state.abilities import Elastic, takes_a_part
 from ckpt.state.sharing import DECIDED_BY_OBJECT, OWN_COPIES, Sharing, SharingPattern, StateComponent
 
@@ -136,7 +135,7 @@ def require_something(reports: Mapping[str, ComponentReport]) -> None:
     if reports and not any(goes_on(report) for report in reports.values()):
         raise MissingStateError(
             f"nothing could be restored: {'; '.join(map(str, reports.values()))}. Name a checkpoint that this run can go on from.",
-            arguments=[Argument(*said) for report in reports.values() for said in report.arguments],
+            arguments=[Argument(*argument) for report in reports.values() for argument in report.arguments],
         )
 
 
@@ -177,8 +176,8 @@ def _compare_twins(source: CheckpointSource, one: Match, strict: bool) -> None:
         if not all(_are_equal(source, twins, box) for box in _slabs(twins))
     }
     if differ and strict:
-        said = "; ".join(f"{key} {what}" for key, what in differ.items())
-        raise refusal(MissingStateError, one.key, f": {said}. Load into a model that does not tie them, correct the checkpoint")
+        differences = "; ".join(f"{key} {what}" for key, what in differ.items())
+        raise refusal(MissingStateError, one.key, f": {differences}. Load into a model that does not tie them, correct the checkpoint")
     one.misfits = replace(one.misfits, unfit={**one.misfits.unfit, **differ})
 
 

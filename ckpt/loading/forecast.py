@@ -13,7 +13,6 @@ from typing import Any
 from ckpt.errors import CheckpointError, describe, rebuild, sentence
 from ckpt.format.manifest import STATE
 from ckpt.format.places import Place
-from ckpt.loading.casting import Components
 from ckpt.loading.compatibility import asked_for, copies_for_object, fit, goes_on, passed_over, require_something
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import Loader
@@ -21,6 +20,7 @@ from ckpt.loading.parts_of_state import by_component_of
 from ckpt.loading.report import ComponentReport, Misfits, Status
 from ckpt.loading.sources import CheckpointSource
 from ckpt.loading.state_matching import Match, match_changed, report_of_trouble, settle
+from ckpt.loading.strategy import Components
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import takes_a_part

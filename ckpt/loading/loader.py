@@ -35,7 +35,6 @@ from ckpt.format.manifest import CONFIG_NAME, MANIFEST_NAME, STATE, CheckpointMa
 from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.format.places import Place
 from ckpt.format.strict_json import refusing
-from ckpt.loading.casting import Components, batches_of, convert_into, readings_of
 from ckpt.loading.compatibility import (
     asked_for,
     copies_for_object,
@@ -45,8 +44,8 @@ from ckpt.loading.compatibility import (
     require_something,
     rows_for_object,
 )
+from ckpt.loading.other_checkpoint import Opening, programs
 from ckpt.loading.parts_of_state import by_component_of
-from ckpt.loading.programs import Opening, programs
 from ckpt.loading.report import ComponentReport, LoadReport, Status
 from ckpt.loading.sources import CheckpointSource, CommittedSource, Rows
 from ckpt.loading.state_matching import (
@@ -56,14 +55,23 @@ from ckpt.loading.state_matching import (
     report_of_trouble,
     settle,
 )
-from ckpt.loading.strategy import LoadingStrategy, Reading, ReadStats, StoredCheckpoint
+from ckpt.loading.strategy import (
+    Components,
+    LoadingStrategy,
+    Reading,
+    ReadStats,
+    StoredCheckpoint,
+    batches_of,
+    convert_into,
+    readings_of,
+)
 from ckpt.memory.device import Device, wait_for_all
 from ckpt.ranks.merging import first, most, slowest, total
 from ckpt.ranks.topology import Phase, Topology
 from ckpt.state.abilities import RestoredLast, offers
 from ckpt.state.sharing import StateComponent
-from ckpt.storage.checked_blocks import CheckedBlocks
-from ckpt.storage.held import NOTHING_HELD, HeldFiles, MemoryFile
+from ckpt.storage.extents import CheckedBlocks
+from ckpt.storage.host_memory import NOTHING_HELD, HeldFiles, MemoryFile
 from ckpt.storage.objects.store import CountedRequests, Counts, all_of
 from ckpt.storage.stored import gone, has_manifest, identity_of, read_listed_file, read_manifest_bytes
 
@@ -83,8 +91,8 @@ def manifest_bytes_at(path: Place) -> bytes:
     try:
         return read_manifest_bytes(path)
     except CheckpointNotFoundError as error:
-        said = programs().advice(path)
-        raise (error if said is None else CheckpointNotFoundError(said)) from error
+        advice = programs().advice(path)
+        raise (error if advice is None else CheckpointNotFoundError(advice)) from error
 
 
 def _is_restored_last(one: Match) -> bool:
@@ -334,12 +342,12 @@ class Loader:
             with ExitStack() as closing:  # all, also if one fails
                 for step in readings:
                     closing.callback(step.reading.close)
-        said = phase.merged
-        _note_failures(reports, said["failed"], self.topology.world_size)
+        merged = phase.merged
+        _note_failures(reports, merged["failed"], self.topology.world_size)
         for match, requests in optional:
             if goes_on(reports[match.key]):
                 convert_into(match.outs, (request.out for request in requests))
-        return *said["bytes"], -said["slowest"][1] if self.topology.world_size > 1 else None
+        return *merged["bytes"], -merged["slowest"][1] if self.topology.world_size > 1 else None
 
     def _apply(
         self, matches: dict[str, Match], reports: dict[str, ComponentReport], started: float, asked: CountedRequests

@@ -1,4 +1,7 @@
-"""A checkpoint of another program: its tensors are raw bytes at known places in files, or read by a library. Any rank, alone."""
+"""A checkpoint of another program: its tensors are raw bytes at known places in files, or read by a library. Any rank, alone.
+
+Loads do not know other programs by name: who knows them registers what finds and opens their checkpoints (`register`).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -21,13 +24,16 @@ from ckpt.format.export_records import ExportRecords
 from ckpt.format.places import Place
 from ckpt.format.records import ArraySpec, ChunkExtent
 from ckpt.format.unknown import shown
-from ckpt.loading.strategy import ReadRequest, StoredPart
+from ckpt.loading.sources import CheckpointSource
+from ckpt.loading.strategy import LoadingStrategy, ReadRequest, StoredPart
+from ckpt.memory.device import Device
 from ckpt.planning.plan import needed_chunks
+from ckpt.ranks.topology import Topology
 from ckpt.state.flatten import Path as StatePath
-from ckpt.storage.checked_blocks import CheckedBlocks
-from ckpt.storage.files_of import Files, files_below
-from ckpt.storage.held import NOTHING_HELD
-from ckpt.storage.runs import WantedBox
+from ckpt.storage.checkpoint_files import Files, files_below
+from ckpt.storage.extents import CheckedBlocks
+from ckpt.storage.host_memory import NOTHING_HELD
+from ckpt.storage.wanted_bytes import WantedBox
 
 MAP_FROM_BYTES = 64 << 10
 _ALIGNED_BYTES = 16
@@ -317,3 +323,52 @@ class OtherCheckpoint:
                 )
             self._pieces[name] = pieces
         return pieces
+
+
+class Opening(NamedTuple):
+    """How a load opens a checkpoint.
+
+    Attributes:
+        is_state_alone: the load is of one state dict, not of components.
+    """
+
+    strategy: LoadingStrategy
+    device: Device
+    allow_pickle: bool
+    is_state_alone: bool
+
+
+class Programs(Protocol):
+    """What a load asks of the formats of other programs."""
+
+    def found_at(self, path: Place, *, allow_pickle: bool) -> Any:
+        """What is at a path, as JSON that the lead tells all ranks; None: there is a checkpoint of this package, or none that is known.
+
+        Raises:
+            CheckpointNotFoundError: it holds pickles, and these are not allowed.
+        """
+
+    def opened(self, path: Place, found: Any, topology: Topology, opening: Opening) -> CheckpointSource:
+        """Open what the lead has found, on every rank. Collective.
+
+        Raises:
+            CheckpointNotFoundError: as `found_at`.
+            CorruptCheckpointError: what describes it is damaged.
+        """
+
+    def advice(self, path: Place) -> str | None:
+        """A sentence about a path without a checkpoint that is read: what is there, and what to do; None: no more is known."""
+
+
+_KNOWN: list[Programs] = []
+
+
+def register(programs: Programs) -> None:
+    """Register what knows other programs, in this process. Replaces an earlier registration."""
+    _KNOWN[:] = [programs]
+
+
+def programs() -> Programs:
+    """What is registered: by `ckpt.interop.registry.register_programs`, before a path is loaded that may be of another program."""
+    assert _KNOWN, "nobody has called ckpt.interop.registry.register_programs()"
+    return _KNOWN[0]

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from ckpt.errors import CheckpointError, leave_out, printable
-from ckpt.format.names import step_of
+from ckpt.format.places import step_of
 
 Refusal = TypeVar("Refusal", bound=CheckpointError)
 
@@ -187,9 +187,9 @@ def transfer_figures(
     return f"{seconds:.3f} s, {num_bytes / 1e6:.1f} MB, {rate:.2f} GB/s{counts}{slowest}"
 
 
-def refusal(kind: type[Refusal], key: str, *said: str) -> Refusal:
-    """The error of a component that a load can leave out, which is its last advice. `said`: its sentence, after the component's key."""
-    return kind(f"component {key}", *said, ", or ", leave_out(key), ".", component=key)
+def refusal(kind: type[Refusal], key: str, *sentence: str) -> Refusal:
+    """The error of a component that a load can leave out, which is its last advice. `sentence`: its sentence, after the component's key."""
+    return kind(f"component {key}", *sentence, ", or ", leave_out(key), ".", component=key)
 
 
 def some_of(names: Sequence[str], most: int = MAX_NAMED) -> str:

@@ -18,7 +18,7 @@ from ckpt.format.box import num_chunks, whole
 from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import raw_bytes, torch_dtype
 from ckpt.format.manifest import ArrayEntry, CheckpointManifest
-from ckpt.format.names import PLAIN_NAME
+from ckpt.format.places import PLAIN_NAME
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.report import refusal
 from ckpt.loading.strategy import LoadingStrategy, Reading, ReadRequest, StoredCheckpoint
@@ -26,7 +26,7 @@ from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.state.flatten import rows_from_json
 from ckpt.state.sharing import OWN_COPIES, Sharing, SharingPattern, StateComponent, copy_prefix
-from ckpt.storage.files_of import files_below
+from ckpt.storage.checkpoint_files import files_below
 from ckpt.storage.objects.files import side_by_side
 from ckpt.storage.stored import check_file, read_listed_file, read_plain_file
 
@@ -108,7 +108,7 @@ class CheckpointSource(Protocol):
         return found
 
     def check(self, optional: Collection[str]) -> dict[str, dict[str, Any]]:
-        """Check this rank's share of the bytes that reading the tensors does not check: none, where there are no digests.
+        """Check this rank's part of the bytes that reading the tensors does not check: none, where there are no digests.
 
         Returns:
             component -> `describe` of the damage, for the optional ones that are damaged.
@@ -232,8 +232,8 @@ class ManifestSource(CheckpointSource):
         now = component.process_group_name
         here, there = (self.topology.groups.get(name or "") for name in (now, then))
         if here is not None and there is not None and here.instances != there.instances:
-            said = f" was saved per_group of {then} and is now declared per_group of {now}, whose members are others: "
-            raise refusal(MissingStateError, component.key, said, declare(component.key, process_group_name=then))
+            reason = f" was saved per_group of {then} and is now declared per_group of {now}, whose members are others: "
+            raise refusal(MissingStateError, component.key, reason, declare(component.key, process_group_name=then))
 
 
 class CommittedSource(ManifestSource):
@@ -358,8 +358,8 @@ def require_same_kind(component: StateComponent, was: SharingPattern) -> None:
     """Raise unless the component is declared as it was saved: shared by all ranks, or with copies of the same pattern."""
     now = component.pattern
     if was is not now and (was in OWN_COPIES or now in OWN_COPIES):
-        said = f" was saved as {was.value} and is now declared {now.value}, so it is not clear whose state to load: "
-        raise refusal(MissingStateError, component.key, said, declare(component.key, sharing_pattern=was.value))
+        reason = f" was saved as {was.value} and is now declared {now.value}, so it is not clear whose state to load: "
+        raise refusal(MissingStateError, component.key, reason, declare(component.key, sharing_pattern=was.value))
 
 
 def _same_ones(pattern: SharingPattern, world_size: int) -> str:

@@ -26,10 +26,9 @@ from ckpt.format.box import Box, whole
 from ckpt.format.dtypes import are_castable, torch_dtype, zarr_name
 from ckpt.format.gc_pause import gc_paused
 from ckpt.format.manifest import ArrayEntry
-from ckpt.format.names import PLAIN_NAME
-from ckpt.loading.casting import CAST, Cast, Components, batches_of
+from ckpt.format.places import PLAIN_NAME
 from ckpt.loading.report import ComponentReport, Misfits, Status
-from ckpt.loading.strategy import ReadRequest, bytes_of
+from ckpt.loading.strategy import CAST, Cast, Components, ReadRequest, batches_of, bytes_of
 from ckpt.memory.device import empty_beside
 from ckpt.planning.plan import runs_of
 from ckpt.state.abilities import Elastic, Forgetful, Prepared, PreparedFrom, offers, takes_a_part, tied_names

@@ -81,7 +81,7 @@ class Staging:
 
     def __init__(self, room: Callable[[int], torch.Tensor], streams: Streams | None = None) -> None:
         self._room = room
-        self._told = False
+        self._has_warned = False
         self._streams = streams or Streams("staging")
 
     def ahead(self, items: Iterable[tuple[Item, Sequence[torch.Tensor]]]) -> Iterator[tuple[Item, list[torch.Tensor]]]:
@@ -135,8 +135,8 @@ class Staging:
                 return contiguous(tensors[0]).view(-1)
             return torch.cat([as_integers(contiguous(tensor).view(-1)) for tensor in tensors])
         except torch.OutOfMemoryError:
-            if not self._told:
-                self._told = True
+            if not self._has_warned:
+                self._has_warned = True
                 _log.warning(
                     "%s has no room to join small tensors, or to lay out one that is not contiguous: saving them part by part, "
                     "which takes longer",

@@ -3,6 +3,5 @@ each tensor in its global array), with equal results on every rank.
 
 Files:
 
-    tables                  the address table of each rank; which ranks hold each box
-    plan                    assigns the chunks and packs (small tensors in one array) of a save to ranks; lists the chunks that a load needs
+    plan                    which ranks hold each box; assigns the chunks and packs (small tensors in one array) of a save to ranks
 """

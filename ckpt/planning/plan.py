@@ -2,10 +2,11 @@
 
 No files, no collectives, no torch. A save is planned from the address tables of all ranks: one of the holders writes each shard,
 balanced by bytes; every array gets one regular grid, and every chunk one writer. Where shard borders cut through a chunk, the other
-holders send their parts of it (slivers) to the writer.
+holders send their parts of it to the writer.
 
-Arrays that are cut and held alike are planned once: the cost grows with the distinct places of a state and with its chunks, not with
-ranks times tensors.
+Ranks repeat each other, and so do the layers of a model. A table stores names apart from places, each once, so that common halves
+are sent once and processed once. Arrays that are cut and held alike are planned once: the cost grows with the distinct places of a state
+and with its chunks, not with ranks times tensors.
 """
 
 from __future__ import annotations
@@ -17,13 +18,147 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import chain, groupby, repeat
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ckpt.errors import ShardingError
-from ckpt.format.box import Box, chunk_box, chunks_meeting, first_overlap, num_chunks, overlap
-from ckpt.planning.tables import Holdings, Ranks, Table, Whereabouts
+from ckpt.errors import ShapeMismatchError, ShardingError
+from ckpt.format import strict_json
+from ckpt.format.box import Box, chunk_box, chunks_meeting, first_overlap, num_chunks, overlap, whole
+
+Ranks = tuple[int, ...]
+Names = tuple[tuple[str, int], ...]
+"""(Array name, number of its place), in the order of the state."""
+Whereabouts = tuple[tuple[int, int], ...]
+"""Positions of a name: (number of the list of names, number of the place that goes with it)."""
+
+
+class LeafPlacement(NamedTuple):
+    """An address without its name. Tensors that are cut alike share it."""
+
+    dtype: str
+    global_shape: tuple[int, ...]
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class TablePart:
+    """The tensors of one component on one rank, by name and by place.
+
+    Ranks repeat each other in halves: a sharding neighbour has the same names at other places, another pipeline stage other names at
+    the same places.
+
+    Attributes:
+        names: every tensor, with the number of its place.
+        places: each once, in the order in which `names` first needs them.
+    """
+
+    names: Names
+    places: tuple[LeafPlacement, ...]
+
+    @classmethod
+    def of(cls, addresses: Iterable[Address]) -> TablePart:
+        places: dict[tuple[Any, ...], int] = {}
+        names = tuple((address.name, places.setdefault(address[1:], len(places))) for address in addresses)
+        return cls(names, tuple(LeafPlacement(*place) for place in places))
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The addresses and aliases of one rank, or of several ranks that hold alike."""
+
+    parts: tuple[TablePart, ...]
+    aliases: tuple[tuple[str, str], ...] = ()
+
+
+def table_to_json(table: Table) -> list[Any]:
+    """Split a table into pieces of JSON: the aliases, then for each component its names and its places."""
+    pieces: list[Any] = [["aliases", table.aliases]]
+    for part in table.parts:
+        pieces.append(["names", [name for name, _ in part.names], [place for _, place in part.names]])
+        pieces.append(["places", part.places])
+    return pieces
+
+
+def piece_from_json(tree: Any) -> tuple[Any, ...]:
+    """Parse a piece of a table. The caller parses pieces that tables share once."""
+    match tree:
+        case ["names", names, places]:
+            return tuple(zip(names, places, strict=True))
+        case ["places", rows]:
+            return strict_json.convert(rows, tuple[LeafPlacement, ...])
+        case _:
+            return tuple((alias, first) for alias, first in tree[1])
+
+
+def table_of_pieces(pieces: Sequence[tuple[Any, ...]]) -> Table:
+    """Join a table from its pieces, in the order of `table_to_json`."""
+    aliases, *halves = pieces
+    return Table(tuple(TablePart(*half) for half in zip(halves[::2], halves[1::2], strict=True)), aliases)
+
+
+class Holdings:
+    """The holders of each box, from the tables of all ranks.
+
+    Attributes:
+        where: array name -> its positions. Names with equal positions are cut and held alike.
+    """
+
+    def __init__(self, tables: Sequence[Table], table_of_rank: Sequence[int]) -> None:
+        ranks_of: list[list[int]] = [[] for _ in tables]
+        for rank, number in enumerate(table_of_rank):
+            ranks_of[number].append(rank)
+        by_names: dict[Names, dict[tuple[LeafPlacement, ...], list[int]]] = {}
+        for table, ranks in zip(tables, ranks_of, strict=True):
+            for part in table.parts:
+                by_names.setdefault(part.names, {}).setdefault(part.places, []).extend(ranks)
+        found: dict[str, list[tuple[int, int]]] = {}
+        for number, names in enumerate(by_names):
+            for name, place in names:
+                found.setdefault(name, []).append((number, place))
+        self.where: dict[str, Whereabouts] = {name: tuple(at) for name, at in found.items()}
+        self._places = [
+            [(places, tuple(sorted(ranks))) for places, ranks in by_places.items()] for by_places in by_names.values()
+        ]
+
+    def look_up(self, name: str) -> tuple[str, tuple[int, ...], dict[Box, Ranks]]:
+        """Return data type, global shape, and box -> holding ranks, without the empty boxes of a larger array."""
+        held = [(places[place], ranks) for number, place in self.where[name] for places, ranks in self._places[number]]
+        (dtype, shape, _), first_ranks = held[0]
+        holders: dict[Box, list[Ranks]] = {}
+        for (other_dtype, other_shape, box), ranks in held:
+            if (other_dtype, other_shape) != (dtype, shape):
+                raise ShapeMismatchError(
+                    f"{name} is {other_dtype} {list(other_shape)} on rank {ranks[0]} and {dtype} {list(shape)} on rank "
+                    f"{first_ranks[0]}; all ranks must save the same data type and shape under one name"
+                )
+            if box.num_elements or 0 in shape:
+                holders.setdefault(whole(shape) if 0 in shape else box, []).append(ranks)
+        return dtype, shape, {box: _union(sets) for box, sets in holders.items()}
+
+
+def _union(sets: Sequence[Ranks]) -> Ranks:
+    return sets[0] if len(sets) == 1 else tuple(sorted({rank for ranks in sets for rank in ranks}))
+
+
+class Address(NamedTuple):
+    """The place of one rank's leaf in a global array. Sharing patterns compute it; plans see nothing else.
+
+    The fourth part of an address, the replica id, is not stored: it is the position of a rank among those that hold an
+    equal (name, box), and plan.py counts it there.
+
+    Attributes:
+        name: `<component>/<prefix><key>`, unique in a checkpoint.
+        dtype: Zarr v3 data type name.
+        global_shape: of the whole array, in elements.
+        box: the part this rank holds, in global coordinates.
+    """
+
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    box: Box
+
 
 PACK_BELOW_BYTES = 64 << 10
 """Arrays of smaller global size share a packed array."""
@@ -47,14 +182,14 @@ class ChunkTask:
         number: row-major chunk number.
         box: of the chunk, clipped to the array, in global coordinates.
         own: parts of it that this rank holds.
-        slivers: (rank, box) of the parts that other ranks send before.
+        received_parts: (rank, box) of the parts that other ranks send before.
     """
 
     name: str
     number: int
     box: Box
     own: tuple[Box, ...]
-    slivers: tuple[tuple[int, Box], ...] = ()
+    received_parts: tuple[tuple[int, Box], ...] = ()
 
 
 class PackTask(NamedTuple):
@@ -65,7 +200,7 @@ class PackTask(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class SliverTask:
+class SendTask:
     """One part of a chunk that this rank sends to the rank that writes the chunk."""
 
     to: int
@@ -99,18 +234,18 @@ class PlannedArray:
         counts = np.diff(starts, append=len(writers))
         return tuple(zip(writers[starts].tolist(), starts.tolist(), counts.tolist(), strict=True))
 
-    def sliver_sender(self, number: int, ranks: tuple[int, ...]) -> int:
+    def part_sender(self, number: int, ranks: tuple[int, ...]) -> int:
         """Return the holder that sends a part: spread over the chunks, equal on all ranks without communication."""
         return ranks[number % len(ranks)]
 
 
 @dataclass(slots=True)
 class RankPlan:
-    """The tasks of one rank in a save, in this order: send slivers, receive them, write chunks, write packed boxes."""
+    """The tasks of one rank in a save, in this order: send parts of chunks, receive them, write chunks, write packed boxes."""
 
     chunks: list[ChunkTask] = field(default_factory=list)
     packs: list[PackTask] = field(default_factory=list)
-    sends: list[SliverTask] = field(default_factory=list)
+    sends: list[SendTask] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -120,12 +255,12 @@ class SavePlan:
     Attributes:
         arrays: array name -> storage plan, in the order of the tables.
         aliases: second name -> first name.
-        sends_slivers: whether any chunk needs bytes of a rank that does not write it.
+        sends_parts: whether any chunk needs bytes of a rank that does not write it.
     """
 
     arrays: dict[str, PlannedArray]
     aliases: dict[str, str]
-    sends_slivers: bool = False
+    sends_parts: bool = False
 
     def of_rank(self, rank: int) -> RankPlan:
         """Return the tasks of a rank. Chunks and sends are ordered by array and chunk number, so a receiver knows the sender's order."""
@@ -138,8 +273,8 @@ class SavePlan:
             for number in sorted(array.cut):
                 writer = array.writers[number]
                 for part, ranks in array.cut[number]:
-                    if writer not in ranks and array.sliver_sender(number, ranks) == rank:
-                        mine.sends.append(SliverTask(writer, name, number, part))
+                    if writer not in ranks and array.part_sender(number, ranks) == rank:
+                        mine.sends.append(SendTask(writer, name, number, part))
         return mine
 
     def _chunk_task(self, name: str, number: int, rank: int) -> ChunkTask:
@@ -150,8 +285,8 @@ class SavePlan:
             return ChunkTask(name, number, box, (box,))
         parts = array.cut[number]
         own = tuple(part for part, ranks in parts if rank in ranks)
-        slivers = tuple((array.sliver_sender(number, ranks), part) for part, ranks in parts if rank not in ranks)
-        return ChunkTask(name, number, box, own, slivers)
+        received_parts = tuple((array.part_sender(number, ranks), part) for part, ranks in parts if rank not in ranks)
+        return ChunkTask(name, number, box, own, received_parts)
 
 
 def plan_save(
@@ -198,7 +333,7 @@ def plan_save(
     load = [0] * len(table_of_rank)
     _deal(_chunk_lots(kinds.values(), item_bytes), load)
     _deal(_bundles(small, chunk_min_bytes), load)
-    plan.sends_slivers = any(
+    plan.sends_parts = any(
         array.writers[number] not in ranks
         for array in plan.arrays.values()
         for number, parts in array.cut.items()
@@ -330,25 +465,25 @@ def settled_aliases(tables: Sequence[Table], table_of_rank: Sequence[int], holdi
 
     Ties are found by memory, and empty pieces have none: a rank may list a tied tensor without elements under its own name.
     """
-    said: dict[str, tuple[str, int]] = {}
+    claims: dict[str, tuple[str, int]] = {}
     for number, table in enumerate(tables):
         for alias, first in table.aliases:
-            known, known_on = said.setdefault(alias, (first, table_of_rank.index(number)))
+            known, known_on = claims.setdefault(alias, (first, table_of_rank.index(number)))
             if known != first:
                 raise ShardingError(
                     f"{alias} is tied to {known} on rank {known_on} and to {first} on rank {table_of_rank.index(number)}; all "
                     "ranks must tie the same tensors"
                 )
-    for alias, (first, tied_on) in said.items():
+    for alias, (first, tied_on) in claims.items():
         boxes = holdings.look_up(alias)[2] if alias in holdings.where else {}
         if boxes:
             raise half_tied(alias, first, tied_on, min(ranks[0] for ranks in boxes.values()))
-        if first in said or first not in holdings.where:
+        if first in claims or first not in holdings.where:
             raise ShardingError(
                 f"{alias} is tied to {first} on rank {tied_on}, but no rank gives {first} itself, so neither would be saved; "
                 "save the rank that holds it too, or untie them"
             )
-    return {alias: first for alias, (first, _) in said.items()}
+    return {alias: first for alias, (first, _) in claims.items()}
 
 
 def _require_tiles(name: str, shape: tuple[int, ...], boxes: Mapping[Box, Ranks]) -> None:

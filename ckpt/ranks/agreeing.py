@@ -11,11 +11,27 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from ckpt.errors import describe
-from ckpt.ranks.absence import LEAD, Absence, PhaseIndex, Sight
-from ckpt.ranks.agreement import Agreement, Conclude, Decided, Do, Forget, Send, Settle, Told, Vote
+from ckpt.ranks.agreement import (
+    LEAD,
+    Absence,
+    Agreement,
+    Answer,
+    Conclude,
+    Decided,
+    Do,
+    Forget,
+    PhaseIndex,
+    PhaseOutcome,
+    Result,
+    Send,
+    Settle,
+    Sight,
+    Told,
+    Vote,
+    concluded,
+)
 from ckpt.ranks.heartbeat import Heartbeat, sights
 from ckpt.ranks.mail import LOOK, Mail
-from ckpt.ranks.outcomes import Answer, PhaseOutcome, Result, concluded
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError
 from ckpt.ranks.waiting import AwakeClock

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from ckpt.errors.imports import private_name
+from ckpt.errors import private_name
 from ckpt.ranks.topology import Topology
 
 _chosen: ContextVar[Topology | None] = ContextVar("topology of this job", default=None)

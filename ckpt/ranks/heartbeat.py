@@ -11,8 +11,8 @@ from typing import Any
 
 import psutil
 
-from ckpt.ranks.absence import HINTED_SILENCE_S, Absence, Beat, FailureDetector, PhaseIndex, Sight
 from ckpt.ranks.addresses import machine
+from ckpt.ranks.agreement import HINTED_SILENCE_S, Absence, Beat, FailureDetector, PhaseIndex, Sight
 from ckpt.ranks.mail import Mail
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError

@@ -79,14 +79,14 @@ def first_difference(values: Mapping[str, Alike]) -> tuple[str, int, Any, Any] |
     return name, rank, value, there
 
 
-def merged(said: Iterable[tuple[Mapping[str, Sequence[Any]], int, int]]) -> dict[str, Sequence[Any]]:
+def merged(reports: Iterable[tuple[Mapping[str, Sequence[Any]], int, int]]) -> dict[str, Sequence[Any]]:
     """Merge what ranks have sent: {name: `Merged`} as JSON. A name that some ranks leave out is merged over the others.
 
     Args:
-        said: what some ranks have sent, the lowest of them, and how many they are: of thousands most say the same.
+        reports: what some ranks have sent, the lowest of them, and how many they are: of thousands most say the same.
     """
     found: dict[str, Sequence[Any]] = {}
-    for part, rank, num_ranks in said:
+    for part, rank, num_ranks in reports:
         for name, (kind, value) in part.items():
             known, begun = found.get(name), _KINDS[kind].begin(value, rank, num_ranks)
             found[name] = (kind, begun if known is None else _KINDS[kind].join(known[1], begun))
@@ -130,7 +130,7 @@ def _compare(one: list[Any], other: list[Any]) -> list[Any]:
 
 
 def _keep_lowest(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    return {**one, **{key: said for key, said in other.items() if key not in one or said[0] < one[key][0]}}
+    return {**one, **{key: value for key, value in other.items() if key not in one or value[0] < one[key][0]}}
 
 
 _KINDS = {
@@ -139,13 +139,13 @@ _KINDS = {
     "least": _Kind(min),
     "alike": _Kind(_compare, lambda value, rank, _: [rank, value, None, None], lambda value: Alike(*value[1:])),
     "alike by name": _Kind(
-        lambda one, other: {**one, **{key: _compare(one[key], said) if key in one else said for key, said in other.items()}},
+        lambda one, other: {**one, **{key: _compare(one[key], value) if key in one else value for key, value in other.items()}},
         lambda values, rank, _: {key: [rank, value, None, None] for key, value in values.items()},
-        lambda values: {key: Alike(*said[1:]) for key, said in values.items()},
+        lambda values: {key: Alike(*value[1:]) for key, value in values.items()},
     ),
     "first": _Kind(
         _keep_lowest,
         lambda values, rank, _: {key: (rank, value) for key, value in values.items()},
-        lambda values: dict(sorted(((key, tuple(said)) for key, said in values.items()), key=lambda one: (one[1][0], one[0]))),
+        lambda values: dict(sorted(((key, tuple(value)) for key, value in values.items()), key=lambda one: (one[1][0], one[0]))),
     ),
 }

@@ -194,8 +194,8 @@ class SigtermDeferral:
     def _came_at(self, reader: int) -> float | None:
         """Wait for the signal, and return the time of the first one; None: disarmed."""
         first: float | None = None
-        while told := os.read(reader, 1):
-            if told[0] == signal.SIGTERM:
+        while signals := os.read(reader, 1):
+            if signals[0] == signal.SIGTERM:
                 first = first or time.monotonic()
                 if self._is_ours():
                     return first
@@ -207,10 +207,10 @@ class SigtermDeferral:
         poll.register(reader, select.POLLIN)
         while not self._is_over() and not self._called_off and (left_s := ends_at - time.monotonic()) > 0:
             ready = poll.poll(1000 * min(left_s, _LOOK_S / 5))
-            told = os.read(reader, 1) if ready else b""
-            if told and told[0] == signal.SIGTERM and time.monotonic() - came_at > _SAME_S:
+            signals = os.read(reader, 1) if ready else b""
+            if signals and signals[0] == signal.SIGTERM and time.monotonic() - came_at > _SAME_S:
                 return
-            if ready and not told:  # disarmed
+            if ready and not signals:  # disarmed
                 time.sleep(_LOOK_S / 5)
 
     def _end(self) -> None:

@@ -19,13 +19,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
-from ckpt.ranks.absence import PhaseIndex
 from ckpt.ranks.agreeing import Agreeing
+from ckpt.ranks.agreement import Answer, PhaseIndex, PhaseOutcome, Result, conclude, concluded, payloads_by_rank
 from ckpt.ranks.heartbeat import STORE_IS_GONE, Heartbeat, Watch
 from ckpt.ranks.mail import Mail
 from ckpt.ranks.meeting import meet
 from ckpt.ranks.merging import Merged, ended, merged
-from ckpt.ranks.outcomes import Answer, PhaseOutcome, Result, conclude, concluded, payloads_by_rank
 from ckpt.ranks.sigterm import Termination
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError
@@ -102,7 +101,7 @@ class Phase:
         for rank, verdict in enumerate(by_rank):
             if verdict.merge:
                 saying.setdefault(verdict.merge, []).append(rank)
-        parts = merged((_decoded(said), ranks[0], len(ranks)) for said, ranks in saying.items())
+        parts = merged((_decoded(payload), ranks[0], len(ranks)) for payload, ranks in saying.items())
         self.merged = ended(parts)
         if self.answer is None:
             return Answer(_encoded(self.from_lead), _encoded(parts or None))
@@ -117,12 +116,12 @@ class Phase:
             self.merged = ended(_decoded(result.answer.merged) or {})
 
 
-def _encoded(said: Any) -> bytes:
-    return b"" if said is None else json.dumps(said, separators=(",", ":")).encode()
+def _encoded(value: Any) -> bytes:
+    return b"" if value is None else json.dumps(value, separators=(",", ":")).encode()
 
 
-def _decoded(said: bytes) -> Any:
-    return json.loads(said) if said else None
+def _decoded(data: bytes) -> Any:
+    return json.loads(data) if data else None
 
 
 class Topology:
@@ -160,7 +159,7 @@ class Topology:
         self._termination = Termination(grace_s)
         self._at = PhaseIndex(0, -1)
         self._whats: list[str] = []
-        self._told: BaseException | None = None  # the error of state failed, which the other ranks know
+        self._shared_error: BaseException | None = None  # the error of state failed, which the other ranks know
         self._in_phase = False
         self.on_progress: Callable[[int], None] | None = None
         self._host: str | None = None
@@ -423,11 +422,11 @@ class Topology:
                         self._begin()
                     yield
                 except Exception as error:
-                    if error is self._told:
+                    if error is self._shared_error:
                         raise
                     self._agree(None, error)  # raises
                 except BaseException as interrupt:
-                    if interrupt is not self._told:
+                    if interrupt is not self._shared_error:
                         self._withdraw(None, interrupt)
                     raise
                 finally:
@@ -436,7 +435,7 @@ class Topology:
                         self._end()
         finally:
             if outermost:
-                self._told = None
+                self._shared_error = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
@@ -582,8 +581,8 @@ class Topology:
         try:
             yield
         except StoreGoneError as error:
-            self._told = _store_gone(self._what, self.rank, error)
-            raise self._told from error
+            self._shared_error = _store_gone(self._what, self.rank, error)
+            raise self._shared_error from error
 
     def _agree(self, phase: Phase | None, error: Exception | None, verdict: PhaseOutcome | None = None) -> None:
         """End a phase (None: fail between two) by an agreement; raise the common error, or complete the phase.
@@ -612,11 +611,11 @@ class Topology:
                 failure = conclude({0: verdict}, {}, 1)
                 result = Result(verdict.what, failure) if failure else concluded({0: verdict}, answer)
         except StoreGoneError as gone:
-            self._told = _store_gone(self._what, self.rank, gone)
-            raise self._told from (error or gone)
+            self._shared_error = _store_gone(self._what, self.rank, gone)
+            raise self._shared_error from (error or gone)
         if result.error is not None:
-            self._told = rebuild(result.error)
-            raise self._told from cause
+            self._shared_error = rebuild(result.error)
+            raise self._shared_error from cause
         if phase is not None:
             phase.take(result, self.world_size, is_lead=self.is_lead)
 
@@ -627,7 +626,7 @@ class Topology:
             if phase is None:
                 self._enter(None)
             self._agreement.withdraw(self._at, _failure(self._what, phase), interrupt)
-            self._told = interrupt
+            self._shared_error = interrupt
 
 
 def _failure(what: str | None, phase: Phase | None, error: dict[str, Any] | None = None) -> PhaseOutcome:

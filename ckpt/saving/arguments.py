@@ -17,8 +17,7 @@ import torch.distributed as dist
 from ckpt.backends.base import Backend
 from ckpt.backends.registry import BACKENDS, backend_named
 from ckpt.catalog.retention import Retention, as_retention
-from ckpt.errors import Argument, ConfigurationError, unlike
-from ckpt.errors.removed import require_no_sizes
+from ckpt.errors import Argument, ConfigurationError, require_no_sizes, unlike
 from ckpt.format.places import ObjectPath, Place, as_place
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.load_settings import LoadSettings

@@ -1,4 +1,9 @@
-"""Save into a checkpoint root: ranks write an unpublished folder, and a rename gives it its name once all have written."""
+"""Save into a checkpoint root: ranks write an unpublished folder, and a rename gives it its name once all have written.
+
+A root knows the tensors of its earlier steps: a checkpoint whose tensors equal those of one more often than not holds the wrong state
+(`StaleStateCheck`). Published cases: all checkpoints of a run were the same (NeMo-RL 3312); each held the optimizer of the first step
+(NeMo-RL 4183). They were saved, committed and verified; the fault showed only when training was resumed from them.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +26,74 @@ from ckpt.catalog.incremental import previous_of
 from ckpt.catalog.ledger import ROOT_OWNER, Commit, run_owner
 from ckpt.catalog.retention import Retention
 from ckpt.errors import CorruptCheckpointError, StorageError
-from ckpt.format.manifest import CheckpointManifest
-from ckpt.format.notes import storable_metadata, storable_metrics
-from ckpt.format.places import Place, place_of
+from ckpt.format.manifest import CheckpointManifest, storable_metadata, storable_metrics
+from ckpt.format.places import Place, place_of, step_of
 from ckpt.planning.plan import SavePlan
 from ckpt.ranks.topology import Topology
 from ckpt.saving.host_cache import HeldStep, HostCache
 from ckpt.saving.manifest_writer import ManifestWriter, entries_of, index_files
 from ckpt.saving.prepared_save import Destination, PreparedSave, SaveReport, Written, require_reachable
-from ckpt.saving.stale_state_check import StaleStateCheck
-from ckpt.saving.writing import RankWritePlan, WriteResult
+from ckpt.saving.writing import RankWritePlan, WriteResult, joined_checksum
+from ckpt.state.overlap import optimizer_of
 from ckpt.state.sharing import StateComponent
-from ckpt.storage.files_of import same_place
-from ckpt.storage.held import places_from_json
+from ckpt.state.statefuls import ModelState
+from ckpt.storage.checkpoint_files import same_place
+from ckpt.storage.files import empty, remove
+from ckpt.storage.host_memory import places_from_json
 from ckpt.storage.objects.store import CountedRequests, Counts, all_of
 from ckpt.storage.pool import PooledSave
-from ckpt.storage.removal import empty, remove
+
+
+class StaleStateCheck:
+    """Remembers the digests of earlier checkpoints of this process. The lead asks it, once a checkpoint is committed.
+
+    Args:
+        components: those with an optimizer, and the modules that these optimizers train, must change with every step.
+    """
+
+    def __init__(self, components: Sequence[StateComponent]) -> None:
+        optimizers = {c.key: found for c in components if (found := optimizer_of(c.stateful)) is not None}
+        trained = {id(p) for optimizer in optimizers.values() for group in optimizer.param_groups for p in group["params"]}
+        self._steps_change = {
+            c.key
+            for c in components
+            if c.key in optimizers
+            or (isinstance(c.stateful, ModelState) and any(id(p) in trained for p in c.stateful.module.parameters()))
+        }
+        self._seen: dict[str, dict[str, str]] = {}
+
+    def alarms(self, checkpoint_id: str, results: Sequence[WriteResult]) -> list[str]:
+        """Return a sentence for each component that equals that of an earlier step, and should not; remember this checkpoint.
+
+        Ids that are numbers are steps, in their order; other ids are different steps if they differ.
+        """
+        keys = sorted({key for result in results for key in result.tensor_checksums})
+        now = {key: joined_checksum(result.tensor_checksums.get(key, "") for result in results) for key in keys}
+        older = {key: self._older(key, digest, checkpoint_id) for key, digest in now.items()}
+        for key, digest in now.items():
+            self._seen.setdefault(key, {})[digest] = checkpoint_id
+        same = {id for id in older.values() if id is not None}
+        if keys and None not in older.values() and len(same) == 1:
+            (id,) = same
+            return [
+                f"checkpoint-{checkpoint_id} holds, in every tensor, the same bits as checkpoint-{id}, though the step has advanced: "
+                "either nothing was trained, or it is not the state of this step that was saved"
+            ]
+        return [
+            f"{key} in checkpoint-{checkpoint_id} is, bit for bit, what it was in checkpoint-{id}, though the step has advanced: the "
+            "object that is saved may not be the one that is trained"
+            for key, id in older.items()
+            if id is not None and key in self._steps_change
+        ]
+
+    def _older(self, key: str, digest: str, checkpoint_id: str) -> str | None:
+        """The id of an earlier step's checkpoint in which this component was the same."""
+        id = self._seen.get(key, {}).get(digest)
+        if id is None or id == checkpoint_id:
+            return None
+        then, now = step_of(id), step_of(checkpoint_id)
+        return id if then is None or now is None or then < now else None
+
 
 _CLOCK_TOLERANCE = timedelta(seconds=1)
 
@@ -215,7 +272,7 @@ class CheckpointRoot(Destination):
                         remove(root, empty)
             raise
 
-    def rooms(self, share: RankWritePlan, backend: Backend) -> Mapping[int, torch.Tensor]:
+    def rooms(self, write_plan: RankWritePlan, backend: Backend) -> Mapping[int, torch.Tensor]:
         """Number of an item -> its place in the memory that is kept, for a snapshot to copy it there.
 
         Empty for incremental saves: the chunks that are linked, and so the layout of the files, are not known before the writing.
@@ -223,7 +280,7 @@ class CheckpointRoot(Destination):
         if self._host_cache is None or self._roots.min_live is not None:
             return {}
         self._memory = self._host_cache.begin()
-        return self._host_cache.rooms(self._memory, share, backend)
+        return self._host_cache.rooms(self._memory, write_plan, backend)
 
     def open(self, topology: Topology) -> None:
         """Make the unpublished folder, on the lead rank; in the first save into a root every rank checks that it sees it."""

@@ -24,7 +24,7 @@ from ckpt.memory.budget import more_memory
 from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.saving.writing import Pack, RankWritePlan
-from ckpt.storage.held import NOTHING_HELD, HeldFiles, MemoryFile
+from ckpt.storage.host_memory import NOTHING_HELD, HeldFiles, MemoryFile
 from ckpt.storage.pool import Memories, Pool, PooledSave
 
 
@@ -115,10 +115,10 @@ class HostCache:
             more = more_memory() if self._most_bytes is not None else "memory"
             raise ConfigurationError(pool, held, what, ": give it more ", more, ", shard over more ranks, or take ", none)
 
-    def rooms(self, save: PooledSave, share: RankWritePlan, backend: Backend) -> Mapping[int, torch.Tensor]:
-        """Item of a share -> its place in the memory of a save that links nothing; only items without partial chunks of other ranks."""
-        if self._places is None or self._places[0] is not share:
-            self._places = share, _places_of(share, backend)
+    def rooms(self, save: PooledSave, write_plan: RankWritePlan, backend: Backend) -> Mapping[int, torch.Tensor]:
+        """Item of a plan -> its place in the memory of a save that links nothing; only items without partial chunks of other ranks."""
+        if self._places is None or self._places[0] is not write_plan:
+            self._places = write_plan, _places_of(write_plan, backend)
         ends: dict[str, int] = {}
         for file, _, stop in self._places[1].values():
             ends[file] = max(stop, ends.get(file, 0))
@@ -186,16 +186,16 @@ def host_cache_of(backend: Backend, saves: SaveSettings, most_bytes: int | None)
     return HostCache(memories, most_bytes=most_bytes, num_copies=copies_of(backend, saves))
 
 
-def _places_of(share: RankWritePlan, backend: Any) -> dict[int, _Room]:
-    """Item of a share -> its bytes in a file, of items that this rank holds whole."""
+def _places_of(write_plan: RankWritePlan, backend: Any) -> dict[int, _Room]:
+    """Item of a plan -> its bytes in a file, of items that this rank holds whole."""
     placing: PlacingBackend = backend
-    places = placing.places(share.rank, share.expected())
+    places = placing.places(write_plan.rank, write_plan.expected())
     rooms = {}
-    for number, item in enumerate(share.items):
+    for number, item in enumerate(write_plan.items):
         if isinstance(item, Pack):
             place = places.get((item.path, 0))
         else:
-            place = places.get((share.arrays[item.name].path, item.number)) if item.own == (item.box,) else None
+            place = places.get((write_plan.arrays[item.name].path, item.number)) if item.own == (item.box,) else None
         if place is not None:
-            rooms[number] = _Room(place[0], place[1], place[1] + share.item_bytes(item))
+            rooms[number] = _Room(place[0], place[1], place[1] + write_plan.item_bytes(item))
     return rooms

@@ -19,16 +19,15 @@ from ckpt.format.consistency import MAX_FILE_BYTES
 from ckpt.format.digests import digest_of
 from ckpt.format.manifest import CONFIG_NAME, ArrayEntry, CheckpointManifest, ComponentManifest, index_name
 from ckpt.format.manifest_parsing import parse_index
-from ckpt.format.names import PLAIN_NAME
-from ckpt.format.places import Place
+from ckpt.format.places import PLAIN_NAME, Place
 from ckpt.format.records import ArraySpec, ChunkExtent
 from ckpt.planning.plan import SavePlan
 from ckpt.ranks.topology import Topology
 from ckpt.saving.prepared_save import PreparedSave
 from ckpt.saving.writing import WriteResult, joined_checksum, path_of
 from ckpt.state.sharing import EQUAL_COPIES, StateComponent, holders_of
-from ckpt.storage.durable import write_durably
-from ckpt.storage.files_of import files_below
+from ckpt.storage.checkpoint_files import files_below
+from ckpt.storage.files import write_durably
 from ckpt.storage.stored import data_of
 from ckpt.version import __version__
 

@@ -4,32 +4,115 @@
 |---|---|---|
 | `ckpt.saving.checkpoint_root.CheckpointRoot` | a new folder, which readers ignore | a rename |
 | `ckpt.saving.new_folder.NewFolder` | a new folder, beside the path that the user has given | a rename |
-| `ckpt.dist_checkpointing.folder.destination.GivenFolder` | a hidden folder in one of the user | renames out of it, the manifest last |
+| `ckpt.dist_checkpointing.folder.destination.GivenFolder` | a folder that the user has made | its manifest, written last |
+
+Its bytes come from a `ByteSource`: `LiveTensors` brings the tensors of each item to the host while training waits, and
+`ckpt.saving.background.snapshot` copies them instead.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from itertools import starmap
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from ckpt.backends.base import Backend, Previous
 from ckpt.errors import StorageError
+from ckpt.format.box import Box
+from ckpt.format.dtypes import contiguous, raw_bytes, torch_dtype
 from ckpt.format.places import ObjectPath, Place, place_of
 from ckpt.loading.report import transfer_figures
+from ckpt.memory.copies import Halves, Staging
 from ckpt.memory.device import Device
 from ckpt.planning.plan import SavePlan
 from ckpt.ranks.merging import slowest, total
 from ckpt.ranks.topology import Phase, Topology
-from ckpt.saving.gathering import ByteSource, LiveTensors
-from ckpt.saving.writing import PlainFiles, RankWritePlan, Write, WriteJob, WriteResult
+from ckpt.saving.writing import Item, Pack, PlainFiles, RankWritePlan, Staged, Write, WriteJob, WriteResult
 from ckpt.state.collect import RankState
 from ckpt.storage.objects.store import Counts
+
+
+class ByteSource(Protocol):
+    """The source of the bytes of a write plan in one save. Called by the thread that writes them: `sends`, `items`, `check`."""
+
+    def sends(self) -> dict[int, bytes]:
+        """Rank -> the partial chunks for it, end to end."""
+
+    def items(self) -> Iterator[Staged]:
+        """Yield every item once, in any order. Its memory is valid until the next one is requested."""
+
+    def check(self) -> None:
+        """Raise if the state has changed since the save began."""
+
+
+class Regions:
+    """Finds the memory of this rank behind a box of a global array."""
+
+    def __init__(self, plan: SavePlan, rank_state: RankState) -> None:
+        self._plan = plan
+        self._rank_state = rank_state
+        self._by_box: dict[str, dict[Box, torch.Tensor]] = {}
+
+    def of_item(self, item: Item) -> list[torch.Tensor]:
+        """The tensors of an item: this rank's boxes of a chunk, or those of a pack."""
+        if isinstance(item, Pack):
+            return [self.of(name, box) for name, box in item.tasks]
+        return [self.of(item.name, box) for box in item.own]
+
+    def of(self, name: str, box: Box) -> torch.Tensor:
+        """The part of an array in a box; on its own device, with its own strides."""
+        if 0 in box.shape:
+            return torch.empty(box.shape, dtype=torch_dtype(self._plan.arrays[name].dtype), device="cpu")
+        held, local = self._held(name, box)
+        return local if box == held else local[box.relative_to(held).slices]
+
+    def _held(self, name: str, box: Box) -> tuple[Box, torch.Tensor]:
+        """The piece of this rank's memory that contains a box. A whole piece, the usual case, is found in constant time."""
+        pieces = self._rank_state.held[name]
+        if len(pieces) == 1:
+            return pieces[0]
+        if name not in self._by_box:
+            self._by_box[name] = dict(pieces)
+        if box in self._by_box[name]:
+            return box, self._by_box[name][box]
+        return next(piece for piece in pieces if piece[0].contains(box))
+
+
+class LiveTensors:
+    """The state itself as the source of a save: host tensors are not copied, and device tensors come while the one before is written."""
+
+    def __init__(self, write_plan: RankWritePlan, plan: SavePlan, rank_state: RankState, pinned_bytes: int) -> None:
+        self._write_plan = write_plan
+        self._rank_state = rank_state
+        self._regions = Regions(plan, rank_state)
+        self._staging = Staging(Halves(pinned_bytes))
+
+    def sends(self) -> dict[int, bytes]:
+        return sent(self._write_plan, self._regions, self._staging)
+
+    def items(self) -> Iterator[Staged]:
+        numbered = ((number, self._regions.of_item(item)) for number, item in enumerate(self._write_plan.items))
+        return starmap(Staged, self._staging.ahead(numbered))
+
+    def check(self) -> None:
+        self._rank_state.require_unchanged()
+
+
+def sent(write_plan: RankWritePlan, regions: Regions, staging: Staging) -> dict[int, bytes]:
+    """Rank -> copies of the partial chunks that it writes, end to end."""
+    outgoing: dict[int, list[bytes]] = defaultdict(list)
+    tensors = ((send.to, [regions.of(send.name, send.box)]) for send in write_plan.sends)
+    for to, (host,) in staging.ahead(tensors):
+        outgoing[to].append(raw_bytes(contiguous(host)).numpy().tobytes())
+    return {to: b"".join(parts) for to, parts in outgoing.items()}
+
 
 To = TypeVar("To", bound="Destination")
 
@@ -158,7 +241,7 @@ class Destination(ABC):
         """The checkpoint that unchanged chunks are linked to; None: no chunk is linked."""
         return None
 
-    def rooms(self, share: RankWritePlan, backend: Backend) -> Mapping[int, torch.Tensor]:
+    def rooms(self, write_plan: RankWritePlan, backend: Backend) -> Mapping[int, torch.Tensor]:
         """Number of an item -> its place in memory that is kept, for a snapshot to copy it there."""
         return {}
 
@@ -174,38 +257,38 @@ class Destination(ABC):
 
 @dataclass
 class PreparedSave(Generic[To]):
-    """One planned save: `run` opens its destination, writes and publishes. Made by `ckpt.saving.planner.Planner`.
+    """One planned save: `run` opens its destination, writes and publishes. Made by `ckpt.saving.saver.Planner`.
 
     Attributes:
         plain: plain values that this rank writes, as they were at the call.
-        slivers: sender -> the partial chunks that it sent to this rank, end to end. Released by `write`.
+        received_parts: sender -> the partial chunks that it sent to this rank, end to end. Released by `write`.
     """
 
     destination: To
     mine: RankState
     plan: SavePlan
-    share: RankWritePlan
+    write_plan: RankWritePlan
     plain: PlainFiles
     backend: Backend
     device: Device
-    slivers: Mapping[int, bytes] = field(default_factory=dict)
+    received_parts: Mapping[int, bytes] = field(default_factory=dict)
 
     def live_tensors(self) -> ByteSource:
         """The state itself as source; it must not change until the save is over."""
-        return LiveTensors(self.share, self.plan, self.mine, self.device.pinned_bytes)
+        return LiveTensors(self.write_plan, self.plan, self.mine, self.device.pinned_bytes)
 
     def open(self, topology: Topology, source: ByteSource) -> None:
         """Open the destination, and exchange partial chunks with the ranks that write them. Collective."""
         self.destination.open(topology)
-        if self.share.sends_slivers:
-            self.slivers = topology.exchange("slivers", source.sends(), self.share.sources)
+        if self.write_plan.sends_parts:
+            self.received_parts = topology.exchange("exchange", source.sends(), self.write_plan.sources)
 
     def write(self, source: ByteSource, write: Write, topology: Topology) -> WriteResult:
-        """Write this rank's share durably, once. Communicates with no other rank; in any thread."""
+        """Write this rank's part durably, once. Communicates with no other rank; in any thread."""
         place = self.destination
-        slivers, self.slivers = self.slivers, {}
-        job = WriteJob(place.folder, self.backend, self.plain, slivers, place.previous(topology.rank))
-        result = write(self.share, job, source.items(), topology.progress)
+        received_parts, self.received_parts = self.received_parts, {}
+        job = WriteJob(place.folder, self.backend, self.plain, received_parts, place.previous(topology.rank))
+        result = write(self.write_plan, job, source.items(), topology.progress)
         source.check()
         return result
 

@@ -20,14 +20,14 @@ from ckpt.format.box import whole
 from ckpt.format.digests import BlockDigests
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.manifest import ArrayEntry, index_name
-from ckpt.format.names import step_of
+from ckpt.format.places import step_of
 from ckpt.format.records import ChunkExtent
 from ckpt.loading.strategy import ReadRequest, StoredCheckpoint
-from ckpt.memory.huge_pages import Scratch
+from ckpt.memory.host import Scratch
 from ckpt.ranks.topology import Topology
 from ckpt.saving.host_cache import HeldStep, HostCache
 from ckpt.state.sharing import OWN_COPIES, SharingPattern
-from ckpt.storage.held import HeldFiles
+from ckpt.storage.host_memory import HeldFiles
 
 IN_MEMORY = Argument("in_memory", None, "backend=KimiEngineBackend(pool=True)")
 """The advice to keep saves in memory."""
@@ -229,11 +229,11 @@ class Publisher:
             )
 
 
-def _require_held(said: Sequence[tuple[str, str] | None], step: int, component: str) -> None:
+def _require_held(offers: Sequence[tuple[str, str] | None], step: int, component: str) -> None:
     """Require that all ranks hold one checkpoint, that of this step."""
-    for rank, offer in enumerate(said):
+    for rank, offer in enumerate(offers):
         found = "nothing" if offer is None else f"checkpoint-{offer[0]}"
-        if offer is None or step_of(offer[0]) != step or offer != said[0]:
+        if offer is None or step_of(offer[0]) != step or offer != offers[0]:
             raise MissingStateError(
                 f"{component} of step {step} cannot be published: rank {rank} holds {found} in memory. A step is there from the commit of ",
                 "its save until the next save begins, with ", IN_MEMORY,

@@ -1,4 +1,4 @@
-"""Write one rank's share of a save durably: its chunks, packed leaves, plain values and index."""
+"""Write one rank's part of a save durably: its chunks, packed leaves, plain values and index."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from ckpt.format.digests import StreamDigest, digest_of
 from ckpt.format.dtypes import contiguous, item_bytes, torch_dtype
 from ckpt.format.gc_pause import gc_paused
 from ckpt.format.manifest import Index, PackedPiece, index_name
-from ckpt.format.names import PLAIN_NAME, encode_key
-from ckpt.format.places import Place
+from ckpt.format.places import PLAIN_NAME, Place, encode_key
 from ckpt.format.records import ArraySpec, Content, Expected, FileRecord, changed_in_memory, stored_shape
-from ckpt.planning.plan import ChunkTask, PackTask, RankPlan, SavePlan, SliverTask
+from ckpt.planning.plan import ChunkTask, PackTask, RankPlan, SavePlan, SendTask
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import OWN_COPIES, StateComponent, holders_of
 from ckpt.storage.objects.store import CountedRequests, Counts
@@ -96,7 +95,7 @@ def laid_end_to_end(hosts: Iterable[torch.Tensor], flat: torch.Tensor) -> torch.
 
 
 class Staged(NamedTuple):
-    """The bytes of one item of a share, on the host.
+    """The bytes of one item of a plan, on the host.
 
     Attributes:
         number: of the item.
@@ -116,18 +115,18 @@ class Staged(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WriteJob:
-    """The arguments of one write of a share, without the tensors.
+    """The arguments of one write by a plan, without the tensors.
 
     Attributes:
         folder: the unpublished folder.
-        slivers: sender -> the partial chunks that it sent to this rank, end to end.
+        received_parts: sender -> the partial chunks that it sent to this rank, end to end.
         previous: the checkpoint that unchanged chunks are linked to.
     """
 
     folder: Place
     backend: Backend
     plain: PlainFiles
-    slivers: Mapping[int, bytes] = field(default_factory=dict)
+    received_parts: Mapping[int, bytes] = field(default_factory=dict)
     previous: Previous | None = None
 
 
@@ -141,12 +140,12 @@ class RankWritePlan:
         items: chunks, then packs.
         sends: partial chunks that this rank sends to their writers.
         sources: the ranks that send partial chunks to this one.
-        sends_slivers: whether any rank sends any.
+        sends_parts: whether any rank sends any.
         arrays: name -> its specification for the storage, of every array with chunks in `items`.
         described: the arrays, without packed ones, whose description this rank writes.
         groups: all groups, on the lead; None on other ranks.
         packed_shapes: name -> global shape, of every tensor in the packs.
-        sliver_starts: (item, sender, part) -> first byte of the part in the sender's message.
+        part_starts: (item, sender, part) -> first byte of the part in the sender's message.
     """
 
     def __init__(
@@ -160,9 +159,9 @@ class RankWritePlan:
     ) -> None:
         self.rank = topology.rank
         self._store = store
-        self.sends: Sequence[SliverTask] = tasks.sends
-        self.sends_slivers = plan.sends_slivers
-        self.sources = {rank for task in tasks.chunks for rank, _ in task.slivers}
+        self.sends: Sequence[SendTask] = tasks.sends
+        self.sends_parts = plan.sends_parts
+        self.sources = {rank for task in tasks.chunks for rank, _ in task.received_parts}
         self.items: Sequence[Item] = [
             *tasks.chunks,
             *_packs(plan, tasks.packs, components, topology.rank),
@@ -184,7 +183,7 @@ class RankWritePlan:
         self.groups: set[str] | None = None
         if topology.is_lead:
             self.groups = {folder.removesuffix("/") for folder in folders_of(plan.arrays, components)}
-        self.sliver_starts = _sliver_starts(tasks.chunks, plan)
+        self.part_starts = _part_starts(tasks.chunks, plan)
 
     @property
     def num_bytes(self) -> int:
@@ -230,12 +229,12 @@ class RankWritePlan:
         Raises:
             OSError, StorageError: the file system refused; the lead discards the files.
         """
-        what = f"the share of rank {self.rank}" + (", of which unchanged files take none" if job.previous else "")
+        what = f"the part of rank {self.rank}" + (", of which unchanged files take none" if job.previous else "")
         with needing(what, lambda: self.num_bytes + sum(len(data) for _, data in job.plain.values())):
             requests = CountedRequests(job.folder)
             writer = job.backend.writer(job.folder, self.rank, progress, job.previous)
             try:
-                result = _Writing(self, writer, job.slivers).write(job.plain, staged)
+                result = _Writing(self, writer, job.received_parts).write(job.plain, staged)
                 result.requests = requests.made()
                 return result
             except BaseException:
@@ -244,29 +243,29 @@ class RankWritePlan:
 
 
 Write = Callable[[RankWritePlan, WriteJob, Iterable[Staged], Callable[[int], None]], WriteResult]
-"""Writes a share: `RankWritePlan.write`, or a function around it."""
+"""Writes what a plan says: `RankWritePlan.write`, or a function around it."""
 
 
 class _Writing:
-    """The state of one write of a share."""
+    """The state of one write by a plan."""
 
-    def __init__(self, share: RankWritePlan, writer: Writer, slivers: Mapping[int, bytes]) -> None:
-        self._share = share
+    def __init__(self, write_plan: RankWritePlan, writer: Writer, received_parts: Mapping[int, bytes]) -> None:
+        self._write_plan = write_plan
         self._writer = writer
-        self._slivers = slivers
-        self._index = Index(share.rank)
+        self._received_parts = received_parts
+        self._index = Index(write_plan.rank)
         self._result = WriteResult()
-        self._described: list[ArraySpec] = list(share.described)
+        self._described: list[ArraySpec] = list(write_plan.described)
 
     def write(self, plain: PlainFiles, staged: Iterable[Staged]) -> WriteResult:
         self._expect()
         for copied in staged:
-            item = self._share.items[copied.number]
+            item = self._write_plan.items[copied.number]
             if isinstance(item, Pack):
                 self._write_packed(item, copied)
             else:
                 self._write_chunk(item, copied)
-        self._writer.describe(self._described, self._share.groups)
+        self._writer.describe(self._described, self._write_plan.groups)
         self._add_written(self._writer.finish())
         self._write_plain(plain)
         self._add_checksums()
@@ -276,7 +275,7 @@ class _Writing:
 
     @gc_paused()
     def _expect(self) -> None:
-        self._writer.expect(self._share.expected())
+        self._writer.expect(self._write_plan.expected())
 
     @gc_paused()
     def _add_written(self, written: Written) -> None:
@@ -288,7 +287,7 @@ class _Writing:
         self._result.linked_bytes = written.linked_bytes
 
     def _write_chunk(self, task: ChunkTask, staged: Staged) -> None:
-        array = self._share.arrays[task.name]
+        array = self._write_plan.arrays[task.name]
         if task.own == (task.box,):
             host, digests = contiguous(staged.hosts[0]), staged.whole_digests
         else:
@@ -303,9 +302,9 @@ class _Writing:
             if staged.digests is not None and staged_digests(host, tuple(host.shape)) != staged.digests[at]:
                 raise changed_in_memory(array.path)
             whole[box.relative_to(task.box).slices] = host
-        for part, (rank, box) in enumerate(task.slivers):
-            start = self._share.sliver_starts[staged.number, rank, part]
-            data = bytearray(self._slivers[rank][start : start + box.num_elements * whole.element_size()])
+        for part, (rank, box) in enumerate(task.received_parts):
+            start = self._write_plan.part_starts[staged.number, rank, part]
+            data = bytearray(self._received_parts[rank][start : start + box.num_elements * whole.element_size()])
             whole[box.relative_to(task.box).slices] = torch.frombuffer(data, dtype=whole.dtype).view(box.shape)
         return whole
 
@@ -316,7 +315,7 @@ class _Writing:
             host = contiguous(staged.hosts[0].reshape(-1))
             if len(staged.hosts) > 1:
                 host = laid_end_to_end(staged.hosts, torch.empty(pack.num_elements, dtype=torch_dtype(pack.dtype), device="cpu"))
-            self._described.append(self._share.array_of(pack))
+            self._described.append(self._write_plan.array_of(pack))
             self._writer.write(self._described[-1], 0, host, staged.whole_digests)
             self._count(pack.tasks[0].name, host)
 
@@ -325,7 +324,7 @@ class _Writing:
         first = 0
         for name, box in pack.tasks:
             self._index.pieces.setdefault(name, []).append(
-                PackedPiece(pack.path, self._share.packed_shapes[name], box, first)
+                PackedPiece(pack.path, self._write_plan.packed_shapes[name], box, first)
             )
             first += box.num_elements
         self._index.packed[pack.path] = first
@@ -335,7 +334,7 @@ class _Writing:
             self._writer.add(path, data)
             self._result.plain_files[path] = [len(data), digest_of(data)]
             self._result.sizes[component] = self._result.sizes.get(component, 0) + len(data)
-            if self._share.rank != 0:  # the lead's own stand in the manifest
+            if self._write_plan.rank != 0:  # the lead's own stand in the manifest
                 self._index.files[path] = FileRecord(len(data), digest_of(data))
 
     def _write_index(self) -> None:
@@ -394,12 +393,12 @@ def _packs(
             yield Pack(f"{folder}packed-{dtype}-{rank:05d}{ending}", dtype, few)
 
 
-def _sliver_starts(chunks: Sequence[ChunkTask], plan: SavePlan) -> dict[tuple[int, int, int], int]:
+def _part_starts(chunks: Sequence[ChunkTask], plan: SavePlan) -> dict[tuple[int, int, int], int]:
     """(Item, sender, part) -> first byte of the part in the sender's message, which is in order of array and chunk."""
     starts: dict[tuple[int, int, int], int] = {}
     ends: dict[int, int] = defaultdict(int)
     for number, task in enumerate(chunks):
-        for part, (rank, box) in enumerate(task.slivers):
+        for part, (rank, box) in enumerate(task.received_parts):
             starts[number, rank, part] = ends[rank]
             ends[rank] += box.num_elements * torch_dtype(plan.arrays[task.name].dtype).itemsize
     return starts

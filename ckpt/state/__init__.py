@@ -11,7 +11,6 @@ Files:
     address                 position of a leaf in its global array
     collect                 the state of one rank for a save; exchange of plain values and address tables
     replication, state_digest   comparison of equal copies; one digest for a whole state
-    doctor, pattern_check   the sharing pattern inferred from data, for one component and over all ranks
-    auto_sharing            the sharing pattern of components that are declared "auto", at each save
+    pattern_check           sharing patterns compared with the state of all ranks; those of components that are declared "auto"
     overlap                 delays the optimizer's step until copies are complete
 """

@@ -8,11 +8,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ckpt.errors import ShardingError
-from ckpt.errors.imports import private_name
+from ckpt.errors import ShardingError, private_name
 from ckpt.format.box import Box, whole
 from ckpt.format.dtypes import is_dtensor, zarr_name
-from ckpt.planning.tables import Address
+from ckpt.planning.plan import Address
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.tensor_classes import require_dense
 

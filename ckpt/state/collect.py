@@ -19,7 +19,7 @@ from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import zarr_name
 from ckpt.format.gc_pause import gc_paused
 from ckpt.memory.device import Device, device_of, wait_for_all
-from ckpt.planning.tables import Address, Table, TablePart, piece_from_json, table_of_pieces, table_to_json
+from ckpt.planning.plan import Address, Table, TablePart, piece_from_json, table_of_pieces, table_to_json
 from ckpt.ranks.merging import Alike, alike, alike_by_name, first
 from ckpt.ranks.topology import Phase, Topology
 from ckpt.state.abilities import Prepared, PreparedFrom, offers, tied_names
@@ -323,13 +323,13 @@ class Comparison:
 
     def _answer(self, phase: Phase) -> list[Any]:
         """Return what all ranks hear. Lead rank only."""
-        said = phase.merged
+        reports = phase.merged
         self._number += 1
-        differing = {tuple(json.loads(name)[:2]) for name, compared in said["digests"].items() if not compared.is_alike}
-        merged = [json.loads(name) for name, compared in said["merged"].items() if compared.is_alike and compared.value]
-        planned: Alike = said["planned"]
+        differing = {tuple(json.loads(name)[:2]) for name, compared in reports["digests"].items() if not compared.is_alike}
+        merged = [json.loads(name) for name, compared in reports["merged"].items() if compared.is_alike and compared.value]
+        planned: Alike = reports["planned"]
         tables = None if planned.is_alike and planned.value else DistinctRanks.of(phase.gathered)
-        failed = {key: f"{reason} (rank {rank})" for key, (rank, reason) in said["failed"].items()}
+        failed = {key: f"{reason} (rank {rank})" for key, (rank, reason) in reports["failed"].items()}
         return [self._number, failed, sorted(differing), merged, tables]
 
 
@@ -371,8 +371,8 @@ def settle_plain(
                 if key in mine.copies
             },
         }
-    said = phase.payloads
-    unlike = {key: _unequal_tensors(key, mine, [offer["copies"].get(key) for offer in said], topology) for key in copies}
+    payloads = phase.payloads
+    unlike = {key: _unequal_tensors(key, mine, [offer["copies"].get(key) for offer in payloads], topology) for key in copies}
     merged = dict(mine.plain)
     with topology.phase("agree on copies"):
         for error in unlike.values():
@@ -380,11 +380,11 @@ def settle_plain(
                 raise error
         for key in equal:
             holders = holders_of(mine.components[key], topology)
-            found = plain_differences([offer["plain"].get(key) or {} for offer in said], holders)
+            found = plain_differences([offer["plain"].get(key) or {} for offer in payloads], holders)
             if found:
                 raise replication_error(key, holders, found)
         for key, merge in merging.items():
-            merge.take([offer["plain"].get(key) or {} for offer in said])
+            merge.take([offer["plain"].get(key) or {} for offer in payloads])
             merged[key] = merge.rows()
     for merge in merging.values():
         merge.remember(merges)
@@ -522,11 +522,11 @@ class _Merge:
         """Return this rank's rows of the wanted halves."""
         return {key: row for half in self.wanted for key, row in _HALVES[half](self._own).items()}
 
-    def take(self, said: Sequence[Mapping[str, Any]]) -> None:
+    def take(self, reports: Sequence[Mapping[str, Any]]) -> None:
         """Merge the rows of all ranks."""
         for half in self.wanted:
             merged = self._made(half, {})
-            for rank, rows in enumerate(said):
+            for rank, rows in enumerate(reports):
                 for key, row in _HALVES[half](rows).items():
                     if merged.rows.setdefault(key, row) != row:
                         raise self._conflict_error(key, row, rank, merged.rows[key], merged.holder[key])
@@ -639,23 +639,23 @@ def _fingerprint_of(row: Any) -> Fingerprint:
     return Fingerprint("", (len(data),), digest_of(data))
 
 
-def _unequal_tensors(key: str, mine: RankState, said: Sequence[Any], topology: Topology) -> ReplicationError | None:
+def _unequal_tensors(key: str, mine: RankState, reports: Sequence[Any], topology: Topology) -> ReplicationError | None:
     """Return the error for differing tensors, or None; at the level "full" with their distances. Collective.
 
     Args:
-        said: by rank, (level, fingerprints); None from a rank that compares nothing.
+        reports: by rank, (level, fingerprints); None from a rank that compares nothing.
 
     Raises:
         ConfigurationError: the ranks compare at different levels; on every rank.
     """
-    levels = ["none" if fingerprints is None else fingerprints[0] for fingerprints in said]
+    levels = ["none" if fingerprints is None else fingerprints[0] for fingerprints in reports]
     for rank, level in enumerate(levels):
         if level != levels[0]:
             raise ConfigurationError(
                 f"component {key} is compared at the level {levels[0]} on rank 0 and {level} on rank {rank}; all ranks must "
                 "declare the same"
             )
-    copies = [strict_json.convert(rows, dict[str, Fingerprint]) for _, rows in said]
+    copies = [strict_json.convert(rows, dict[str, Fingerprint]) for _, rows in reports]
     holders = holders_of(mine.components[key], topology)
     found = differences(copies, holders)
     if not found:

@@ -30,7 +30,7 @@ class Optimizers:
 
     @torch.no_grad()
     def foreseen_bytes(self, world_size: int) -> int:
-        """Estimate this rank's share of a save: parameters of the optimizers, and their states, or those that a first step will make."""
+        """Estimate this rank's part of a save: parameters of the optimizers, and their states, or those that a first step will make."""
         found = 0.0
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:

@@ -11,8 +11,8 @@ import torch
 
 from ckpt.errors import Argument, ConfigurationError, ShardingError, declare
 from ckpt.format.dtypes import is_dtensor
-from ckpt.format.names import COMPONENT_KEY
-from ckpt.planning.tables import Address
+from ckpt.format.places import COMPONENT_KEY
+from ckpt.planning.plan import Address
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import Elastic, offers
 from ckpt.state.address import address_of, local_tensor
@@ -52,7 +52,7 @@ OWN_COPIES = (SharingPattern.PER_RANK, SharingPattern.PER_GROUP, SharingPattern.
 EQUAL_COPIES = (SharingPattern.REPLICATED, SharingPattern.PER_GROUP, SharingPattern.PER_NODE)
 """Patterns under which several ranks hold equal bits."""
 AUTO = "auto"
-"""In place of a pattern: `ckpt.state.auto_sharing` infers it, and a load takes the one that was saved."""
+"""In place of a pattern: `ckpt.state.pattern_check` infers it, and a load takes the one that was saved."""
 DECIDED_BY_OBJECT = ("derive", "repartition")
 """Values of `elastic` for objects that implement `ckpt.state.abilities.Elastic`."""
 ANY_ELASTIC = ("reshard", "replica", *DECIDED_BY_OBJECT, "rebuild", "refuse")
@@ -146,7 +146,7 @@ class StateComponent:
     Attributes:
         key: its name in the checkpoint, in the config and on the command line; letters, digits, `_` and `-`.
         stateful: the object; its state_dict() may be nested and hold tensors and plain values.
-        sharing_pattern: a `SharingPattern`, its string, or "auto": inferred (`ckpt.state.auto_sharing`).
+        sharing_pattern: a `SharingPattern`, its string, or "auto": inferred (`ckpt.state.pattern_check`).
         process_group_name: which of the coordinator's process groups, for PER_GROUP; its *members* hold equal bits.
         required: if False, a save or a load that fails at this component leaves it out, on all ranks, with a warning.
         validate_replication: compare the equal copies at every save.

@@ -12,8 +12,7 @@ import torch
 from ckpt.format.box import Box, whole
 from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import raw_bytes
-from ckpt.planning.plan import settled_aliases
-from ckpt.planning.tables import Address, Holdings, Table, TablePart, Whereabouts, table_to_json
+from ckpt.planning.plan import Address, Holdings, Table, TablePart, Whereabouts, settled_aliases, table_to_json
 from ckpt.ranks.merging import total
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import tied_names

@@ -22,10 +22,9 @@ from typing import NamedTuple
 from ckpt.errors import CheckpointError
 from ckpt.ranks.waiting import start
 from ckpt.storage.checkpoint_files import CheckpointFolder
-from ckpt.storage.files import naming, reserve, start_writeback, write_all
+from ckpt.storage.files import empty, naming, remove, reserve, start_writeback, write_all
 from ckpt.storage.host_memory import MemoryUse, private
 from ckpt.storage.pool import PoolFile
-from ckpt.storage.removal import empty, remove
 
 ALIGNED = 4096
 """Direct I/O needs memory, offsets and lengths in multiples of the disk's block, which is at most this."""

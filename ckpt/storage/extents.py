@@ -6,15 +6,32 @@ contiguous in the file and in the tensor are read there by `preadv`, all others 
     parts -> spans (no large gap inside) -> slabs (whole blocks, 8 MiB) -> preadv -> digest -> strided copies
 
 Bytes of a chunk that come another way, such as from another rank, are put in place by `WantedBytes`.
+
+Of the ranks of one host, one checks the digest of a block, and the others only copy it (`CheckedBlocks`):
+
+    rank 0   reads and hashes block 7, finds its digest, marks it
+    rank 1   reads block 7 from the page cache, finds the mark, hashes nothing
+
+A mark stands for a place in a file, in the state that the file was in both before and after the block was read, and for the digest that
+was found there. It is used by a reader before and after whose read the file was in that state, too, and for whom the page cache has the
+bytes: a file system without one may give each reader other bytes. A file in memory of a rank (pool.py) is longer as soon as the next save
+begins to overwrite it.
+
+The table of marks is shared memory of one load. It takes any number of blocks: a mark may replace another one, whose block is then hashed
+once more.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
+import struct
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from mmap import mmap
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -22,16 +39,86 @@ import numpy as np
 import torch
 
 from ckpt.errors import LOAD_EARLIER, CorruptCheckpointError
-from ckpt.format.digests import BlockDigests
+from ckpt.format.digests import BlockDigests, block_digest_of
 from ckpt.format.places import Place
 from ckpt.format.records import ALIGNMENT, ChunkExtent
-from ckpt.storage.checked_blocks import CheckedBlocks
-from ckpt.storage.checkpoint_files import CheckpointFolder
-from ckpt.storage.files_of import files_below
-from ckpt.storage.held import NOTHING_HELD, HeldFiles
+from ckpt.storage.checkpoint_files import CheckpointFolder, files_below
+from ckpt.storage.host_memory import NOTHING_HELD, HeldFiles, MemoryFile, can_be_shared, mapped, mapped_at, shared
 from ckpt.storage.objects.files import ObjectFiles
-from ckpt.storage.runs import TensorRun, WantedBox
-from ckpt.storage.wanted_bytes import Span, WantedBytes, first_name, is_on_host, memory_of, scatter
+from ckpt.storage.wanted_bytes import (
+    Span,
+    TensorRun,
+    WantedBox,
+    WantedBytes,
+    first_name,
+    is_on_host,
+    memory_of,
+    scatter,
+)
+
+_NUM_MARKS = 1 << 17
+_MARK_BYTES = 8
+_FACTS = struct.Struct("<7Q")
+_NO_SIGN = (1 << 64) - 1
+"""Files may be older than 1970."""
+
+
+class CheckedBlocks:
+    """One rank's view of the table. Used by one thread; other ranks mark at the same time.
+
+    Attributes:
+        place: for the other ranks of the host, to `join`.
+    """
+
+    def __init__(self, memory: mmap, place: MemoryFile) -> None:
+        self.place = place
+        self._marks = memoryview(memory).cast("Q")
+
+    @classmethod
+    def make(cls) -> CheckedBlocks | None:
+        """Make a table; None: this system shares no memory, or has none left."""
+        name = f"ckpt-checked-{secrets.token_hex(8)}"
+        with suppress(OSError):
+            if can_be_shared():
+                fd = shared(name, _NUM_MARKS * _MARK_BYTES)
+                try:
+                    inode = os.fstat(fd).st_ino
+                    place = MemoryFile(os.getpid(), fd, inode, _NUM_MARKS * _MARK_BYTES, name)
+                    made = cls(mapped(fd, place.size), place)
+                except BaseException:
+                    os.close(fd)
+                    raise
+                weakref.finalize(made, os.close, fd).atexit = False  # others join by it as long as this object is there
+                return made
+        return None
+
+    @classmethod
+    def join(cls, place: MemoryFile) -> CheckedBlocks | None:
+        """Map the table that another rank has made; None: it is not on this host, or belongs to another user."""
+        memory = mapped_at(place)
+        return None if memory is None or len(memory) != _NUM_MARKS * _MARK_BYTES else cls(memory, place)
+
+    def of(self, fd: int, chunk: ChunkExtent, numbers: range) -> Sequence[int]:
+        """Return the marks of blocks of a chunk, by number, in the file that is open, as it is now."""
+        return list(_marks_of(os.fstat(fd), chunk, numbers))
+
+    def has(self, marks: Sequence[int]) -> bool:
+        """Whether all of these blocks are marked."""
+        return all(self._marks[mark % _NUM_MARKS] == mark for mark in marks)
+
+    def add(self, marks: Sequence[int]) -> None:
+        """Mark blocks, whose digests were found to be right."""
+        for mark in marks:
+            self._marks[mark % _NUM_MARKS] = mark
+
+
+def _marks_of(file: os.stat_result, chunk: ChunkExtent, numbers: range) -> Iterator[int]:
+    for number in numbers:
+        at = chunk.offset + number * chunk.block_bytes
+        times = file.st_mtime_ns & _NO_SIGN, file.st_ctime_ns & _NO_SIGN  # programs can set the first back, not the second
+        facts = file.st_dev, file.st_ino, *times, file.st_size, at, chunk.digests[number]
+        yield block_digest_of(_FACTS.pack(*facts)) or 1  # an empty place holds 0
+
 
 SLAB_BYTES = 8 << 20
 """Default bytes per read, and size of the scratch buffer (larger only where one block of a chunk is)."""
@@ -63,7 +150,7 @@ PREADV: ReadAt = os.preadv
 """What reads files, unless a caller gives something else."""
 
 
-class Landing(Protocol):
+class DeviceFilling(Protocol):
     """Copies bytes that were read to tensors on devices. See `ckpt.memory.copies.Filling`."""
 
     def take(self, num_bytes: int) -> torch.Tensor:
@@ -82,7 +169,7 @@ class ExtentReader:
         progress: called with a number of bytes as they arrive.
         read_at: reads an open file, as `os.preadv` does.
         slab_bytes: bytes per read; None: `SLAB_BYTES`.
-        landing: copies bytes to tensors on devices; None: all tensors are on the host.
+        filling: copies bytes to tensors on devices; None: all tensors are on the host.
         held: files in memory, which are not read from the folder.
         checked: blocks that other ranks of this host have checked in the kernel's page cache or in files in memory, which are not hashed
             again where this one gets them from there; None: all are hashed here.
@@ -100,7 +187,7 @@ class ExtentReader:
         progress: Callable[[int], None] = _nothing,
         read_at: ReadAt = os.preadv,
         slab_bytes: int | None = None,
-        landing: Landing | None = None,
+        filling: DeviceFilling | None = None,
         held: HeldFiles = NOTHING_HELD,
         checked: CheckedBlocks | None = None,
         in_order: bool = False,
@@ -109,7 +196,7 @@ class ExtentReader:
         self._held = held
         self._checked = checked if isinstance(root, Path) else None
         self._slab_bytes = slab_bytes or SLAB_BYTES
-        self._landing = landing
+        self._filling = filling
         self.bytes_read = 0
         self._root = root
         self._folder = files_below(root)
@@ -244,11 +331,11 @@ class ExtentReader:
 
     def _read_for_devices(self, chunk: ChunkExtent, wanted: WantedBytes, stretches: Sequence[tuple[int, int]]) -> None:
         """Read for tensors on devices, through host memory: one slab is copied while the next one is read."""
-        assert self._landing is not None, "a reader without a landing fills host tensors alone"
+        assert self._filling is not None, "a reader without a filling fills host tensors alone"
         for start, stop in _slabs(stretches, self.unit_of(chunk), self._slab_bytes):
-            memory = self._landing.take(stop - start)
+            memory = self._filling.take(stop - start)
             self._fetch(chunk, start, memory_of(memory.numpy()), wanted.name_of)
-            self._landing.place(wanted, start, stop, memory)
+            self._filling.place(wanted, start, stop, memory)
 
     def check(self, chunk: ChunkExtent, name: str) -> None:
         """Check the digests of a whole chunk: of an encoded one, before its backend decodes it.

@@ -1,4 +1,10 @@
-"""File operations that backends share: errors that name the file, one sync for all files of a save."""
+"""Operations on files of a file system: errors that name the file, one sync for all files of a save, small durable files, deletion.
+
+`write_durably` and `replace_durably` leave bytes and names that survive a power cut; `exchange` swaps two names at once.
+
+`remove` is the one function of `ckpt` that deletes files and folders. It takes a proof that they are this package's own, and checks it.
+`tests/unit/storage/test_removal.py` lists the few other calls. docs/decisions.md lists what is deleted, and by whom.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +12,17 @@ import ctypes
 import errno
 import os
 import re
+import secrets
+import shutil
 import stat
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckpt.errors import free_bytes, needing
 from ckpt.format.places import Place
 
 PIECE_BYTES = 8 << 20
@@ -233,3 +243,168 @@ def _syncfs(root: Path) -> None:
 
 def _libc() -> Any:
     return ctypes.CDLL(None, use_errno=True)
+
+
+_Found = os.stat_result
+Proof = Callable[[Path, _Found], bool]
+"""Given a path and what is there now, says whether that may be deleted."""
+
+_OWN_NAME = re.compile(
+    r"\.(?:claim-|(?:unpublished|removed|converting|saving)-.+-|.+\.(?:json|yaml)\.)[0-9a-f]{8}(?:\.owner\.json)?",
+    re.DOTALL,  # names of files may have line breaks
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """Proof: it is still the very file or folder that this process has made, linked or locked."""
+
+    device: int
+    inode: int
+
+    @classmethod
+    def of(cls, which: int | Path | _Found) -> Same:
+        """Of a descriptor, a path or what `stat` has found. Called by whoever has just made or locked it."""
+        found = os.fstat(which) if isinstance(which, int) else os.lstat(which) if isinstance(which, Path) else which
+        return cls(found.st_dev, found.st_ino)
+
+    def __call__(self, path: Path, found: _Found) -> bool:
+        return (self.device, self.inode) == (found.st_dev, found.st_ino)
+
+
+def own_name(path: Path, found: _Found) -> bool:
+    """Proof: its name, with a nonce, is one that this package alone gives.
+
+    `.removed-` is given to what was shown to be a run's own (`Ledger.retain`, `Ledger.remove`), without the files of users; the others to
+    what is being made: the caller knows that the maker has ended, or is the maker.
+    """
+    return _OWN_NAME.fullmatch(path.name) is not None
+
+
+def empty(path: Path, found: _Found) -> bool:
+    """Proof: it is a file without bytes, or a folder; one with entries is not removed."""
+    return stat.S_ISDIR(found.st_mode) or (stat.S_ISREG(found.st_mode) and found.st_size == 0)
+
+
+def listed(path: Path, found: _Found) -> bool:
+    """Proof: it is a regular file, which a record of this package lists: an index of the checkpoint.
+
+    The caller has read the path from the record, or is removing the record itself.
+    """
+    return stat.S_ISREG(found.st_mode)
+
+
+def remove(path: Path, proof: Proof, *, dir_fd: int | None = None) -> bool:
+    """Delete a file, a link, or a folder with all that is in it, if it exists and the proof holds; return whether it was deleted.
+
+    Another process may be deleting the same.
+
+    Args:
+        proof: `Same`, `own_name`, `empty` or `listed`.
+        dir_fd: of the folder that `path` is below.
+
+    Raises:
+        OSError: it cannot be deleted; a folder with `empty` as proof is not empty.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError):
+        found = os.stat(path, dir_fd=dir_fd, follow_symlinks=False)
+        if not proof(path, found):
+            return False
+        if not stat.S_ISDIR(found.st_mode):
+            os.unlink(path, dir_fd=dir_fd)
+        elif proof is empty:
+            os.rmdir(path, dir_fd=dir_fd)
+        else:
+            shutil.rmtree(path, onerror=_unless_gone, dir_fd=dir_fd)
+        return True
+    return False
+
+
+def _unless_gone(_function: object, _path: str, raised: tuple[type[BaseException], BaseException, object]) -> None:
+    if not isinstance(raised[1], FileNotFoundError):
+        raise raised[1]
+
+
+_CANNOT_SYNC_FOLDERS = (errno.EINVAL, errno.EOPNOTSUPP)
+_CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a small file and make it and its name durable."""
+    try:
+        _write(path, data)
+    except FileExistsError:  # perhaps a link to another file, which keeps its bytes
+        replace_durably(path, data)
+    else:
+        sync_folder(path.parent)
+
+
+def replace_durably(path: Path, data: bytes) -> None:
+    """Write a small file durably and atomically: readers find the old file, if there was one, or the whole new one.
+
+    A file of this name is replaced: the caller writes, or changes, the checkpoint that it belongs to.
+    """
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        _write(beside, data)
+        os.replace(beside, path)
+    finally:
+        remove(beside, own_name)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable, as far as its file system can."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC_FOLDERS:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap what two names stand for, atomically. Return False where the system or the file system cannot.
+
+    Source: renameat2(2) with RENAME_EXCHANGE, Linux 3.15.
+    """
+    if _RENAMEAT2 is None:
+        return False
+    if _RENAMEAT2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _CANNOT_EXCHANGE:
+        return False
+    raise OSError(code, os.strerror(code), str(one), None, str(other))
+
+
+def _renameat2() -> Any:
+    if sys.platform != "linux":
+        return None
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # glibc 2.28
+    if call is not None:
+        call.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+    return call
+
+
+_RENAMEAT2 = _renameat2()
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a new file durably. If that fails, the file is removed."""
+    free = free_bytes(path.parent)
+    with needing(path.name, lambda: len(data), free), path.open("xb", buffering=0) as file:
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+        except BaseException as error:
+            with suppress(OSError):
+                remove(path, Same.of(file.fileno()))
+            if isinstance(error, OSError):  # of a call on a descriptor, which names no file
+                error.filename = str(path)
+            raise

@@ -1,18 +1,158 @@
-"""Map host memory, on huge pages where the system has them: private to this process, or shared by a descriptor.
+"""Host memory, private to a process or shared, and the checkpoint files that ranks of this host keep in it (`pool.py`), read from there.
 
-Faults of 4 KiB pages take longer than filling them (measured: 2.5 GB/s against 10 GB/s on pages of 2 MiB).
+Memory is on huge pages where the system has them: faults of 4 KiB pages take longer than filling them (measured: 2.5 GB/s against 10 GB/s
+on pages of 2 MiB). Shared memory is a memfd, which any process of the same user on the same host opens through /proc while its rank lives
+and keeps it. Name, inode and size identify it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
-from ckpt.storage.held import MemoryFile, open_memory
+import numpy as np
+
+from ckpt.errors import CorruptCheckpointError
+from ckpt.storage.checkpoint_files import LocalFile
+
+_log = logging.getLogger("ckpt")
+_T = TypeVar("_T")
+
+
+class MemoryFile(NamedTuple):
+    """A file in the memory of a process of this host.
+
+    Attributes:
+        name: of the memfd, unique on this host.
+    """
+
+    pid: int
+    fd: int
+    inode: int
+    size: int
+    name: str
+
+
+def open_memory(place: MemoryFile, access: int) -> int | None:
+    """Open a file in the memory of a process of this host; None: there is another file at its place by now.
+
+    Args:
+        access: os.O_RDONLY or os.O_RDWR.
+
+    Raises:
+        OSError: the process has gone, or belongs to another user.
+    """
+    # O_NONBLOCK: the descriptor's number may belong to a pipe by now.
+    fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", access | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        found = os.fstat(fd)
+        name = os.readlink(f"/proc/self/fd/{fd}")
+        if (found.st_ino, found.st_size, name) == (place.inode, place.size, f"/memfd:{place.name} (deleted)"):
+            return fd
+    except BaseException:
+        os.close(fd)
+        raise
+    os.close(fd)
+    return None
+
+
+class HeldFiles:
+    """The files of one checkpoint that can be read from memory. Used by one thread at a time.
+
+    Args:
+        places: path below the checkpoint -> its bytes in memory.
+        own: path -> mapped bytes, of the files in this process's own memory.
+    """
+
+    def __init__(
+        self,
+        places: Mapping[str, MemoryFile] | None = None,
+        own: Mapping[str, np.ndarray[Any, np.dtype[np.uint8]]] | None = None,
+    ) -> None:
+        self._places = dict(places or {})
+        self._own = own or {}
+
+    def __contains__(self, file: str) -> bool:
+        return file in self._places
+
+    def open(self, file: str) -> int | None:
+        """Return a descriptor of a file's memory; None: the file is not held, or not any more, and must be read from disk."""
+        place = self._places.get(file)
+        if place is None:
+            return None
+        with suppress(OSError):
+            if (fd := open_memory(place, os.O_RDONLY)) is not None:
+                return fd
+        _log.info("%s is in memory no more; reading the file", file)
+        del self._places[file]
+        return None
+
+    def opened(self, file: str) -> LocalFile | None:
+        """As `open`, but closed by the context manager that it is."""
+        fd = self.open(file)
+        return None if fd is None else LocalFile(fd)
+
+    def place(self, file: str) -> MemoryFile | None:
+        """Return where a file is held; None: it is not."""
+        return self._places.get(file)
+
+    def read_at(self, file: str) -> Callable[[int, Sequence[memoryview], int], int]:
+        """Return a function like `os.preadv` for a held file: a plain copy where the memory is mapped here, which is faster."""
+        return os.preadv if file not in self._own else partial(_copy_from, self._own[file])
+
+    def read(self, file: str) -> bytes | None:
+        """Return the bytes of a small file; None: it is not held."""
+        fd = self.open(file)
+        if fd is None:
+            return None
+        with os.fdopen(fd, "rb") as stream:
+            return stream.read()
+
+    def distrust(self, file: str) -> None:
+        """Stop using a file's memory, whose bytes are not those that were saved, with a warning; use the disk from now on."""
+        if self._places.pop(file, None) is not None:
+            _log.warning("%s was changed in memory since it was saved; it is read from the disk", file)
+
+    def or_disk(self, file: str, read: Callable[[], _T]) -> _T:
+        """Call `read`, which prefers memory. If the memory proves damaged, distrust it and call `read` again.
+
+        Raises:
+            CorruptCheckpointError, OSError: the file on disk is damaged, too.
+        """
+        try:
+            return read()
+        except (CorruptCheckpointError, OSError):
+            if file not in self:
+                raise
+            self.distrust(file)
+        return read()
+
+
+def _copy_from(memory: np.ndarray[Any, np.dtype[np.uint8]], _: int, buffers: Sequence[memoryview], at: int) -> int:
+    """Fill buffers with the bytes of `memory` from `at` on; return the number of bytes copied."""
+    start = at
+    for buffer in buffers:
+        piece = memory[at : at + len(buffer)]
+        np.copyto(np.frombuffer(buffer, np.uint8)[: len(piece)], piece)
+        at += len(piece)
+    return at - start
+
+
+NOTHING_HELD = HeldFiles()
+"""For checkpoints of which nothing is in memory."""
+
+
+def places_from_json(rows: Mapping[str, Iterable[Any]]) -> dict[str, MemoryFile]:
+    """Rebuild a dictionary of places from parsed JSON."""
+    return {file: MemoryFile(*row) for file, row in rows.items()}
+
 
 HUGE_PAGE = 2 << 20
 _MADV_POPULATE_WRITE = 23

@@ -18,8 +18,8 @@ from ckpt.format.digests import digest_of
 from ckpt.format.manifest import COMMON, OBJECTS, SHARDED
 from ckpt.format.places import ObjectPath, Place, as_place
 from ckpt.format.strict_json import parse
-from ckpt.storage.durable import replace_durably
-from ckpt.storage.files_of import files_below
+from ckpt.storage.checkpoint_files import files_below
+from ckpt.storage.files import replace_durably
 
 Given = str | os.PathLike[str] | ObjectPath
 """A folder, or an address in an object store."""
@@ -115,8 +115,8 @@ def other_format(checkpoint_dir: Given) -> str | None:
 
 
 def _pickled(found: str, other_way: str) -> Argument:
-    said = f"{found}, whose metadata is a pickle. Load it by ckpt.load(path, allow_pickle=True), or {other_way}; no code in it is run"
-    return Argument("pickled_metadata", found, said)
+    reason = f"{found}, whose metadata is a pickle. Load it by ckpt.load(path, allow_pickle=True), or {other_way}; no code in it is run"
+    return Argument("pickled_metadata", found, reason)
 
 
 def save_config(config: CheckpointingConfig, checkpoint_dir: Given, parts: Mapping[str, str] | None = None) -> None:
@@ -139,12 +139,12 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: Given, parts: Mappi
 
 def config_bytes(config: CheckpointingConfig, parts: Mapping[str, str] | None = None) -> bytes:
     """Return the bytes of `metadata.json`: the config, and its digest, a key that Megatron-Core refuses."""
-    said = asdict(config) | ({_PARTS: dict(parts)} if parts else {})
-    return json.dumps(said | {_DIGEST: _digest(said)}).encode()
+    document = asdict(config) | ({_PARTS: dict(parts)} if parts else {})
+    return json.dumps(document | {_DIGEST: _digest(document)}).encode()
 
 
-def _digest(said: dict[str, Any]) -> str:
-    return digest_of(json.dumps(said).encode())
+def _digest(document: dict[str, Any]) -> str:
+    return digest_of(json.dumps(document).encode())
 
 
 def _parsed(path: Place, data: bytes) -> tuple[CheckpointingConfig, dict[str, str]]:

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt.storage.held import MemoryFile
-from ckpt.storage.host_memory import HUGE_PAGE, mapped, shared
+from ckpt.storage.host_memory import HUGE_PAGE, MemoryFile, mapped, shared
 
 _PAGE = 4096
 

@@ -14,8 +14,8 @@ from ckpt.format.manifest_parsing import parse_index, parse_manifest
 from ckpt.format.places import ObjectPath, Place
 from ckpt.format.records import ChunkExtent, FileRecord
 from ckpt.format.strict_json import refusing
-from ckpt.storage.files_of import Files, OpenedFile, files_below, is_file
-from ckpt.storage.held import NOTHING_HELD, HeldFiles
+from ckpt.storage.checkpoint_files import Files, OpenedFile, files_below, is_file
+from ckpt.storage.host_memory import NOTHING_HELD, HeldFiles
 from ckpt.storage.metadata import other_format
 
 _PIECE_BYTES = 4 << 20

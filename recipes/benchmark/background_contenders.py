@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from ckpt.errors.imports import importing, private_name
+from ckpt.errors import importing, private_name
 from ckpt.saving.save_settings import SaveSettings
 from recipes.benchmark.contenders import coordinator_of
 from recipes.benchmark.peers import Dcp

@@ -74,8 +74,8 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
                 harness.turn_folder(folders, name, number, topology) as folder,
                 closing(saving_of(name, cfg, workload, folder)) as saving,
             ):
-                told = _measured(name, saving, keys["steps"], workload, step, folder, compares=number == 1)
-                return figures_of(gathered(told, topology)) | {"written_bytes": _bytes_in(folder, topology)}
+                times = _measured(name, saving, keys["steps"], workload, step, folder, compares=number == 1)
+                return figures_of(gathered(times, topology)) | {"written_bytes": _bytes_in(folder, topology)}
 
         rounds = harness.interleaved(keys["contenders"], keys["repeats"], take_turn, topology, _line)
     return facts | {"rounds": rounds}
@@ -97,10 +97,10 @@ def _measured(
     first = _save_beside_steps(saving, folder / WARM, step, topology)
     before = [step()[0] for _ in range(num_steps)]
     saved = state.fingerprint() if compares else ""
-    told = _save_beside_steps(saving, folder / COUNTED, step, topology)
-    told["first_stall_s"] = _stall_of(first)
-    told["before_s"] = [times.ended - times.began for times in before]
-    told["peak_mib"] = memory.mib() + _mib_of_children()
+    rank_times = _save_beside_steps(saving, folder / COUNTED, step, topology)
+    rank_times["first_stall_s"] = _stall_of(first)
+    rank_times["before_s"] = [times.ended - times.began for times in before]
+    rank_times["peak_mib"] = memory.mib() + _mib_of_children()
     if compares and name != NOTHING:
         changed = state.fingerprint() != saved
         state.scramble()
@@ -110,7 +110,7 @@ def _measured(
             assert changed, "every step changes what every rank holds"
             if state.fingerprint() != saved:
                 raise CorruptCheckpointError(f"{name}: what was loaded is not what the state was when the save was called")
-    return told
+    return rank_times
 
 
 def _save_beside_steps(saving: Saving, folder: Path, step: TrainingStep, topology: Topology) -> RankTimes:
@@ -158,35 +158,35 @@ def figures_of(ranks: Sequence[RankTimes]) -> Figures:
       many steps before the save. If none ended by then, the first one counts; a save that leaves no step beside it has no `slow_down`.
     - `lost_s`: the delay of training by the whole save.
     """
-    step_s = statistics.mean(seconds for told in ranks for seconds in told["before_s"])
+    step_s = statistics.mean(seconds for times in ranks for seconds in times["before_s"])
     names, num_steps = ("first_stall_s", "call_s", "finish_s", "durable_s", "peak_mib"), len(ranks[0]["beside"])
     figures: Figures = largest(
         [
-            {"stall_s": _stall_of(told), "wait_s": _wait_of(told)} | {name: told[name] for name in names if told[name] is not None}
-            for told in ranks
+            {"stall_s": _stall_of(times), "wait_s": _wait_of(times)} | {name: times[name] for name in names if times[name] is not None}
+            for times in ranks
         ]
     )
     figures |= {
-        "lost_s": max(told["beside"][-1][1] for told in ranks) - num_steps * step_s + figures["finish_s"],
+        "lost_s": max(times["beside"][-1][1] for times in ranks) - num_steps * step_s + figures["finish_s"],
         "step_s": step_s,
         "steps": num_steps,
-        "peak_mib_of_ranks": [told["peak_mib"] for told in ranks],
+        "peak_mib_of_ranks": [times["peak_mib"] for times in ranks],
     }
     counted = _num_counted(ranks, figures.get("durable_s"))
     if counted:
-        end = max(told["beside"][counted - 1][1] for told in ranks)
-        stall = max(told["call_s"] + _wait_of(told) for told in ranks)
+        end = max(times["beside"][counted - 1][1] for times in ranks)
+        stall = max(times["call_s"] + _wait_of(times) for times in ranks)
         figures["slow_down"] = (end - stall) / (counted * step_s)
     return figures
 
 
-def _wait_of(told: RankTimes) -> float:
-    return float(sum(wait_s for *_, wait_s in told["beside"]))
+def _wait_of(times: RankTimes) -> float:
+    return float(sum(wait_s for *_, wait_s in times["beside"]))
 
 
-def _stall_of(told: RankTimes) -> float:
+def _stall_of(times: RankTimes) -> float:
     """Seconds that a rank stood still for one save."""
-    return float(told["call_s"] + _wait_of(told) + told["finish_s"])
+    return float(times["call_s"] + _wait_of(times) + times["finish_s"])
 
 
 def _num_counted(ranks: Sequence[RankTimes], durable_s: float | None) -> int:
@@ -194,7 +194,7 @@ def _num_counted(ranks: Sequence[RankTimes], durable_s: float | None) -> int:
 
     The last step is left out: it began when all ranks knew already that the save was durable.
     """
-    steps = list(zip(*(told["beside"][:-1] for told in ranks), strict=True))
+    steps = list(zip(*(times["beside"][:-1] for times in ranks), strict=True))
     if durable_s is None:
         return len(steps)
     whole = sum(all(of_rank[1] <= durable_s for of_rank in of_ranks) for of_ranks in steps)

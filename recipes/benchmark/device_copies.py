@@ -19,8 +19,7 @@ from ckpt.memory.device import Device, pinned
 from ckpt.ranks.topology import Topology
 from ckpt.saving.writing import PACKED_BYTES
 from ckpt.storage.extents import SLAB_BYTES
-from ckpt.storage.runs import WantedBox
-from ckpt.storage.wanted_bytes import WantedBytes
+from ckpt.storage.wanted_bytes import WantedBox, WantedBytes
 from recipes.benchmark import harness
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import timed

@@ -18,8 +18,7 @@ from typing import Any, cast
 from ckpt.errors import ConfigurationError
 from ckpt.format.box import Box, chunk_box, whole
 from ckpt.format.dtypes import item_bytes
-from ckpt.planning.plan import SavePlan, plan_save
-from ckpt.planning.tables import Address, Table, TablePart, table_to_json
+from ckpt.planning.plan import Address, SavePlan, Table, TablePart, plan_save, table_to_json
 from ckpt.ranks.topology import Phase, Topology
 from ckpt.state.collect import Comparison, DistinctRanks, RankState, digest_of_json, exchange_tables, settle_plain
 from ckpt.state.sharing import StateComponent

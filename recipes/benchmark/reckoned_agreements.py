@@ -14,12 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from ckpt.ranks.absence import PhaseIndex
 from ckpt.ranks.addresses import LOOPBACK
-from ckpt.ranks.agreement import Agreement, Conclude, Decided, Do, Send, Settle
+from ckpt.ranks.agreement import Agreement, Conclude, Decided, Do, PhaseIndex, Send, Settle, concluded
 from ckpt.ranks.heartbeat import place_every_s
 from ckpt.ranks.merging import alike, alike_by_name, first
-from ckpt.ranks.outcomes import concluded
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import serve
 from ckpt.ranks.topology import Phase
@@ -138,11 +136,11 @@ def reckon(
                 lead_s = request(lead_s, len(do.result), "first")
                 dos += machines[0].truth(at, do.result)
             case Send():
-                told = do.message[1]
+                result = do.message[1]
                 for hub in sorted({rank - rank % per_host for rank in do.to}):
                     if hub:
-                        lead_s = request(lead_s, len(told) + 40 + 6 * per_host, "push")
-                        there_s = request(lead_s, len(told) + 40 + 6 * per_host, "pop")
+                        lead_s = request(lead_s, len(result) + 40 + 6 * per_host, "push")
+                        there_s = request(lead_s, len(result) + 40 + 6 * per_host, "pop")
                         if answer_bytes:
                             there_s = max(there_s, read(there_s))
                         ends_s = max(ends_s, there_s)

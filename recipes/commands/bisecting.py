@@ -28,8 +28,7 @@ from ckpt.cli.config_text import by_dotted_key, values_of
 from ckpt.cli.reading import is_checkpoint
 from ckpt.cli.tables import print_json, show
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
-from ckpt.format.names import step_of
-from ckpt.format.places import Place, as_place, local_path, place_of
+from ckpt.format.places import Place, as_place, local_path, place_of, step_of
 from ckpt.interop.comparing import Difference
 from ckpt.loading.report import some_of
 from ckpt.ranks.sigterm import TOLD_TO_END
@@ -116,15 +115,15 @@ class Parting:
     def sentence(self) -> str:
         if self.is_equal:
             return f"the runs are equal up to step {self.equal_up_to}, the last that can be compared"
-        said = [self._of_replays()]
+        clauses = [self._of_replays()]
         for name, step in self.not_reproduced.items():
             where = f", in {', '.join(self.components)}" if not self.replays_part and step == self.step else ""
-            said.append(f"{name} departs from its own replay at step {step}{where}")
+            clauses.append(f"{name} departs from its own replay at step {step}{where}")
         if self.not_reproduced:
-            said.append(
+            clauses.append(
                 "it was not deterministic, ran with other threads or versions or elsewhere, or was changed by hand or a fault of hardware"
             )
-        return "; ".join(said)
+        return "; ".join(clauses)
 
     def _of_replays(self) -> str:
         if not self.replays_part:
@@ -137,9 +136,9 @@ class Parting:
         return f"the runs part at {step}, in {', '.join(self.components)}; {cause}"
 
     def as_dict(self) -> dict[str, Any]:
-        told = {"equal": self.is_equal, "sentence": self.sentence, "components": self.components}
+        result = {"equal": self.is_equal, "sentence": self.sentence, "components": self.components}
         rows = {name: as_json(getattr(self, name)) for name in ("differences", "config")}
-        return told | vars(self) | rows
+        return result | vars(self) | rows
 
 
 def bisect(keys: BisectKeys) -> int:
@@ -331,9 +330,9 @@ class _Replay:
         try:
             run = checked(OmegaConf.create(cfg))
         except OmegaConfBaseException as error:
-            said = str(error).splitlines()[0]
+            reason = str(error).splitlines()[0]
             raise ConfigurationError(
-                f"the config of {checkpoint} is not one of this version of recipes.train: {said}"
+                f"the config of {checkpoint} is not one of this version of recipes.train: {reason}"
             ) from error
         return run | {GIVEN: [f"optimizer.{option}" for option in CHANGEABLE], "replay_to": end}
 

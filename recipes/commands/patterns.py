@@ -12,7 +12,7 @@ from ckpt.cli.tables import show as show_parts
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, worded
 from ckpt.format.places import place_of
 from ckpt.ranks.topology import Topology
-from ckpt.state.doctor import PatternVerdict
+from ckpt.state.pattern_check import PatternVerdict
 from recipes.support.sentences import in_config_words
 from recipes.training.training import require_named_checkpoint, set_up
 

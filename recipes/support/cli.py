@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ckpt.cli.arguments import spelled
 from ckpt.cli.environment import import_torch, variables
-from ckpt.errors.imports import private_name
+from ckpt.errors import private_name
 from recipes.support import CONF
 from recipes.support.completion import script
 from recipes.support.help import help_text
@@ -122,7 +122,7 @@ class _Command:
             with (
                 variables({"PYTHONPATH": paths.strip(os.pathsep), "HYDRA_FULL_ERROR": "1"}),
                 _arguments(self.file, overrides),
-                _own_stderr(self.stderr) as said,
+                _own_stderr(self.stderr) as lines,
             ):
                 hydra.main(version_base="1.3", config_path=str(CONF), config_name=self.config_name)(self.job)()
             self.code = 0
@@ -132,7 +132,7 @@ class _Command:
         except SystemExit as stop:  # argparse's
             if stop.code != 2:
                 raise
-            self._print(sentence_of_arguments("".join(said), sys.argv[1:]))
+            self._print(sentence_of_arguments("".join(lines), sys.argv[1:]))
         except _Refused as refusal:
             self._report(refusal.__cause__ or refusal)
         except _user_errors() as error:
@@ -380,12 +380,12 @@ def _arguments(file: Path, overrides: tuple[str, ...]) -> Iterator[None]:
 @contextlib.contextmanager
 def _own_stderr(stderr: TextIO) -> Iterator[list[str]]:
     """Hold back Hydra's line of overrides above an error, and argparse's messages, which are returned."""
-    said: list[str] = []
+    lines: list[str] = []
 
     class Filter:
         def write(self, text: str) -> int:
             if text.startswith("usage: ") or ": error: " in text:  # of argparse; jobs write to the real stderr
-                said.append(text)
+                lines.append(text)
             elif not text.startswith("Error executing job with overrides:"):
                 return stderr.write(text)
             return len(text)
@@ -394,4 +394,4 @@ def _own_stderr(stderr: TextIO) -> Iterator[list[str]]:
             return getattr(stderr, name)
 
     with contextlib.redirect_stderr(Filter()):  # type: ignore[type-var]
-        yield said
+        yield lines

@@ -28,8 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ckpt.catalog.retention import Retention
 from ckpt.cli.config_text import by_dotted_key
-from ckpt.errors import ConfigurationError
-from ckpt.errors.imports import import_failure
+from ckpt.errors import ConfigurationError, import_failure
 from ckpt.format.places import as_place, local_path
 from ckpt.memory.device import Device
 from ckpt.saving.arguments import as_backend, as_settings, as_strategy

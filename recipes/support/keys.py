@@ -16,7 +16,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from ckpt.cli.config_text import by_dotted_key
-from ckpt.errors.removed import SIZES
+from ckpt.errors import SIZES
 
 TARGET = "_target_"
 OF_USERS = ("model", "data", "optimizer", "schedule", "loss")

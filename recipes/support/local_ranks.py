@@ -33,8 +33,8 @@ import torch.distributed as dist
 
 from ckpt.cli.environment import torch_variables
 from ckpt.errors import CheckpointError, RankAbsentError, describe, rebuild, sentence
-from ckpt.ranks.absence import Beat
 from ckpt.ranks.addresses import LOOPBACK
+from ckpt.ranks.agreement import Beat
 from ckpt.ranks.heartbeat import WAITING, beat_key
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.store_client import StoreClient

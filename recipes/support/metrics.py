@@ -11,8 +11,7 @@ from typing import Any, ClassVar, Protocol
 
 from hydra.utils import get_class, instantiate
 
-from ckpt.errors import ConfigurationError
-from ckpt.errors.imports import importing
+from ckpt.errors import ConfigurationError, importing
 
 
 class Logger(Protocol):

@@ -227,10 +227,10 @@ def _taken_from_lead(
                 phase.from_lead = {"config": stack.enter_context(opened(folder, cfg, topology.progress)).cfg}
             except (CheckpointError, OSError) as error:
                 refusal, phase.from_lead = error, {"refused": describe(error)}
-    said = phase.from_lead
-    if "refused" in said:
-        raise rebuild(said["refused"]) from refusal
-    return said["config"]
+    answer = phase.from_lead
+    if "refused" in answer:
+        raise rebuild(answer["refused"]) from refusal
+    return answer["config"]
 
 
 @contextmanager

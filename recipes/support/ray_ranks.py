@@ -218,7 +218,7 @@ def _outcome(
     ranks: Sequence[Any], runs: Sequence[Any], is_told: Callable[[], bool], patience_s: float
 ) -> _Result | CheckpointError:
     """Wait for the ranks; return rank 0's result, or the error that says most: ours before one of a process that is gone."""
-    said: dict[int, dict[str, Any]] = {}
+    results: dict[int, dict[str, Any]] = {}
     gone: dict[int, str] = {}  # in the order in which they were seen
     waiting = {run: rank for rank, run in enumerate(runs)}
     deadline, has_asked = float("inf"), False
@@ -231,16 +231,16 @@ def _outcome(
         for run in done:
             rank = waiting.pop(run)
             try:
-                said[rank] = ray.get(run)
+                results[rank] = ray.get(run)
             except RayTaskError as error:
                 print(f"rank {rank}:\n{error}", file=sys.stderr, flush=True)  # a bug, with its traceback
                 gone[rank] = f"failed: {sentence(error.cause)}"
             except RayError as error:
                 gone[rank] = f"is gone: {type(error).__name__}"
-        if gone or any("error" in offer for offer in said.values()):
+        if gone or any("error" in offer for offer in results.values()):
             deadline = min(deadline, time.monotonic() + _LAST_WORDS_S)
-    errors = [offer["error"] for offer in said.values() if "error" in offer]
-    if any("told" in offer for offer in said.values()) and not gone:
+    errors = [offer["error"] for offer in results.values() if "error" in offer]
+    if any("told" in offer for offer in results.values()) and not gone:
         raise SystemExit(TOLD_TO_END)
     if errors:
         # One that lost its connection to another says less than one that was told which.
@@ -250,7 +250,7 @@ def _outcome(
         # One that failed because a connection ended says less than one that is gone, and that less than a bug.
         first = min(found, key=lambda rank: ("onnection" in found[rank], not found[rank].startswith("failed")))
         return RankAbsentError(f"rank {first} {found[first]}", rank=first)
-    return _Result(said[0]["result"])
+    return _Result(results[0]["result"])
 
 
 def _free_port() -> int:
@@ -265,11 +265,11 @@ def _free_port() -> int:
 @contextmanager
 def _told_to_end() -> Iterator[Callable[[], bool]]:
     """Note SIGTERM to the launcher inside the block, in the main thread: in place of Ray's handler, which ends the process at once."""
-    told = threading.Event()
+    sigterm = threading.Event()
     here = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, lambda *_: told.set()) if here else None
+    before = signal.signal(signal.SIGTERM, lambda *_: sigterm.set()) if here else None
     try:
-        yield told.is_set
+        yield sigterm.is_set
     finally:
         if here:
             signal.signal(signal.SIGTERM, before or signal.SIG_DFL)

@@ -22,7 +22,7 @@ from ckpt.errors import CorruptCheckpointError, telling
 from ckpt.loading.report import LoadReport
 from ckpt.ranks.topology import Topology
 from ckpt.saving.prepared_save import SaveReport
-from ckpt.storage.durable import replace_durably
+from ckpt.storage.files import replace_durably
 from recipes.support import CONF
 from recipes.support.config import LINES_TO, OF_THIS_START
 from recipes.support.live_line import LiveLine, samples_a_second
@@ -306,16 +306,16 @@ def config_differences(saved: str, now: Mapping[str, Any]) -> list[str]:
     groups = [
         key.removesuffix(_TARGET) for key in differing if key.endswith(_TARGET) and key in before and key in after
     ]
-    told = [*moved]
+    listed = [*moved]
     lines = []
     for group in groups:
-        told += [f"{group}{_TARGET}"]
-        told += [key for key in differing if key.startswith(f"{group}.") and (key in before) != (key in after)]
+        listed += [f"{group}{_TARGET}"]
+        listed += [key for key in differing if key.startswith(f"{group}.") and (key in before) != (key in after)]
         follow = [key for key in differing if key.startswith("components.")] if group == "parallel" else []
-        told += follow
+        listed += follow
         choices = [_choice(group, str(values[f"{group}{_TARGET}"])) for values in (before, after)]
         lines.append(f"{group}: {' -> '.join(choices)}{_with_it(follow)}")
-    lines += [_difference(before, after, key) for key in differing if key not in told]
+    lines += [_difference(before, after, key) for key in differing if key not in listed]
     if moved:
         lines.append(_difference(before, after, moved[0]) + _with_it(moved[1:]))
     return lines

@@ -53,14 +53,14 @@ _KEYS = {"backend": "ckpt", "declare": "components", "memory_budget_mib": "coord
 _ADVICE = {
     "declare": "set {keys}",
     "in_memory": "ckpt=kimi-engine, ckpt.pool=true",
-    "leave_out": "{said} with ~components.{value}",
+    "leave_out": "{text} with ~components.{value}",
     "memory_budget": "coordinator.memory_budget_mib",
     "output_dir": "choose another with output_dir=<folder>",
     "pickled_metadata": "{value}, whose metadata is a pickle. To read it here, first convert it with python -m recipes.convert src=<it> "
     "dst=<folder> load.allow_pickle=true; no code in it is run",
-    "world_size": "{said} (launch.nproc_per_node={value})",
+    "world_size": "{text} (launch.nproc_per_node={value})",
 }
-"""Advice of the library, by its name -> what a command says. keys: the argument as keys of the config; said: what the library says."""
+"""Advice of the library, by its name -> what a command says. keys: the argument as keys of the config; text: what the library says."""
 
 
 def in_config_words(argument: Argument) -> str:
@@ -68,16 +68,16 @@ def in_config_words(argument: Argument) -> str:
     top, *below = argument.name.split(".")
     given = by_dotted_key(argument.value, ".".join([_KEYS.get(top, top), *below]))
     keys = " ".join(f"{key}={shown(value)}" for key, value in given.items())
-    return _ADVICE.get(argument.name, "{keys}").format(keys=keys, said=argument, value=argument.value)
+    return _ADVICE.get(argument.name, "{keys}").format(keys=keys, text=argument, value=argument.value)
 
 
-def sentence_of_arguments(said: str, arguments: Sequence[str]) -> str:
+def sentence_of_arguments(message: str, arguments: Sequence[str]) -> str:
     """Return the one-line text of argparse's error about options that do not exist or lack their value.
 
     Args:
         arguments: the command line, as the user typed it.
     """
-    text = " ".join(said.rpartition(": error: ")[2].split())
+    text = " ".join(message.rpartition(": error: ")[2].split())
     unknown = re.match(r"unrecognized arguments: .*?(?P<word>-\S+)", text)
     if unknown is None:
         return f"{text}; --help shows how the command is used"
@@ -116,7 +116,7 @@ def _of_hydra(error: HydraException, conf: Path, config_name: str) -> str:
     return text or type(error).__name__
 
 
-def sentence_of_choices(said: str, words: Sequence[str], conf: Path) -> str:
+def sentence_of_choices(message: str, words: Sequence[str], conf: Path) -> str:
     """Return the one-line text of Hydra's error about a choice that is no name, such as `ckpt=null`.
 
     Args:
@@ -126,7 +126,7 @@ def sentence_of_choices(said: str, words: Sequence[str], conf: Path) -> str:
         options = sorted(file.stem for file in (conf / group).glob("*.yaml")) if choice else []
         if options and not isinstance(yaml.safe_load(choice), str | list):
             return f"{group}={choice}: expected a choice; {group} is one of {', '.join(options)}"
-    return " ".join(said.split())
+    return " ".join(message.split())
 
 
 _MEANT = {

@@ -60,8 +60,8 @@ def is_only_task(environment: Mapping[str, str]) -> bool:
 
 def cores_of_task(environment: Mapping[str, str]) -> int | None:
     """Return the cores that Slurm was asked for for each task; None: it was not asked."""
-    said = environment.get("SLURM_CPUS_PER_TASK", "")
-    return int(said) if said.isdecimal() else None
+    cores = environment.get("SLURM_CPUS_PER_TASK", "")
+    return int(cores) if cores.isdecimal() else None
 
 
 def _has_terminal() -> bool:

@@ -29,7 +29,7 @@ from ckpt.cli.pages.page import figure
 from ckpt.cli.pages.sweep_page import digest_digits, short_names, sweep_page
 from ckpt.cli.tables import DataConsole, add_row, full_line, table_of
 from ckpt.errors import printable
-from ckpt.storage.durable import replace_durably
+from ckpt.storage.files import replace_durably
 from recipes.support.keys import as_typed
 from recipes.support.report import SUMMARY_NAME
 

@@ -20,8 +20,7 @@ from ckpt.engine.elastic.catch_up import load_from_checkpoint, load_from_peers
 from ckpt.engine.elastic.elastic import ElasticEngine
 from ckpt.engine.elastic.membership import Rendezvous
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, RankAbsentError
-from ckpt.format.names import step_of
-from ckpt.format.places import Place, place_of
+from ckpt.format.places import Place, place_of, step_of
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import Loader, committed_newest_first
 from ckpt.loading.parts_of_state import by_component_of
@@ -128,7 +127,7 @@ def _found(run_dir: Path, wait_s: float) -> Rendezvous:
 
 def _catch_up(live: LiveModel, member: ElasticEngine, job: RunOfRollouts, device: Device) -> str:
     """Get the newest version from the trainers' memory or from a checkpoint, and return a sentence about it."""
-    told = []
+    lines = []
     for _ in range(_TRIES):
         if (found := member.news()) is None or found[0].peers is None:
             break
@@ -136,7 +135,7 @@ def _catch_up(live: LiveModel, member: ElasticEngine, job: RunOfRollouts, device
             version = load_from_peers(live, *found, member.engine.digest_of, _reader(found[0].peers, device))
             return f"caught up with version {version.step} out of the trainers' memory"
         except (CorruptCheckpointError, RankAbsentError, ConfigurationError) as error:
-            told.append(str(error))
+            lines.append(str(error))
     for path in committed_newest_first(place_of(job.checkpoint_root)):
         if (found := member.news()) is None:
             break
@@ -144,8 +143,8 @@ def _catch_up(live: LiveModel, member: ElasticEngine, job: RunOfRollouts, device
             version = load_from_checkpoint(live, *found, member.engine.digest_of, *_model_in(path, job.model))
             return f"caught up with version {version.step} from {path}"
         except (CheckpointError, OSError) as error:  # damaged, of another model, or removed
-            told.append(str(error))
-    return f"could not catch up and waits for its first update: {'; '.join(told) or 'there is no checkpoint'}"
+            lines.append(str(error))
+    return f"could not catch up and waits for its first update: {'; '.join(lines) or 'there is no checkpoint'}"
 
 
 def _reader(peers: Any, device: Device) -> Callable[[Any], None]:

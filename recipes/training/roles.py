@@ -94,7 +94,7 @@ def join_engine(make: Callable[[], Any], topology: Topology, roles: Mapping[str,
         engine: VersionedEngine = make()
         master = engine.prepare()
         phase.payload = None if master is None else list(master)
-    metadata = [None if said is None else MasterMetadata(*said) for said in phase.payloads]
+    metadata = [None if payload is None else MasterMetadata(*payload) for payload in phase.payloads]
     trainers, rollouts = engine.build_topology(roles["trainer"], roles["rollout"], metadata)
     own = {name: [*trainers[name], *rollouts[name]][topology.rank] for name in trainers}
     engine.init_process_group(**own, host=f"host-{topology.node_rank}")

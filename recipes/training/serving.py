@@ -115,11 +115,11 @@ class Served:
     def _tokens(self, url: str, version: int | None = None) -> list[int]:
         sampling = {"temperature": 0, "max_tokens": self._keys["tokens"], "ignore_eos": True, "detokenize": False}
         body = {"token_ids": list(self._keys["prompt"].encode()), "sampling_params": sampling}
-        (said,) = ServerRequest(url, timeout_s=self._keys["timeout_s"]).ask("POST", "inference/v1/generate", body).json()["choices"]
-        versions = [span["version"] for span in said["weight_versions"] or ()]
+        (choice,) = ServerRequest(url, timeout_s=self._keys["timeout_s"]).ask("POST", "inference/v1/generate", body).json()["choices"]
+        versions = [span["version"] for span in choice["weight_versions"] or ()]
         if version is not None and versions != [str(version)]:
             raise CorruptCheckpointError(f"the inference engine at {url} answers by version {versions}, and the trainers hold {version}")
-        return list(said["token_ids"])
+        return list(choice["token_ids"])
 
     def _start(self, run_dir: Path) -> str:
         seed, folder, log = self._cfg["train"]["seed"] + 1, run_dir / "served", run_dir / LOG_NAME

@@ -23,7 +23,7 @@ from ckpt.ranks.sigterm import sigterm_noted
 from ckpt.ranks.topology import Topology
 from ckpt.state.state_digest import state_digest
 from ckpt.state.statefuls import ModelState
-from ckpt.storage.durable import replace_durably
+from ckpt.storage.files import replace_durably
 from recipes.support.config import made
 from recipes.support.report import SUMMARY_NAME, Report, Summary, write_summary
 from recipes.training.facts import facts_of

@@ -18,8 +18,7 @@ from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.catalog.catalog import Catalog, catalog_at
 from ckpt.cli.config_text import values_of
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
-from ckpt.format.names import step_of
-from ckpt.format.places import place_of
+from ckpt.format.places import place_of, step_of
 from ckpt.interop.registry import require_checkpoint
 from ckpt.loading.compatibility import goes_on
 from ckpt.loading.loader import LoadReport
@@ -423,11 +422,11 @@ class Training:
             self.is_told_to_end, self._is_time = self._has_sigterm_come(), is_time
             return float(loss)
         mine = torch.zeros((), device=self.device.torch_device) if loss is None else loss
-        mine = torch.stack([mine, *(torch.full_like(mine, float(said)) for said in (self._has_sigterm_come(), is_time))])
+        mine = torch.stack([mine, *(torch.full_like(mine, float(flag)) for flag in (self._has_sigterm_come(), is_time))])
         gathered = [torch.empty_like(mine) for _ in range(num_ranks)]
         torch.distributed.all_gather(gathered, mine)
-        losses, told, is_time_of = torch.stack(gathered).cpu().T.tolist()
-        self.is_told_to_end, self._is_time = any(told), bool(is_time_of[0])
+        losses, signals, is_time_of = torch.stack(gathered).cpu().T.tolist()
+        self.is_told_to_end, self._is_time = any(signals), bool(is_time_of[0])
         known = [value for rank, value in enumerate(losses) if self.layout.knows_loss(rank, num_ranks)]
         return sum(known) / len(known)
 

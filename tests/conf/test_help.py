@@ -22,7 +22,7 @@ from ckpt.catalog.incremental import DiskUse
 from ckpt.engine import SyncReport
 from ckpt.format.manifest import ArrayEntry, ComponentManifest
 from ckpt.interop.comparing import Difference
-from ckpt.state.doctor import Diagnosis
+from ckpt.state.pattern_check import Diagnosis
 from recipes.benchmark.harness import MEASUREMENTS
 from recipes.commands.bisecting import Parting
 from recipes.support import CONF

@@ -24,14 +24,13 @@ from ckpt.errors import (
     leave_out,
     rebuild,
     refused,
+    require_no_sizes,
 )
-from ckpt.errors.removed import require_no_sizes
 from ckpt.memory.budget import MemoryBudget, Needs
-from ckpt.ranks.outcomes import PhaseOutcome, conclude
+from ckpt.ranks.agreement import PhaseOutcome, conclude
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.saving.weights_to_rollouts import IN_MEMORY
-from ckpt.state.doctor import Diagnosis, PatternVerdict
-from ckpt.state.pattern_check import act_on
+from ckpt.state.pattern_check import Diagnosis, PatternVerdict, act_on
 from ckpt.state.sharing import Sharing, SharingPattern, StateComponent
 from ckpt.storage.metadata import other_format
 from recipes.support.cli import CONF

@@ -59,7 +59,7 @@ ON_HOST = [
     ),
     Mutant(
         "nobody looks whether the bytes are those that were copied",
-        "ckpt/storage/pieces.py: Pieces.written",
+        "ckpt/storage/sink.py: Pieces.written",
         "self._staged is not None and digests != self._staged",
         "False",
         (f"{BYTES}::test_a_bit_that_turns_between_the_snapshot_and_the_disk_is_refused_with_the_arrays_name",),
@@ -73,7 +73,7 @@ ON_HOST = [
     ),
     Mutant(
         "memory is made anew while it is written from",
-        "ckpt/memory/arena.py: Arena.grow",
+        "ckpt/memory/host.py: Arena.grow",
         "self._free != ([(0, len(self._memory))] if len(self._memory) else [])",
         "False and self._free != ([(0, len(self._memory))] if len(self._memory) else [])",
         (f"{ARENA}::test_an_arena_that_is_large_enough_stays_and_one_that_grows_waits_until_nothing_is_taken",),

@@ -100,14 +100,14 @@ def test_ranks_send_each_other_parts_of_chunks_as_they_were_at_the_call(tmp_path
 
     shape, cuts = (48, 30_000), (0, 7, 48)
 
-    (path, _) = run_ranks(2, _save_slivers, tmp_path, device, shape, cuts, device=device, environment=ADVERSARY)
+    (path, _) = run_ranks(2, _save_parts_of_chunks, tmp_path, device, shape, cuts, device=device, environment=ADVERSARY)
     held = Held({"w": ShardedTensor.at("w", torch.zeros(shape), shape, (0, 0))})
     on_host(Topology.alone(), tmp_path, [StateComponent("model", held, "sharded")]).load_checkpoint(path)
     assert held.loaded is not None
     assert torch.equal(held.loaded["w"].data, torch.arange(48.0 * 30_000).view(shape))
 
 
-def _save_slivers(topology: Topology, root: Path, device: str, shape: tuple[int, int], cuts: tuple[int, ...]) -> str:
+def _save_parts_of_chunks(topology: Topology, root: Path, device: str, shape: tuple[int, int], cuts: tuple[int, ...]) -> str:
     from ckpt.dist_checkpointing import ShardedTensor
 
     first, end = cuts[topology.rank], cuts[topology.rank + 1]

@@ -25,8 +25,7 @@ from ckpt.memory.device import SideStream
 from ckpt.ranks.topology import Topology
 from ckpt.storage import wanted_bytes
 from ckpt.storage.extents import ExtentReader
-from ckpt.storage.runs import WantedBox
-from ckpt.storage.wanted_bytes import WantedBytes
+from ckpt.storage.wanted_bytes import WantedBox, WantedBytes
 from tests.device.devices import ADVERSARY
 from tests.device.memory import Filled, Heard
 from tests.support.ranks import run_ranks
@@ -184,7 +183,7 @@ def fill_any(topology: Topology) -> None:
             slab = data.draw(st.sampled_from([64, 256, MIB]))
             with (
                 Filling(data.draw(st.sampled_from([64, 256, MIB]))) as filling,
-                ExtentReader(Path(folder), verify=verify, slab_bytes=slab, landing=filling) as reader,
+                ExtentReader(Path(folder), verify=verify, slab_bytes=slab, filling=filling) as reader,
             ):
                 reader.read(extent, parts)
         for part in parts:

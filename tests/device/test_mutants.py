@@ -155,7 +155,7 @@ MUTANTS = [
     ),
     Mutant(
         "an optional component is still being copied when the load returns",
-        "ckpt/loading/casting.py: convert_into",
+        "ckpt/loading/strategy.py: convert_into",
         "wait_for_all(outs)",
         "",
         (f"{LATE}::test_an_optional_component_is_whole_when_the_load_returns",),

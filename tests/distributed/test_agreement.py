@@ -250,7 +250,7 @@ def _agree_often(topology: Topology, rounds: int) -> list[int]:
         with topology.operation(f"save of {number}"):
             with topology.phase("write") as phase:
                 phase.payload = {"number": number, "rank": topology.rank}
-            topology.exchange("slivers", {(topology.rank + 1) % 4: bytes(70_000)}, [(topology.rank - 1) % 4])
+            topology.exchange("exchange", {(topology.rank + 1) % 4: bytes(70_000)}, [(topology.rank - 1) % 4])
             if number in (9, rounds - 1):
                 with topology.phase("everybody is through"):
                     pass

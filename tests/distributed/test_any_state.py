@@ -1,7 +1,7 @@
 """Any state, under any pattern, saved by any ranks and loaded by any others: what was saved is what is loaded.
 
 Hypothesis makes the states. The ranks are threads, and the thresholds of the plan are lowered, so that tensors of a few elements
-are packed, split into chunks, cut by borders and completed by slivers as those of gigabytes are.
+are packed, split into chunks, cut by borders and completed by parts as those of gigabytes are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import ckpt.saving.planner
+import ckpt.saving.saver
 from ckpt import StateComponent
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import ReplicationError, ShardingError
@@ -366,7 +366,7 @@ def _require_covered(name: str, entry: ArrayEntry, indexes: dict[int, Index]) ->
 def _most_chunks(entry: ArrayEntry, example: Example) -> float:
     """As many as ranks cut it into, or chunks of the smallest size; and 16 times those of the largest, to follow borders.
 
-    Each dimension may end in one chunk that is clipped to a sliver, so at worst half of the chunks along it count.
+    Each dimension may end in one chunk that is clipped to one element, so at worst half of the chunks along it count.
     """
     total = math.prod(entry.shape) * item_bytes(entry.dtype)
     clipped = 2 ** len(entry.shape)
@@ -384,7 +384,7 @@ def _survives(example: Example) -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        with patch.object(ckpt.saving.planner, "plan_save", lowered):
+        with patch.object(ckpt.saving.saver, "plan_save", lowered):
             run_threads(example.saved_by, _save, root, example, agree_s=30.0, nodes=example.nodes)
         _require_well_stored(root / "checkpoint-1", example)
         nodes = example.nodes if example.loaded_by == example.saved_by else None
@@ -472,7 +472,7 @@ def test_a_gpt_with_a_sharded_optimizer_moves_from_tensor_and_pipeline_ranks_to_
     saved = SyntheticGPT(tp=2, pp=2, dp=2, layers=4, width=40, vocab=70, shard_optimizer=True)
     loaded = replace(saved, tp=1, pp=3, dp=1, shard_optimizer=False)
     with patch.object(
-        ckpt.saving.planner, "plan_save", partial(plan_save, pack_below_bytes=4000, chunk_min_bytes=2000)
+        ckpt.saving.saver, "plan_save", partial(plan_save, pack_below_bytes=4000, chunk_min_bytes=2000)
     ):
         run_threads(saved.world_size, _save_gpt, tmp_path, saved, agree_s=30.0)
     run_threads(loaded.world_size, _load_gpt, tmp_path, loaded, agree_s=30.0)

@@ -216,4 +216,4 @@ def test_each_fault_at_every_phase_in_the_background_of_half_of_the_patterns_rai
 
 def test_the_phases_in_the_background_are_those_of_writing_and_committing(tmp_path: Path) -> None:
     found = run_ranks(sum(NODES), _find_steps, tmp_path, "sharded", nodes=list(NODES))
-    assert [step.phase for step in found[0]] == ["open", "slivers", "write", "commit", "publish", "retention"]
+    assert [step.phase for step in found[0]] == ["open", "exchange", "write", "commit", "publish", "retention"]

@@ -18,7 +18,7 @@ from ckpt.backends.base import Backend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.loading.direct import DirectLoad
-from ckpt.memory.huge_pages import staging_memory
+from ckpt.memory.host import staging_memory
 from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.state.overlap import Optimizers

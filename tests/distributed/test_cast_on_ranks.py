@@ -10,7 +10,7 @@ import torch
 
 from ckpt import StateComponent
 from ckpt.dist_checkpointing import ShardedTensor
-from ckpt.loading import casting
+from ckpt.loading import strategy as casting
 from ckpt.ranks.topology import Topology
 from tests.support.ranks import run_threads
 from tests.support.states import Fitted, coordinator, spreading

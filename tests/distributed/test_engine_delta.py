@@ -225,10 +225,10 @@ def _half_way(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
     raise ZeroDivisionError("a bug in the export")
 
 
-def _flip_in_the_landing(one: Run) -> str:
+def _flip_in_the_receive_buffer(one: Run) -> str:
     """A bit falls over in host memory of a rollout, in a block that does not travel."""
     if one.engine.rank == one.engine.rollouts[-1]:
-        one.engine.landings[-1].bucket(3)[100] ^= 1
+        one.engine.receive_buffers[-1].bucket(3)[100] ^= 1
     return one.fail()
 
 
@@ -254,14 +254,14 @@ def _flip_in_a_message(one: Run) -> str:
 def _let_go(one: Run) -> str:
     """The memory of a rollout is gone, as that of one which has come anew."""
     if one.engine.rank == one.engine.rollouts[-1]:
-        one.engine.landings[-1].let_go()
+        one.engine.receive_buffers[-1].let_go()
     return ""
 
 
 def _still_read(one: Run) -> str:
     """Somebody reads yet what came last, which is left to the reader."""
     if one.engine.rank in one.engine.rollouts:
-        reader = one.engine.landings[-1].weights()
+        reader = one.engine.receive_buffers[-1].weights()
         next(reader)
         one.readers.append(reader)
     return ""
@@ -279,7 +279,7 @@ TROUBLES: dict[str, tuple[Callable[[Run], str], str]] = {
     "a load fails": (lambda one: _refused(one, "load"), "a bug in the load"),
     "an export fails": (lambda one: one.fail(_half_way(one.weights)), "a bug in the export"),
     "a bit falls over at a rollout": (
-        _flip_in_the_landing,
+        _flip_in_the_receive_buffer,
         "bucket 3 of 8, with embed, arrived on rank RECEIVER with other bytes",
     ),
     "a bit falls over on its way": (
@@ -316,7 +316,7 @@ def _troubles(one: Run) -> dict[str, tuple[str, int, list[int], int]]:
     found = {}
     one.update()
     for number, (trouble, (make, _)) in enumerate(TROUBLES.items()):
-        if trouble == READ and len(one.engine.landings) > 1:
+        if trouble == READ and len(one.engine.receive_buffers) > 1:
             continue  # what is kept may be read while the next update takes from it
         one.weights.change("embed", number, number + 1)
         before = one.update()

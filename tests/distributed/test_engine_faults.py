@@ -199,7 +199,7 @@ def flipped_after_the_digest(engine: VersionedEngine) -> Iterator[None]:
 
 
 @contextmanager
-def flipped_in_the_landing() -> Iterator[None]:
+def flipped_in_the_receive_buffer() -> Iterator[None]:
     """A bit falls over between the network and the check."""
     modules = (transfer, naive)
     digest = transfer.digest_of_bucket
@@ -222,13 +222,13 @@ def without_memory(engine: VersionedEngine) -> Iterator[None]:
     def refuse(_layout: Any) -> None:
         raise MemoryError("no room for the weights")
 
-    landing = engine.landings[0]
-    landing.let_go()
-    landing.make_room = landing.make_shared_room = refuse  # type: ignore[method-assign]
+    receive_buffer = engine.receive_buffers[0]
+    receive_buffer.let_go()
+    receive_buffer.make_room = receive_buffer.make_shared_room = refuse  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del landing.make_room, landing.make_shared_room
+        del receive_buffer.make_room, receive_buffer.make_shared_room
 
 
 async def _consume(engine: VersionedEngine, step: int, how: str) -> None:
@@ -255,7 +255,7 @@ def _stop_early(engine: VersionedEngine, step: int, how: str) -> BaseException |
 TROUBLES = {
     "a check raises": "a bug in the check",
     "there is no memory": "no room for the weights",
-    "a bucket changes in the landing": "with other bytes than rank|has changed in the host memory",
+    "a bucket changes in the receive buffer": "with other bytes than rank|has changed in the host memory",
     "a bucket changes in the pool": "with other bytes than rank|has changed in the host memory",
     "a generator raises": "a bug in the export",
     "all generators raise": "a bug in the export",
@@ -269,14 +269,14 @@ def victim_of(trouble: str, trainers: Sequence[int], rollouts: Sequence[int]) ->
     """The rank that it happens to: of the rollouts of one host, only the first one receives."""
     if trouble in ("a generator raises", "a bucket changes in the pool"):
         return trainers[-1]
-    return rollouts[0] if trouble in ("a bucket changes in the landing", "there is no memory") else rollouts[-1]
+    return rollouts[0] if trouble in ("a bucket changes in the receive buffer", "there is no memory") else rollouts[-1]
 
 
 def _trouble(engine: VersionedEngine, watched: Watched, step: int, trouble: str, is_victim: bool) -> None:
     """An update in which something happens to one rank, or all."""
     with ExitStack() as stack:
-        if trouble == "a bucket changes in the landing" and is_victim:
-            stack.enter_context(flipped_in_the_landing())
+        if trouble == "a bucket changes in the receive buffer" and is_victim:
+            stack.enter_context(flipped_in_the_receive_buffer())
         if trouble == "a bucket changes in the pool" and is_victim:
             stack.enter_context(flipped_after_the_digest(engine))
         if trouble == "there is no memory" and is_victim:
@@ -495,7 +495,7 @@ def _stand_still(topology: Topology, name: str, where: str, notes: Path) -> tupl
         update(engine, 1, live)
         be_patient(engine, TIMEOUT_S)
         is_victim = topology.rank == 2
-        landed = engine.landings[0].bucket(0) if topology.rank else torch.empty(0)
+        landed = engine.receive_buffers[0].bucket(0) if topology.rank else torch.empty(0)
         if is_victim and where == "between buckets":
             calls = []
             original = OwnGroup.broadcast
@@ -530,7 +530,7 @@ def _stand_still(topology: Topology, name: str, where: str, notes: Path) -> tupl
             if topology.rank != 0:
                 live.require(step)
                 if where == "between buckets":
-                    now = engine.landings[0].bucket(0)
+                    now = engine.receive_buffers[0].bucket(0)
                     assert now.data_ptr() != landed.data_ptr(), "what comes late shall not come there"
     return said
 
@@ -596,7 +596,7 @@ def _leave_it_behind(topology: Topology) -> list[str] | None:
                 update(2)
 
         update(1)
-        assert topology.rank == 0 or engine.landings[0].place is not None, "they share memory"
+        assert topology.rank == 0 or engine.receive_buffers[0].place is not None, "they share memory"
         task = threading.Thread(target=second)
         task.start()
         if not is_last:
@@ -625,11 +625,11 @@ def _fail_while_sharing(topology: Topology) -> bool:
         def update() -> None:
             weights = {name: one.to(engine.device.torch_device) for name, one in weights_of(1).items()}
             asyncio.run(engine.send_weights(weights.items(), 1))
-            assert engine.landings[0].place is not None
+            assert engine.receive_buffers[0].place is not None
             asyncio.run(engine.receive_into(sink, 1))
 
         error_in(update)
-        return engine.landings[0].place is None
+        return engine.receive_buffers[0].place is None
 
 
 @pytest.mark.full

@@ -209,7 +209,7 @@ def _three_updates(topology: Topology, device: str, waits: bool) -> Any:
     with InferenceOutlet(engine.workers(device), engine.request, bucket_mib=BUCKET_MIB, timeout_s=20.0) as outlet:
         for step in (1, 2, 3):
             weights = weights_of(step)
-            if device != "cpu":  # as those in a landing are there: copies from it are late
+            if device != "cpu":  # as those in a receive buffer are there: copies from it are late
                 weights = {name: one.pin_memory() for name, one in weights.items()}
             outlet.check(layout_of(weights))
             outlet.load(weights.items(), WeightVersion(step, "d"))

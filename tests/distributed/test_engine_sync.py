@@ -470,7 +470,7 @@ def _shared(topology: Topology, num_trainers: int, num_rollouts: int, name: str)
             update(engine, step, live)
             if live is not None:
                 require_holds(live, engine, step)
-        return {"digested": bool(calls), "place": engine.landings[0].place}
+        return {"digested": bool(calls), "place": engine.receive_buffers[0].place}
 
 
 def test_a_rollout_that_cannot_map_the_memory_of_another_receives_for_itself() -> None:
@@ -489,7 +489,7 @@ def _not_mapped(topology: Topology, num_trainers: int, num_rollouts: int, name: 
                 require_holds(live, engine, step)
             assert groups in (None, transport_groups(engine)), "later updates use the same groups"
             groups = transport_groups(engine)
-        return None if live is None else engine.landings[0].place is not None
+        return None if live is None else engine.receive_buffers[0].place is not None
 
 
 def transport_groups(engine: VersionedEngine) -> list[str]:
@@ -542,7 +542,7 @@ def _handed_out(topology: Topology, num_trainers: int, num_rollouts: int, name: 
             else:
                 require_same(asyncio.run(scribbled(engine)), MixedModel(step).state_dict())
             if live is not None:
-                assert (engine.landings[0].place is None) == streams
+                assert (engine.receive_buffers[0].place is None) == streams
                 if not streams:
                     require_holds(live, engine, step)
             with topology.phase("all have it"):
@@ -567,14 +567,14 @@ def _changing_weights(topology: Topology, num_trainers: int, num_rollouts: int, 
             memories.append(_memory_of(engine))
         assert memories[0] == memories[1], "an update of the same layout makes no memory"
         assert memories[5] == memories[6]
-        assert memories[2] == memories[3] or engine.rank in engine.trainers, "the landing fits a smaller stream, too"
+        assert memories[2] == memories[3] or engine.rank in engine.trainers, "the receive buffer fits a smaller stream, too"
 
 
 def _memory_of(engine: VersionedEngine) -> list[int]:
     """Where buckets lie that are sent, and those that are received."""
     assert engine.layout is not None
     sent = [] if engine.pool is None else [*engine.pool.buckets(engine.layout).values()]
-    received = [landing.bucket(0) for landing in engine.landings if engine.rank in engine.rollouts]
+    received = [receive_buffer.bucket(0) for receive_buffer in engine.receive_buffers if engine.rank in engine.rollouts]
     return [host.data_ptr() for host in sent + received]
 
 
@@ -736,7 +736,7 @@ def _other_bits(topology: Topology, num_trainers: int, num_rollouts: int, name: 
         require_holds(live, engine, 3)
 
 
-def test_naive_notices_bytes_that_change_between_pool_and_landing() -> None:
+def test_naive_notices_bytes_that_change_between_pool_and_receive_buffer() -> None:
     run(2, 2, "naive", _changed_bytes)
 
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 import recipes.train
 from ckpt.errors import ConfigurationError, RankAbsentError
-from ckpt.ranks.absence import PhaseIndex
 from ckpt.ranks.addresses import LOOPBACK
+from ckpt.ranks.agreement import PhaseIndex
 from ckpt.ranks.heartbeat import WAITING, Heartbeat
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.store_client import StoreClient

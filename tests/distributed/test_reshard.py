@@ -182,7 +182,7 @@ def _vocabulary(topology: Topology, root: Path) -> None:
     assert same_bits(got.state["wte"], whole)
 
 
-def test_borders_without_a_divisor_yield_few_chunks_and_the_slivers_arrive(tmp_path: Path) -> None:
+def test_borders_without_a_divisor_yield_few_chunks_and_their_parts_arrive(tmp_path: Path) -> None:
     run_ranks(4, _vocabulary, tmp_path)
     chunks = [p for p in (tmp_path / "checkpoint-1" / "model" / "wte" / "c").rglob("*") if p.is_file()]
     assert len(chunks) <= 8

@@ -15,7 +15,7 @@ import torch
 
 from ckpt import StateComponent
 from ckpt.ranks.topology import Phase, Topology
-from ckpt.saving import planner
+from ckpt.saving import saver
 from tests.support.covering import sampled
 from tests.support.ranks import run_ranks
 from tests.support.states import Held, coordinator
@@ -83,7 +83,7 @@ def _save_again_and_again(topology: Topology, root: Path, pattern: str) -> list[
     for number in range(3):
         if number == 2:
             state[f"one more of {topology.rank if pattern == 'sharded' else 'all'}"] = torch.arange(3)
-        with _counting(planner, "plan_save") as count, _telling() as said:
+        with _counting(saver, "plan_save") as count, _telling() as said:
             saving.save_checkpoint(checkpoint_id=str(number))
         counts.append(Counter(said.keys()) + Counter({"bytes told": sum(said.values())}))
         counts[-1]["plan_save"] = count["plan_save"]

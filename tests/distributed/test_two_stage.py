@@ -21,19 +21,18 @@ from ckpt.backends.base import Backend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, RankAbsentError
 from ckpt.format.manifest import CheckpointManifest, Index
-from ckpt.loading.chunk_reader import ChunkReader
+from ckpt.loading.direct import ChunkReader
 from ckpt.loading.report import Status
 from ckpt.loading.two_stage import two_stage
-from ckpt.loading.two_stage.host_link import HostLink
 from ckpt.loading.two_stage.network import KeptTransports, TorchTransport
-from ckpt.loading.two_stage.slots import MAX_SLOTS, make_slots
-from ckpt.loading.two_stage.timing import summarize
+from ckpt.loading.two_stage.slots import MAX_SLOTS, HostLink, make_slots
+from ckpt.loading.two_stage.spread_worker import summarize
 from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.memory.copies import Filling
 from ckpt.memory.device import Device
 from ckpt.planning.plan import CHUNK_MAX_BYTES, plan_save
 from ckpt.ranks.topology import Topology
-from ckpt.saving import planner
+from ckpt.saving import saver
 from ckpt.storage.stored import read_index, read_manifest
 from ckpt.storage.wanted_bytes import WantedBytes
 from recipes.benchmark.measuring import PeakMemory
@@ -135,7 +134,7 @@ def saved_and_loaded(
         topology, root, parts, backend=backend, strategy=strategy, process_groups=pairs(topology), pattern_check="off"
     )
     max_bytes = CHUNK_MAX_BYTES >> 4 if in_chunks else CHUNK_MAX_BYTES
-    with patch.object(planner, "plan_save", partial(plan_save, chunk_max_bytes=max_bytes)):
+    with patch.object(saver, "plan_save", partial(plan_save, chunk_max_bytes=max_bytes)):
         path = made.save_checkpoint(checkpoint_id="1")
     saved = emptied(held)
     made.load_checkpoint(path)

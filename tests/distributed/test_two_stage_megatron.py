@@ -22,7 +22,7 @@ from ckpt.dist_checkpointing.strategies.two_stage import (
     sharded_tensor_chunk_id,
 )
 from ckpt.errors import ConfigurationError, MissingStateError
-from ckpt.loading.two_stage.timing import timed, timers
+from ckpt.loading.two_stage.spread_worker import timed, timers
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
 from tests.support.covering import sampled

@@ -23,7 +23,7 @@ IN_WRITE = "in phase write of save of checkpoint-00000004"
 IN_COLLECT = "in phase collect of save of checkpoint-00000004"
 KILLED = rf"rank 1 was killed by SIGKILL {IN_WRITE}; the kernel does that when memory runs out"
 FULL = r"failed in phase {} on rank 1: {}No space left on device: 'model/wte\.weight/c/0/0'"
-NEED = r" \([\d,]+ bytes are needed for the share of rank 1\)"
+NEED = r" \([\d,]+ bytes are needed for the part of rank 1\)"
 
 
 def test_a_rank_killed_in_a_save_is_named_and_the_run_goes_on(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ import ckpt
 from ckpt.errors import CheckpointExistsError, ConfigurationError
 from ckpt.format.places import place_of
 from ckpt.ranks.topology import Topology
-from ckpt.storage.files_of import names_below
+from ckpt.storage.checkpoint_files import names_below
 from tests.e2e.test_examples import EXAMPLES, TORCHRUN, losses_of
 from tests.support.object_server import ObjectServer
 from tests.support.ranks import run_ranks

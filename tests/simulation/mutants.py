@@ -6,9 +6,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckpt.ranks.absence import LEAD, Absence, FailureDetector, PhaseIndex, Sight
-from ckpt.ranks.agreement import Agreement, Conclude, Do, Forget, Told, Vote
-from ckpt.ranks.outcomes import PhaseOutcome, Result, conclude
+from ckpt.ranks.agreement import (
+    LEAD,
+    Absence,
+    Agreement,
+    Conclude,
+    Do,
+    FailureDetector,
+    Forget,
+    PhaseIndex,
+    PhaseOutcome,
+    Result,
+    Sight,
+    Told,
+    Vote,
+    conclude,
+)
 
 
 class TellsWithoutTruth(Agreement):

@@ -6,8 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from ckpt.ranks.absence import LEAD, PhaseIndex
-from ckpt.ranks.agreement import Agreement
+from ckpt.ranks.agreement import LEAD, Agreement, PhaseIndex
 from tests.simulation.world import GAVE_UP_S, TIMEOUT_S, BrokenPromiseError, Process, World
 
 SIZES = (*(2, 3, 4) * 16, *(5, 6, 8) * 4, 12, 16, 24, 64)

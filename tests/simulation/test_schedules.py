@@ -8,9 +8,23 @@ import re
 import pytest
 
 from ckpt.errors import StorageError, describe
-from ckpt.ranks.absence import Beat, PhaseIndex, Sight
-from ckpt.ranks.agreement import Agreement, Conclude, Decided, Forget, Send, Settle, Told, Vote
-from ckpt.ranks.outcomes import Answer, PhaseOutcome, Result, concluded
+from ckpt.ranks.agreement import (
+    Agreement,
+    Answer,
+    Beat,
+    Conclude,
+    Decided,
+    Forget,
+    PhaseIndex,
+    PhaseOutcome,
+    Result,
+    Send,
+    Settle,
+    Sight,
+    Told,
+    Vote,
+    concluded,
+)
 from tests.simulation.mutants import MUTANTS, TellsWithoutTruth
 from tests.simulation.schedules import Schedule
 from tests.simulation.world import BrokenPromiseError

@@ -21,9 +21,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt.errors import CheckpointError, StorageError, describe
-from ckpt.ranks.absence import LEAD, Beat, PhaseIndex, Sight
-from ckpt.ranks.agreement import Agreement, Conclude, Decided, Do, Forget, Send, Settle, Told
-from ckpt.ranks.outcomes import Answer, PhaseOutcome, Result, concluded
+from ckpt.ranks.agreement import (
+    LEAD,
+    Agreement,
+    Answer,
+    Beat,
+    Conclude,
+    Decided,
+    Do,
+    Forget,
+    PhaseIndex,
+    PhaseOutcome,
+    Result,
+    Send,
+    Settle,
+    Sight,
+    Told,
+    concluded,
+)
 
 TIMEOUT_S = 15.0
 BEAT_S = 1.0

@@ -14,9 +14,9 @@ from ckpt.backends.base import Backend, Written
 from ckpt.format.box import Box, chunk_box, chunks_meeting, num_chunks, overlap, whole
 from ckpt.format.dtypes import zarr_name
 from ckpt.format.records import ArraySpec, ChunkExtent, Content, Expected, FileRecord, stored_shape
+from ckpt.storage.checkpoint_files import files_below
 from ckpt.storage.extents import ExtentReader
-from ckpt.storage.files_of import files_below
-from ckpt.storage.runs import WantedBox
+from ckpt.storage.wanted_bytes import WantedBox
 from tests.support.states import zero_bits
 
 

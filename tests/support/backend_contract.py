@@ -17,7 +17,7 @@ from ckpt.backends.base import Backend, staged_digests
 from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
 from ckpt.format.box import Box, chunk_box, whole
 from ckpt.format.dtypes import zarr_name
-from ckpt.format.names import encode_key
+from ckpt.format.places import encode_key
 from ckpt.format.records import ArraySpec, stored_shape
 from tests.support.arrays import Saved, array, expected, read_by_extents, save
 from tests.support.states import ALL_DTYPES, random_bits, same_bits, zero_bits

@@ -42,7 +42,7 @@ _ENDS_S = 0.5
 _STAYS = ("zarr_io", "asyncio_")
 """How threads are called that zarr starts once, and for all of its process's life."""
 
-_KEPT = {"ckpt.memory.device": "_streams", "ckpt.loading.programs": "_KNOWN"}
+_KEPT = {"ckpt.memory.device": "_streams", "ckpt.loading.other_checkpoint": "_KNOWN"}
 """What the product keeps in modules for as long as its process lives."""
 
 _LIMITS = ("RLIMIT_AS", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_CORE")

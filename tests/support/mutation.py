@@ -40,7 +40,7 @@ class Part:
 
 PARTS = {
     "planning": Part(
-        ("planning/plan.py", "saving/planner.py"),
+        ("planning/plan.py", "saving/saver.py"),
         (
             "unit/planning/test_plan.py",
             "unit/test_coordinator.py",
@@ -51,7 +51,7 @@ PARTS = {
         ),
     ),
     "flattening and sharing": Part(
-        ("state/flatten.py", "state/sharing.py", "state/replication.py", "saving/gathering.py"),
+        ("state/flatten.py", "state/sharing.py", "state/replication.py", "saving/prepared_save.py"),
         (
             "unit/state/test_flatten.py",
             "unit/state/test_sharing.py",
@@ -106,8 +106,8 @@ PARTS = {
             "loading/strategy.py",
             "loading/direct.py",
             "loading/two_stage/two_stage.py",
-            "loading/two_stage/wants.py",
-            "loading/chunk_reader.py",
+            "loading/two_stage/spread_blocks.py",
+            "loading/direct.py",
             "loading/compatibility.py",
         ),
         (

@@ -23,7 +23,7 @@ from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.format.places import place_of
 from ckpt.interop.rewriting import rewrite
 from ckpt.ranks.topology import Topology
-from ckpt.saving import planner
+from ckpt.saving import saver
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.storage.objects import store
 from ckpt.storage.stored import read_manifest
@@ -106,7 +106,7 @@ def start(fn: Callable[..., None], environment: Mapping[str, str], log: Path, *a
 def _in_process(fn: Callable[..., None], environment: dict[str, str], log: str, retry_s: float, args: tuple[Any, ...]) -> None:
     os.environ.update(environment)
     store.RETRY_S = retry_s
-    planner.PACK_BELOW_IN_STORES = 64 << 10  # so that small states have objects of their own, which can be copied
+    saver.PACK_BELOW_IN_STORES = 64 << 10  # so that small states have objects of their own, which can be copied
     sys.stdout = sys.stderr = open(log, "a", buffering=1)  # noqa: SIM115  # until the process ends
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, force=True)
     try:

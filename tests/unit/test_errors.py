@@ -98,12 +98,12 @@ def test_a_full_disk_arrives_as_a_storage_error_that_says_what_is_needed_and_wha
     assert sentence(full) == "No space left on device: '/data/a/w' (12,288 bytes are free)"
     with (
         pytest.raises(OSError, match="No space"),
-        needing("the share of rank 1", lambda: 70_000),
+        needing("the part of rank 1", lambda: 70_000),
         needing("w", lambda: 20),
     ):
         raise full
     told = (
-        "No space left on device: '/data/a/w' (70,000 bytes are needed for the share of rank 1, 12,288 bytes are free)"
+        "No space left on device: '/data/a/w' (70,000 bytes are needed for the part of rank 1, 12,288 bytes are free)"
     )
     assert sentence(full) == sentence(pickle.loads(pickle.dumps(full))) == told
     monkeypatch.setattr(os, "statvfs", partial(_disk, free_blocks=300))

@@ -15,7 +15,7 @@ import zarr
 from safetensors import safe_open
 
 from ckpt import StateComponent
-from ckpt.backends.zarr_format import described_as
+from ckpt.backends.zarr import described_as
 from ckpt.format import zarr_dtypes
 from ckpt.format.dtypes import raw_bytes, zarr_name
 from ckpt.ranks.topology import Topology

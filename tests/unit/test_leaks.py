@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-import ckpt.format.names
+import ckpt.format.places
 from ckpt.ranks.topology import Topology
 from tests.support.ranks import run_ranks
 
@@ -53,7 +53,7 @@ def _handler() -> None:
 
 
 def _function() -> None:
-    ckpt.format.names.is_inner_path = str
+    ckpt.format.places.is_inner_path = str
 
 
 def _contents_of_a_list() -> None:

@@ -56,7 +56,7 @@ def test_a_package_lists_its_files_once_and_no_others(package: Path) -> None:
 def test_the_handbook_has_a_row_for_each_package() -> None:
     page = (CHECKOUT / "docs" / "architecture.md").read_text()
     packages = {path.parent.name for path in CHECKOUT.glob("ckpt/*/__init__.py")}
-    assert set(re.findall(r"^\| `(\w+)`", page, flags=re.MULTILINE)) == packages | {"coordinator"}
+    assert set(re.findall(r"^\| `(\w+)`", page, flags=re.MULTILINE)) == packages | {"coordinator", "errors"}
 
 
 def test_every_dependency_is_pinned_to_a_tested_version() -> None:

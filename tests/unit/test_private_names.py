@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.errors import ConfigurationError
-from ckpt.errors.imports import private_name
+from ckpt.errors import ConfigurationError, private_name
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 OURS = {"ckpt", "recipes", "tests", "examples"}
@@ -34,7 +33,7 @@ GUARDED = {
     "ckpt/state/address.py": {
         "torch.distributed.tensor._utils:compute_local_shape_and_global_offset": "a DTensor does not tell its place in public",
     },
-    "ckpt/storage/runs.py": {
+    "ckpt/storage/wanted_bytes.py": {
         "torch._C:_nn": "unflatten_dense_tensors is a loop in C++, half the time of one in Python",
     },
     "recipes/benchmark/background_contenders.py": {
@@ -47,7 +46,7 @@ GUARDED = {
         "hydra._internal.utils:get_args_parser": "help must understand the flags that Hydra understands",
     },
 }
-"""File of the product -> module and name that it asks `ckpt.errors.imports.private_name` for -> why there is no public way."""
+"""File of the product -> module and name that it asks `ckpt.errors.private_name` for -> why there is no public way."""
 
 _COPIES = "one call copies many tensors; documented nowhere, and used by torch's own optimizers since 2.0"
 _FITTING = "ckpt/engine/parameter_server.py refuses a checkpoint-engine of other versions than 0.4.2 and before 0.5"
@@ -57,7 +56,7 @@ UNGUARDED = {
     "ckpt/memory/device.py": {
         "torch._C": "by getattr with a default: says why CUDA is absent, in more words where torch knows"
     },
-    "ckpt/storage/runs.py": {"torch._foreach_copy_": _COPIES},
+    "ckpt/storage/wanted_bytes.py": {"torch._foreach_copy_": _COPIES},
 }
 """File of the product -> other private names -> why they can do no harm."""
 
@@ -124,7 +123,7 @@ def test_private_names_in_tests_and_examples_are_listed_with_a_reason() -> None:
             {"torch.distributed.distributed_c10d._world.pg_map"},
         ),
         ("from importlib import import_module\nimport_module('hydra._internal.utils')", {"hydra._internal.utils"}),
-        ("from ckpt.errors.imports import private_name\nprivate_name('torch._C', '_nn', 'x')", {"guarded torch._C:_nn"}),
+        ("from ckpt.errors import private_name\nprivate_name('torch._C', '_nn', 'x')", {"guarded torch._C:_nn"}),
         ("import pkgutil\npkgutil.resolve_name('torch._C:_nn.x')", {"torch._C._nn.x"}),
         ("from ckpt._x import y\nfrom __future__ import annotations\nimport torch\ntorch.__version__; self._x", set()),
     ],
@@ -167,7 +166,7 @@ def private_names(file: Path) -> Iterator[str]:
             names += [place.replace(":", ".") for place in re.findall(r"^[a-z]\w*(?:\.\w+)+:[\w.]+$", node.value)]
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             called, module = _dotted(node.func, named), str(node.args[0].value)
-            if called == "ckpt.errors.imports.private_name":
+            if called == "ckpt.errors.private_name":
                 yield f"guarded {module}:{ast.literal_eval(node.args[1])}"
             elif called in ("importlib.import_module", "pytest.importorskip"):
                 names.append(module)

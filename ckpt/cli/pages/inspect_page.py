@@ -11,7 +11,7 @@ from rich.filesize import decimal
 
 from ckpt.catalog.committed import Committed
 from ckpt.catalog.incremental import DiskUse, disk_use, files_of
-from ckpt.cli.arguments import argument, told
+from ckpt.cli.arguments import argument, message_of
 from ckpt.cli.pages.checkpoint_page import checkpoint_values
 from ckpt.cli.pages.page import Served, page, utc, write_page
 from ckpt.cli.reading import InspectKeys, committed_below, is_checkpoint, manifests_below, mark_of, show
@@ -144,7 +144,7 @@ def _commits(listed: Sequence[Committed[Place]], each: Mapping[Place, DiskUse]) 
         except CheckpointNotFoundError:
             continue
         except (CheckpointError, OSError) as error:
-            mark, problem = mark_of(error), told(error)
+            mark, problem = mark_of(error), message_of(error)
         files = files_of(checkpoint.path)
         new = sum(size for inode, size in files.items() if inode not in seen)
         seen |= files.keys()

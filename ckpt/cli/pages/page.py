@@ -24,7 +24,7 @@ from rich.filesize import decimal
 
 from ckpt.errors import ConfigurationError, printable
 from ckpt.format.manifest import MANIFEST_NAME
-from ckpt.storage.durable import replace_durably
+from ckpt.storage.files import replace_durably
 from ckpt.version import __version__
 
 if TYPE_CHECKING:

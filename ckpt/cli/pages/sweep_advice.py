@@ -71,11 +71,11 @@ class _Effect:
     def clause(self) -> str:
         if not self.is_clear and self.mean < 1.05:
             return f"{self.measure.key.removesuffix('_s')}s in about as much time"
-        said, form = (part, self.measure.fewer) if self.mean < 1 else (times, self.measure.more)
+        worded, form = (part, self.measure.fewer) if self.mean < 1 else (times, self.measure.more)
         least, most = min(self.ratios), max(self.ratios)
-        if self.is_clear and most > 1.2 * least and said(least) != said(most):
-            return form.format(f"{said(least)} to {said(most)}")
-        return form.format(said(self.mean))
+        if self.is_clear and most > 1.2 * least and worded(least) != worded(most):
+            return form.format(f"{worded(least)} to {worded(most)}")
+        return form.format(worded(self.mean))
 
 
 def advice(jobs: Sequence[Job]) -> list[str]:
@@ -143,8 +143,8 @@ def _advice_on(key: str, jobs: Sequence[Job]) -> str | None:
         for measure in measures:
             if rivals and all(effects[measure].is_gain for effects in rivals.values()):
                 nearest = max(rivals, key=lambda other: rivals[other][measure].mean)
-                said = _sentence(_label(key, choice), _label(key, nearest), measure, rivals[nearest])
-                found.append((rivals[nearest][measure].mean, said))
+                sentence = _sentence(_label(key, choice), _label(key, nearest), measure, rivals[nearest])
+                found.append((rivals[nearest][measure].mean, sentence))
     return min(found)[1] if found else None
 
 

@@ -22,7 +22,7 @@ from ckpt.format.strict_json import fit, parse
 from ckpt.ranks.topology import Topology
 from ckpt.saving.new_folder import NewFolder
 from ckpt.saving.prepared_save import PreparedSave, Written
-from ckpt.storage.files_of import files_below
+from ckpt.storage.checkpoint_files import files_below
 from ckpt.storage.metadata import CheckpointingConfig, maybe_load_config, save_config
 from ckpt.storage.objects.store import store_of
 

@@ -26,9 +26,8 @@ from ckpt.format.digests import digest_of
 from ckpt.format.manifest import COMMON, MANIFEST_NAME, OBJECTS
 from ckpt.format.places import Place
 from ckpt.format.strict_json import Digest
-from ckpt.storage.durable import sync_folder, write_durably
+from ckpt.storage.files import empty, own_name, remove, sync_folder, write_durably
 from ckpt.storage.metadata import CONFIG_FNAME, CheckpointingConfig, save_config
-from ckpt.storage.removal import empty, own_name, remove
 
 OWNER = f".saving{OWNER_SUFFIX}"
 STAGED = re.compile(r"\.saving-all-[0-9a-f]{8}")

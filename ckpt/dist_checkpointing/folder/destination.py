@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.backends.base import DATABASE
-from ckpt.backends.zarr_format import DOCUMENT
+from ckpt.backends.zarr import DOCUMENT
 from ckpt.dist_checkpointing.folder.claim import (
     NOTE,
     OWNER,
@@ -37,10 +37,8 @@ from ckpt.ranks.topology import Topology
 from ckpt.saving.manifest_writer import ManifestWriter
 from ckpt.saving.prepared_save import Destination, PreparedSave, Written, require_reachable
 from ckpt.storage.checkpoint_files import CheckpointFolder
-from ckpt.storage.durable import replace_durably
-from ckpt.storage.files import is_shown
+from ckpt.storage.files import is_shown, own_name, remove, replace_durably
 from ckpt.storage.metadata import CONFIG_FNAME
-from ckpt.storage.removal import own_name, remove
 from ckpt.storage.stored import read_manifest, recorded_sizes
 
 INDEX = re.compile(r"index-([0-9]{5,})(\.[0-9]+)?\.json")

@@ -27,13 +27,13 @@ from ckpt.loading.sources import CommittedSource
 from ckpt.loading.state_matching import SavedCopy, match_changed
 from ckpt.loading.strategy import LoadingStrategy, Reading, ReadRequest, StoredCheckpoint
 from ckpt.memory.device import device_of, wait_for_all
-from ckpt.memory.huge_pages import HostMemory
+from ckpt.memory.host import HostMemory
 from ckpt.ranks.topology import Topology
 from ckpt.state.flatten import path_from_json, unflatten
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import SharingPattern, StateComponent
 from ckpt.state.statefuls import Given
-from ckpt.storage.files_of import names_below
+from ckpt.storage.checkpoint_files import names_below
 from ckpt.storage.metadata import parts_at
 from ckpt.storage.stored import read_manifest, read_manifest_bytes, require_place
 

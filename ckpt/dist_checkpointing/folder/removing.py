@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckpt.backends.base import DATABASE, ForgetsArrays, database_files
 from ckpt.backends.registry import backend_of_store
-from ckpt.backends.zarr_format import DOCUMENT
+from ckpt.backends.zarr import DOCUMENT
 from ckpt.dist_checkpointing.folder.claim import OWNER, STAGED, SaveClaim
 from ckpt.dist_checkpointing.folder.destination import BESIDE, INDEX
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, FolderInUseError
@@ -33,8 +33,7 @@ from ckpt.interop.megatron.zarr import MegatronZarr, is_megatron_zarr
 from ckpt.ranks.topology import Topology
 from ckpt.saving.writing import checksums_of, joined_checksum
 from ckpt.storage.checkpoint_files import CheckpointFolder
-from ckpt.storage.durable import replace_durably, write_durably
-from ckpt.storage.removal import Proof, empty, listed, own_name, remove
+from ckpt.storage.files import Proof, empty, listed, own_name, remove, replace_durably, write_durably
 from ckpt.storage.stored import read_index, read_listed_file, read_manifest, rest_digest
 
 _HEAD = f"{DATABASE}/manifest.ocdbt"

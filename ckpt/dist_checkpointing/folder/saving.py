@@ -17,12 +17,12 @@ from ckpt.errors import ConfigurationError, ShardingError
 from ckpt.format.box import Box, whole
 from ckpt.format.manifest import SHARDED
 from ckpt.format.places import Place
-from ckpt.memory.arena import Arena
+from ckpt.memory.host import Arena
 from ckpt.ranks.merging import Alike, first_difference
 from ckpt.ranks.topology import Topology
 from ckpt.saving.background.snapshot import Snapshot, arena_bytes
-from ckpt.saving.planner import Planner
 from ckpt.saving.prepared_save import PreparedSave, Written
+from ckpt.saving.saver import Planner
 from ckpt.saving.writing import RankWritePlan
 from ckpt.state.collect import RankState, collect
 from ckpt.state.sharded_tensor import ShardedTensor
@@ -54,7 +54,7 @@ class FolderSave:
             save.run(self._topology, save.live_tensors(), RankWritePlan.write, started=started)
 
     def prepare(self, arena: Arena) -> None:
-        """Plan the save, copy this rank's share to the arena, and exchange partial chunks. Collective.
+        """Plan the save, copy this rank's part to the arena, and exchange partial chunks. Collective.
 
         Raises:
             CheckpointExistsError: a checkpoint, or a part of one, is in the folder.
@@ -62,15 +62,15 @@ class FolderSave:
         """
         self._save: PreparedSave[Any] = self._planner.collect_and_prepare(self._folder, self._mine)
         save = self._save
-        snapshot = Snapshot(save.share, save.plan, save.mine, arena, watched=None, pinned_bytes=None)
-        _, num_bytes = arena_bytes(save.share, is_pinned=save.device.type != "cpu")
+        snapshot = Snapshot(save.write_plan, save.plan, save.mine, arena, watched=None, pinned_bytes=None)
+        _, num_bytes = arena_bytes(save.write_plan, is_pinned=save.device.type != "cpu")
         arena.grow(num_bytes, lambda: None)
         snapshot.take()
         self._snapshot = snapshot  # not before: `give_up` waits for the end of `take`
         save.open(self._topology, snapshot)
 
     def write(self) -> None:
-        """Write this rank's share durably. Communicates with no other rank."""
+        """Write this rank's part durably. Communicates with no other rank."""
         assert self._snapshot is not None, "it is prepared"
         self._result = self._save.write(self._snapshot, RankWritePlan.write, self._topology)
 
@@ -125,7 +125,7 @@ def save_state(
     FolderSave(place, mine, Planner(topology, backend, mine.device)).run()
 
 
-def contribution_of(tensors: Iterable[ShardedTensor], *, spread_replicas: bool) -> RankState:
+def rank_state_of(tensors: Iterable[ShardedTensor], *, spread_replicas: bool) -> RankState:
     """Describe the tensors of a sharded state dict as this rank's state.
 
     Args:

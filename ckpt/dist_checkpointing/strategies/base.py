@@ -12,8 +12,7 @@ from enum import Enum
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, overload
 
-from ckpt.errors import ConfigurationError
-from ckpt.errors.imports import importing
+from ckpt.errors import ConfigurationError, importing
 from ckpt.format.places import Place
 from ckpt.saving.background.async_utils import AsyncCallsQueue, AsyncRequest
 

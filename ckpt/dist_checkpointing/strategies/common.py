@@ -35,7 +35,7 @@ from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.merging import total
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import SharingPattern
-from ckpt.storage.files_of import files_below, is_folder
+from ckpt.storage.checkpoint_files import files_below, is_folder
 from ckpt.storage.metadata import parts_at
 from ckpt.storage.stored import has_manifest, read_listed_file, read_manifest, require_place
 

@@ -14,7 +14,7 @@ import torch
 from ckpt.backends.base import Backend
 from ckpt.dist_checkpointing.folder.loading import TensorSource, load_tensors, open_tensors, tensors_in
 from ckpt.dist_checkpointing.folder.removing import remove_tensors
-from ckpt.dist_checkpointing.folder.saving import FolderSave, contribution_of, destination_at, require_alike
+from ckpt.dist_checkpointing.folder.saving import FolderSave, destination_at, rank_state_of, require_alike
 from ckpt.dist_checkpointing.mapping import ShardedStateDict
 from ckpt.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, DeclaredFormats, LoadShardedStrategy
 from ckpt.format.dtypes import torch_dtype
@@ -22,14 +22,13 @@ from ckpt.format.places import Place, local_path, place_of
 from ckpt.interop.megatron.zarr import Library
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.strategy import LoadingStrategy
-from ckpt.memory.arena import Arena
 from ckpt.memory.device import device_of
-from ckpt.memory.huge_pages import staging_memory
+from ckpt.memory.host import Arena, staging_memory
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.merging import alike
 from ckpt.ranks.topology import Topology
 from ckpt.saving.background.async_utils import AsyncRequest
-from ckpt.saving.planner import Planner
+from ckpt.saving.saver import Planner
 from ckpt.state.sharded_tensor import ShardedTensor
 
 _log = logging.getLogger("ckpt")
@@ -70,7 +69,7 @@ class SaveTensors(AsyncSaveShardedStrategy):
         self._save_of(sharded_state_dict, place_of(checkpoint_dir)).run()
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Place) -> AsyncRequest:
-        """Plan, copy this rank's share to host memory, and return the rest of the save as a request. Collective.
+        """Plan, copy this rank's part to host memory, and return the rest of the save as a request. Collective.
 
         The next save of this object reuses the memory of the copy, if the request has been written by then.
         """
@@ -98,7 +97,7 @@ class SaveTensors(AsyncSaveShardedStrategy):
         topology = current_topology()
         with topology.operation(f"save into {checkpoint_dir}"), topology.phase("look at the tensors") as phase:
             tensors = tensors_in(sharded_state_dict, "saves")
-            mine = contribution_of(tensors, spread_replicas=self._spread_replicas)
+            mine = rank_state_of(tensors, spread_replicas=self._spread_replicas)
             device = device_of(tensor.data for tensor in tensors if tensor.data is not None)
             phase.merge = {"sharded_strategy": alike(self.described)}
             phase.answer = lambda: require_alike(phase.merged)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from ckpt.backends.base import Backend
 from ckpt.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
 from ckpt.dist_checkpointing.strategies.sharded import LoadTensors, SaveTensors
-from ckpt.errors import ShapeMismatchError, logger_of
-from ckpt.errors.imports import importing
+from ckpt.errors import ShapeMismatchError, importing, logger_of
 
 if TYPE_CHECKING:
     import tensorstore as ts

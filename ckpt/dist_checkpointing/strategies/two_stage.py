@@ -18,9 +18,9 @@ from ckpt.format.places import Place, place_of
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.loading.two_stage.network import TorchTransport, make_groups
-from ckpt.loading.two_stage.timing import Timers, summarize
-from ckpt.loading.two_stage.timing import timed as timed
-from ckpt.loading.two_stage.timing import timers as timers
+from ckpt.loading.two_stage.spread_worker import Timers, summarize
+from ckpt.loading.two_stage.spread_worker import timed as timed
+from ckpt.loading.two_stage.spread_worker import timers as timers
 from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology, instances_of

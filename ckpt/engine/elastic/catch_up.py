@@ -1,6 +1,6 @@
 """The newest version for a rollout that joins a running job, loaded before its first update, and verified.
 
-    trainers' memory (P2P)  or  files of a checkpoint -> landing -> digest of each bucket -> live model, version
+    trainers' memory (P2P)  or  files of a checkpoint -> receive buffer -> digest of each bucket -> live model, version
 
 The weights are those of one step: from memory, each bucket must have the published digest; from files, a checkpoint is of one step.
 """
@@ -35,8 +35,8 @@ def load_from_peers(
     Raises:
         CorruptCheckpointError: the bytes are of another version, or of several: the trainers publish the next one already.
     """
-    landing = _room_for(layout)
-    buckets = {number: landing.bucket(number) for number in range(layout.num_buckets)}
+    receive_buffer = _room_for(layout)
+    buckets = {number: receive_buffer.bucket(number) for number in range(layout.num_buckets)}
     read(buckets)
     changed = [number for number, host in buckets.items() if digest(host) != news.buckets.get(number)]
     if changed:
@@ -44,7 +44,7 @@ def load_from_peers(
             f"{len(changed)} of {layout.num_buckets} buckets in the trainers' memory are not those of step {news.step} any more"
         )
     version = WeightVersion(news.step, news.digest)
-    sink.load(landing.weights(), version)
+    sink.load(receive_buffer.weights(), version)
     return version
 
 
@@ -65,8 +65,8 @@ def load_from_checkpoint(
         MissingStateError: the checkpoint lacks a weight.
         CorruptCheckpointError: the checkpoint is of the newest published step, and holds other bits.
     """
-    landing = _room_for(layout)
-    for name, there in landing.weights():
+    receive_buffer = _room_for(layout)
+    for name, there in receive_buffer.weights():
         if name in layout.aliases:
             continue
         if name not in weights or weights[name].shape != there.shape:
@@ -74,22 +74,22 @@ def load_from_checkpoint(
                 f"{name} is published as {list(there.shape)}, and is not so in the checkpoint of step {step}"
             )
         _put(weights[name], there)
-    digests = {number: digest(landing.bucket(number)) for number in range(layout.num_buckets)}
+    digests = {number: digest(receive_buffer.bucket(number)) for number in range(layout.num_buckets)}
     version = WeightVersion(step, version_digest(layout, digests))
     if step == news.step and version.digest != news.digest:
         raise CorruptCheckpointError(
             f"the checkpoint of step {step} has weights with digest {version.digest}, expected {news.digest}, as published"
         )
-    sink.load(landing.weights(), version)
+    sink.load(receive_buffer.weights(), version)
     return version
 
 
 def _room_for(layout: WeightLayout) -> ReceivedStream:
-    landing = ReceivedStream()
-    landing.make_room(layout)
+    receive_buffer = ReceivedStream()
+    receive_buffer.make_room(layout)
     for number in range(layout.num_buckets):
-        landing.bucket(number).zero_()  # the padding is part of the digests
-    return landing
+        receive_buffer.bucket(number).zero_()  # the padding is part of the digests
+    return receive_buffer
 
 
 def _put(weight: torch.Tensor, there: torch.Tensor) -> None:

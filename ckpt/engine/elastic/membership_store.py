@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, Store
 from ckpt.engine.elastic.membership import Call, Epoch, News
 from ckpt.engine.members import TOPOLOGY
 from ckpt.errors import RankAbsentError
-from ckpt.ranks.absence import Beat, PhaseIndex
+from ckpt.ranks.agreement import Beat, PhaseIndex
 from ckpt.ranks.heartbeat import Heartbeat, beat_key, ended
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError
@@ -204,8 +204,8 @@ class MembershipStore:
         def ask() -> dict[int, Any] | None:
             dead = self.dead(waiting)  # before the replies: a rollout may reply and leave
             for number in waiting:
-                if (said := self._client.peek(f"reply/{number}")) is not None:
-                    found[number] = json.loads(said)
+                if (reply := self._client.peek(f"reply/{number}")) is not None:
+                    found[number] = json.loads(reply)
             waiting.difference_update(found, dead)
             return None if waiting else found
 

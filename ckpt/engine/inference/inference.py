@@ -1,6 +1,6 @@
 """A sink that hands received weights to the worker processes of an inference engine, by checkpoint-engine's protocol.
 
-    landing --copy--> half of a buffer that the workers have mapped --their `load_weights`--> their model
+    receive buffer --copy--> half of a buffer that the workers have mapped --their `load_weights`--> their model
 
 The workers run `checkpoint_engine.worker.VllmColocateWorkerExtension`, SGLang's extension of that kind, or the package's
 `update_weights_from_ipc` itself; they need nothing of this package, except for handles of host memory. While they load one half of the
@@ -26,7 +26,7 @@ from ckpt.engine.wire.layout import WeightLayout, aligned
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.dtypes import raw_bytes
 from ckpt.memory.device import device_memory, wait_for
-from ckpt.memory.shared_memory import mapped, segment_of, shared_memory
+from ckpt.memory.host import mapped, segment_of, shared_memory
 from ckpt.ranks.waiting import in_thread
 
 Request = Callable[[Mapping[str, str], WeightVersion], None]

@@ -48,16 +48,16 @@ class ServerRequest:
         import httpx  # which checkpoint-engine and vLLM bring, and takes a while
 
         try:
-            said = self._client.request(method, f"{self.url}/{path}", json=body, params=query)
+            response = self._client.request(method, f"{self.url}/{path}", json=body, params=query)
         except httpx.HTTPError as error:
             raise CheckpointError(
                 f"the inference engine at {self.url}/{path} did not answer: {sentence(error)}"
             ) from error
-        if said.is_error:
+        if response.is_error:
             raise CheckpointError(
-                f"the inference engine at {self.url}/{path} refused ({said.status_code}): {' '.join(said.text.split())[:300]}"
+                f"the inference engine at {self.url}/{path} refused ({response.status_code}): {' '.join(response.text.split())[:300]}"
             )
-        return said
+        return response
 
 
 @dataclass(frozen=True)

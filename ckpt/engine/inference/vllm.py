@@ -169,9 +169,9 @@ class CkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         group = get_world_group().cpu_group
         mine = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()[:_LONGEST_TEXT]
         text = torch.frombuffer(bytearray(mine.ljust(_LONGEST_TEXT, b"\0")), dtype=torch.uint8)
-        said = [torch.empty_like(text) for _ in range(torch.distributed.get_world_size(group))]
-        torch.distributed.all_gather(said, text, group=group)
-        texts = (bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in said)
+        gathered = [torch.empty_like(text) for _ in range(torch.distributed.get_world_size(group))]
+        torch.distributed.all_gather(gathered, text, group=group)
+        texts = (bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in gathered)
         others = (CheckpointError(f"worker {number}: {text}") for number, text in enumerate(texts) if text)
         return failure or next(others, None)
 
@@ -205,12 +205,12 @@ class CkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             except OSError as error:  # of the last worker, which has the server serve it
                 handover.failure = error
 
-    def _served_adapter(self, said: Mapping[str, Any], server: VllmServers | None) -> ServedAdapter:
+    def _served_adapter(self, request: Mapping[str, Any], server: VllmServers | None) -> ServedAdapter:
         from ckpt.engine.inference.vllm_adapter import ServedAdapter
 
-        name = said["name"]
+        name = request["name"]
         adapter = self._adapters.get(name) or ServedAdapter(name, self.model, self.vllm_config)
-        adapter.set_config(said["config"])
+        adapter.set_config(request["config"])
         if server is not None:
             server.require_adapter(name, adapter.folder)
         self._adapters[name] = adapter

@@ -153,17 +153,17 @@ class Farewell:
 
     def __init__(self) -> None:
         self._over = threading.Event()
-        self._told: list[Future[None]] = []
+        self._tellings: list[Future[None]] = []
 
     def to(self, lines: Iterable[WorkerLine]) -> None:
         """Dismiss the workers, and close their lines; after ten minutes also those that have not connected."""
-        self._told = [telling for telling in self._told if not telling.done()]
-        self._told.append(in_thread(partial(self._tell, [*lines]), "ckpt-farewell"))
+        self._tellings = [telling for telling in self._tellings if not telling.done()]
+        self._tellings.append(in_thread(partial(self._tell, [*lines]), "ckpt-farewell"))
 
     def end(self) -> bool:
         """Stop; return whether all lines are closed."""
         self._over.set()
-        return not wait(self._told, timeout=2.0).not_done
+        return not wait(self._tellings, timeout=2.0).not_done
 
     def _tell(self, lines: list[WorkerLine]) -> None:
         why = RuntimeError("Some workers failed to update weights")

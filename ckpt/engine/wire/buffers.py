@@ -13,7 +13,7 @@ from ckpt.engine.wire.group import OwnGroup
 from ckpt.engine.wire.layout import ALIGNED
 from ckpt.errors import ConfigurationError
 from ckpt.memory.device import Device, SideStream, device_memory
-from ckpt.memory.huge_pages import HostMemory
+from ckpt.memory.host import HostMemory
 
 
 class Buckets:

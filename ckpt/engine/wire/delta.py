@@ -109,35 +109,35 @@ class Changes:
 
 
 def agreed_changes(
-    said: Sequence[Mapping[str, Any]], layout: WeightLayout, rollouts: Sequence[int], block_bytes: int
+    offers: Sequence[Mapping[str, Any]], layout: WeightLayout, rollouts: Sequence[int], block_bytes: int
 ) -> Changes | None:
     """Return what travels; None: everything, for some rank holds another version, or none. Equal on all ranks.
 
     Args:
-        said: by rank. Trainers give `base` and `changed`, see `BlockHistory`; rollouts `holds`, the digest of the version they have.
+        offers: by rank. Trainers give `base` and `changed`, see `BlockHistory`; rollouts `holds`, the digest of the version they have.
     """
-    trainers = [offer for offer in said if "base" in offer]
-    held = {trainer["base"] for trainer in trainers} | {said[rank]["holds"] for rank in rollouts}
+    trainers = [offer for offer in offers if "base" in offer]
+    held = {trainer["base"] for trainer in trainers} | {offers[rank]["holds"] for rank in rollouts}
     if len(held) != 1 or None in held:
         return None
     runs: dict[int, Runs] = {}
     for rank in set(layout.owners):
         extents = {bucket: layout.extent(bucket) for bucket in layout.buckets_of(rank)}
         sizes = {bucket: stop - start for bucket, (start, stop) in extents.items()}
-        runs |= _runs_of(said[rank]["changed"], sizes, block_bytes)
+        runs |= _runs_of(offers[rank]["changed"], sizes, block_bytes)
     return Changes(held.pop(), runs)
 
 
-def require_one_block(said: Sequence[Mapping[str, Any]]) -> None:
+def require_one_block(offers: Sequence[Mapping[str, Any]]) -> None:
     """Check that all ranks compare blocks of the same size, or none does.
 
     Raises:
         ConfigurationError: they differ.
     """
-    for rank, offer in enumerate(said):
-        if offer["block_bytes"] != said[0]["block_bytes"]:
+    for rank, offer in enumerate(offers):
+        if offer["block_bytes"] != offers[0]["block_bytes"]:
             raise ConfigurationError(
-                f"rank 0 has {_setting(said[0])}, and rank {rank} has {_setting(offer)}: give all ranks the same"
+                f"rank 0 has {_setting(offers[0])}, and rank {rank} has {_setting(offer)}: give all ranks the same"
             )
 
 

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from ckpt.errors import RankLeftError
-from ckpt.errors.imports import private_name
+from ckpt.errors import RankLeftError, private_name
 from ckpt.memory.device import Device
 from ckpt.ranks.stores import connection
 from ckpt.ranks.waiting import poll_until

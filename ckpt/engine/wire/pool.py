@@ -13,9 +13,8 @@ from ckpt.format.box import flat_boxes
 from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import as_integers, contiguous, raw_bytes
 from ckpt.memory.device import pinned, uses_accelerator, wait_for
-from ckpt.memory.huge_pages import HostMemory, staging_memory
-from ckpt.memory.shared_memory import memory_at, place_of, shared_memory
-from ckpt.storage.held import MemoryFile
+from ckpt.memory.host import HostMemory, memory_at, place_of, shared_memory, staging_memory
+from ckpt.storage.host_memory import MemoryFile
 
 
 class HostPool:

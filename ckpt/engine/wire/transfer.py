@@ -1,9 +1,9 @@
 """Transfer of buckets from the trainers' host memory to the rollouts', in order, each verified by its digest where it arrives.
 
     owner    host pool --copy stream--> device buffer --broadcast-->
-    rollout                          --broadcast--> device buffer --copy stream--> landing, digest
+    rollout                          --broadcast--> device buffer --copy stream--> receive buffer, digest
 
-Collectives that take host memory need no buffer: a bucket goes from the pool to its place in the landing. If only parts of a bucket have
+Collectives that take host memory need no buffer: a bucket goes from the pool to its place there. If only parts of a bucket have
 changed, these travel side by side in one broadcast; the rollout puts them into the bucket it has, and digests all of it.
 """
 

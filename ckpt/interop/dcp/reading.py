@@ -33,7 +33,7 @@ from ckpt.loading.other_checkpoint import (
 )
 from ckpt.state.flatten import Path as StatePath
 from ckpt.state.flatten import leaves_apart, unflatten
-from ckpt.storage.files_of import files_below, is_file
+from ckpt.storage.checkpoint_files import files_below, is_file
 
 METADATA = ".metadata"
 _MOST_BYTES = 4 << 30

@@ -29,7 +29,7 @@ from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import item_bytes, torch_dtype, zarr_name
 from ckpt.format.export_records import RECORDS_NAME, ExportRecords
 from ckpt.format.manifest import SHARDED, STATE, ArrayEntry, CheckpointManifest, ComponentManifest
-from ckpt.format.names import PLAIN_NAME
+from ckpt.format.places import PLAIN_NAME
 from ckpt.interop.dcp.reading import METADATA, open_at
 from ckpt.interop.exported import records_of
 from ckpt.interop.megatron.writing import ShardedParts, write_common
@@ -57,8 +57,7 @@ from ckpt.saving.writing import plain_to_bytes
 from ckpt.state.flatten import joined_key
 from ckpt.state.sharing import SharingPattern, StateComponent
 from ckpt.state.statefuls import Given
-from ckpt.storage.durable import write_durably
-from ckpt.storage.files import WriteOnce, read_once
+from ckpt.storage.files import WriteOnce, read_once, write_durably
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -33,8 +33,7 @@ from ckpt.interop.torch_save.reading import Content, content_of
 from ckpt.loading.other_checkpoint import FilePiece, OtherCheckpoint, OtherTensor, refusing
 from ckpt.state.flatten import Path as StatePath
 from ckpt.state.flatten import key_of
-from ckpt.storage.checkpoint_files import CheckpointFolder
-from ckpt.storage.files_of import names_below
+from ckpt.storage.checkpoint_files import CheckpointFolder, names_below
 
 LATEST = "latest_universal"
 _ZERO = "zero"

@@ -170,8 +170,8 @@ def array_at(checkpoint_dir: Path, key: str) -> MegatronArray:
     where = f"{key}: {file} does not describe a Zarr v2 array"
     try:
         with CheckpointFolder(checkpoint_dir) as folder:
-            said = read(folder.read(f"{key}/{ARRAY_FILE}", _MOST_METADATA_BYTES), _Document, where)
-        codecs = [codec for codec in (*(said.filters or ()), said.compressor) if codec is not None]
+            metadata = read(folder.read(f"{key}/{ARRAY_FILE}", _MOST_METADATA_BYTES), _Document, where)
+        codecs = [codec for codec in (*(metadata.filters or ()), metadata.compressor) if codec is not None]
         _require_known(codecs)
     except (ValueError, KeyError, TypeError, OSError) as error:
         if isinstance(error, CorruptCheckpointError):
@@ -179,15 +179,15 @@ def array_at(checkpoint_dir: Path, key: str) -> MegatronArray:
         raise CorruptCheckpointError(f"{where}: {sentence(error)}") from error
     array = MegatronArray(
         key=key,
-        dtype=_dtype_name(said.dtype, key, file),
-        shape=said.shape,
-        grid=tuple(max(side, 1) for side in said.chunks),
-        is_raw=not codecs and said.order == "C" and not said.dtype.startswith(">"),
-        separator=said.dimension_separator,
+        dtype=_dtype_name(metadata.dtype, key, file),
+        shape=metadata.shape,
+        grid=tuple(max(side, 1) for side in metadata.chunks),
+        is_raw=not codecs and metadata.order == "C" and not metadata.dtype.startswith(">"),
+        separator=metadata.dimension_separator,
         codecs=tuple(codec["id"] for codec in codecs),
     )
-    if len(said.shape) != len(said.chunks) or max(array.num_bytes, array.chunk_bytes) > MAX_INT:
-        raise corrupt(where, f"an array of shape {list(said.shape)} cannot lie in chunks of {list(said.chunks)}")
+    if len(metadata.shape) != len(metadata.chunks) or max(array.num_bytes, array.chunk_bytes) > MAX_INT:
+        raise corrupt(where, f"an array of shape {list(metadata.shape)} cannot lie in chunks of {list(metadata.chunks)}")
     return array
 
 

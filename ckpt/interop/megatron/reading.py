@@ -58,9 +58,9 @@ def open_sharded(root: Path) -> OtherCheckpoint:
     dcp, metadata = described_dcp(root)
     with refusing(root / METADATA, "DCP"):
         shapes = {
-            name: sizes_in(told["nd_reformulated_orig_global_shape"])
-            for name, told in (metadata.get("mcore_data") or {}).items()
-            if told
+            name: sizes_in(described["nd_reformulated_orig_global_shape"])
+            for name, described in (metadata.get("mcore_data") or {}).items()
+            if described
         }
         tensors = {
             name: replace(_unflattened(root, name, tensor, shapes.get(name)), path=(name,))

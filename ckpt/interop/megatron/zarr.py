@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from ckpt.backends.decoded_size import require_decodes_within
-from ckpt.errors import Argument, ConfigurationError, CorruptCheckpointError, MissingStateError, sentence
-from ckpt.errors.imports import importing
+from ckpt.errors import Argument, ConfigurationError, CorruptCheckpointError, MissingStateError, importing, sentence
 from ckpt.format.box import Box, chunk_box, chunks_meeting
 from ckpt.format.dtypes import bits_of, torch_dtype
 from ckpt.format.records import ChunkExtent
@@ -34,8 +33,7 @@ from ckpt.interop.megatron.layout import is_megatron_zarr as is_megatron_zarr
 from ckpt.interop.unpickling import Unknown, unpickle
 from ckpt.loading.other_checkpoint import Encoded, FilePiece, OtherCheckpoint, OtherTensor
 from ckpt.state.sharded_object import ShardedObject
-from ckpt.storage.checkpoint_files import CheckpointFolder
-from ckpt.storage.files_of import names_below
+from ckpt.storage.checkpoint_files import CheckpointFolder, names_below
 
 _log = logging.getLogger("ckpt")
 

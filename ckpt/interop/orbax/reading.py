@@ -21,8 +21,7 @@ import numpy as np
 import torch
 
 from ckpt.backends.ocdbt_format import Value
-from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
-from ckpt.errors.imports import importing
+from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError, importing
 from ckpt.format.box import Box, chunk_box, num_chunks, whole
 from ckpt.format.dtypes import is_known, item_bytes, torch_dtype
 from ckpt.format.gc_pause import gc_paused
@@ -463,21 +462,21 @@ _Described = tuple[ArraySpec, list[str], Callable[[Sequence[int]], str]]
 
 def _zarr2(document: bytes, name: str, where: str) -> _Described:
     """Return what `.zarray` says of an array, its codecs, and the function that names its chunks."""
-    said = read(document, _Zarr2, where)
-    array = ArraySpec(name, _ZARR2_TYPES.get(said.dtype[1:], said.dtype), said.shape, said.chunks)
-    codecs = [said.compressor.id] if said.compressor else []
-    return array, codecs, lambda at: said.dimension_separator.join(map(str, at)) or "0"
+    metadata = read(document, _Zarr2, where)
+    array = ArraySpec(name, _ZARR2_TYPES.get(metadata.dtype[1:], metadata.dtype), metadata.shape, metadata.chunks)
+    codecs = [metadata.compressor.id] if metadata.compressor else []
+    return array, codecs, lambda at: metadata.dimension_separator.join(map(str, at)) or "0"
 
 
 def _zarr3(document: bytes, name: str, where: str) -> _Described:
     """As `_zarr2`, of a `zarr.json`."""
-    said = read(document, _Zarr3, where)
-    array = ArraySpec(name, said.data_type, said.shape, said.chunk_grid.configuration.chunk_shape)
-    codecs, left = [], list(said.codecs)
+    metadata = read(document, _Zarr3, where)
+    array = ArraySpec(name, metadata.data_type, metadata.shape, metadata.chunk_grid.configuration.chunk_shape)
+    codecs, left = [], list(metadata.codecs)
     for codec in left:
         codecs.append(codec.name)
         left += codec.configuration.codecs
-    encoding = said.chunk_key_encoding
+    encoding = metadata.chunk_key_encoding
     if encoding.name == "v2":
         separator = encoding.configuration.separator or "."
         return array, codecs, lambda at: separator.join(map(str, at)) or "0"

@@ -13,7 +13,7 @@ import msgspec
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.places import Place
 from ckpt.format.strict_json import fit, parse
-from ckpt.storage.files_of import files_below, is_file, names_below
+from ckpt.storage.checkpoint_files import files_below, is_file, names_below
 from ckpt.storage.hub_snapshots import files_in
 
 SAFETENSORS, BIN = "safetensors", "bin"
@@ -96,13 +96,13 @@ def names_by_file(index: Place) -> dict[str, set[str]]:
     """
     root, place_of = files_in(index.parent)
     with files_below(root) as folder:
-        said = fit(parse(folder.read(place_of(index.name), _MOST_INDEX_BYTES), str(index)), dict[str, Any], str(index))
-    if "weight_map" not in said:
+        document = fit(parse(folder.read(place_of(index.name), _MOST_INDEX_BYTES), str(index)), dict[str, Any], str(index))
+    if "weight_map" not in document:
         raise CorruptCheckpointError(f"{index} is no index of weights: it has no weight_map", file=index.name)
     found: dict[str, set[str]] = {}
-    for name, file in fit(said["weight_map"], dict[str, str], str(index)).items():
+    for name, file in fit(document["weight_map"], dict[str, str], str(index)).items():
         found.setdefault(file, set()).add(name)
-    for tensor in fit(said.get("parts", {}), dict[str, _Parts], str(index)).values():
+    for tensor in fit(document.get("parts", {}), dict[str, _Parts], str(index)).values():
         for part in tensor.parts:
             found.setdefault(part.file, set()).add(part.name)
     return found

@@ -24,8 +24,7 @@ from ckpt.errors import Argument, ConfigurationError, MissingStateError, needing
 from ckpt.format.box import whole
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.manifest import SHARDED, STATE, ArrayEntry, CheckpointManifest
-from ckpt.format.names import COMPONENT_KEY
-from ckpt.format.places import Place
+from ckpt.format.places import COMPONENT_KEY, Place
 from ckpt.format.records import Content
 from ckpt.interop.megatron.zarr import MegatronZarr
 from ckpt.interop.new_files import PlacedBytes, require_read_back, shared_directory, write_pieces
@@ -271,7 +270,7 @@ def export(
             sections = [section for file, few in files.items() for section in _sections(file, few, selection.tensors)]
             mine = share_of(sections, [section.num_bytes for section in sections], topology)
         with shared_directory(dst, topology) as folder:
-            what = f"the share of rank {topology.rank}"
+            what = f"the part of rank {topology.rank}"
             with topology.phase("write"), needing(what, lambda: sum(section.num_bytes for section in mine)):
                 runs = write_pieces(_placed(selection, folder, mine), topology.progress)
             with topology.phase("read back"):

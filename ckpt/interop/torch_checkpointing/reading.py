@@ -28,8 +28,7 @@ from ckpt.backends.safetensors_format import read_shard
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import Box, whole
 from ckpt.format.dtypes import is_known, item_bytes
-from ckpt.format.names import is_inner_path
-from ckpt.format.places import Place
+from ckpt.format.places import Place, is_inner_path
 from ckpt.format.unknown import shown
 from ckpt.interop.safetensors.hub import names_by_file, weights_at
 from ckpt.interop.torch_checkpointing.shards import Shards, shards_of_metadata, shards_of_spec
@@ -41,7 +40,7 @@ from ckpt.loading.other_checkpoint import FilePiece, OtherCheckpoint, OtherTenso
 from ckpt.state.flatten import Path as StatePath
 from ckpt.state.flatten import key_of
 from ckpt.state.plain import to_json
-from ckpt.storage.files_of import files_below, is_file, names_below
+from ckpt.storage.checkpoint_files import files_below, is_file, names_below
 
 METADATA = "metadata.pkl"
 _BEGIN = b"metadata"
@@ -129,12 +128,12 @@ class _Opening:
         if METADATA not in self._names:
             return {}
         with files_below(self._root) as folder:
-            said = unpickle_inert(folder.read(METADATA, _MOST_BYTES), str(self._root / METADATA))
-        require_small(said, str(self._root / METADATA))  # ranks are looked up for each tensor
-        if said.get("version") != _VERSION:
-            found = f"{self._root / METADATA} is of version {shown(said.get('version'))}, where {_VERSION} is read"
+            document = unpickle_inert(folder.read(METADATA, _MOST_BYTES), str(self._root / METADATA))
+        require_small(document, str(self._root / METADATA))  # ranks are looked up for each tensor
+        if document.get("version") != _VERSION:
+            found = f"{self._root / METADATA} is of version {shown(document.get('version'))}, where {_VERSION} is read"
             raise ConfigurationError(f"{found}: load it by torch_checkpointing 0.1.1, and save it again")
-        return dict(said["metadata"])
+        return dict(document["metadata"])
 
     def _layouts(self, item: str, described: dict[Any, Any]) -> Iterator[tuple[int, tuple[str, str]]]:
         """Rank -> file and format."""
@@ -232,8 +231,8 @@ def _parts_in(root: Place, name: str, shards: Shards, file: str, held: Content, 
         raise ConfigurationError(held.unread.get(path, f"is no tensor that is read, and {METADATA} says {shown(shards.dtype)}"))
     found, expected = (local.dtype, local.shape), (shards.dtype, shards.local)
     if found != expected:
-        said = f"is {found[0]} {list(found[1])}, and its sharding says {expected[0]} {list(expected[1])}"
-        raise CorruptCheckpointError(f"{root / file}: {name} {said}", file=file)
+        mismatch = f"is {found[0]} {list(found[1])}, and its sharding says {expected[0]} {list(expected[1])}"
+        raise CorruptCheckpointError(f"{root / file}: {name} {mismatch}", file=file)
     parts: _Parts = {}
     for box, at in shards.parts:
         first = sum(step * offset for step, offset in zip(local.stride, at, strict=True)) * item_bytes(local.dtype)

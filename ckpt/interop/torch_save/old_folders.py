@@ -36,8 +36,7 @@ from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import NamedFromPositions, offers
 from ckpt.state.flatten import Leaves, flatten, rows_of
 from ckpt.state.sharing import OWN_COPIES, Sharing, SharingPattern, StateComponent, find_aliases, holders_of
-from ckpt.storage.checkpoint_files import CheckpointFolder
-from ckpt.storage.files_of import names_below
+from ckpt.storage.checkpoint_files import CheckpointFolder, names_below
 
 _FILE = re.compile(r"(?P<key>[A-Za-z0-9_-]+?)_state(?:_(?![0-9]+\.pt)[A-Za-z0-9_.-]+)?\.pt")
 """A number alone is a rank of torch_checkpointing."""
@@ -128,8 +127,8 @@ class OldSource(CheckpointSource):
         require_same_kind(component, was)
         moved = self.moved(component) if was in OWN_COPIES else None
         if moved is not None:
-            said = f" is {was.value}, and {moved}. Run on the ranks, nodes or groups that saved it"
-            raise refusal(WorldSizeError, component.key, said)
+            reason = f" is {was.value}, and {moved}. Run on the ranks, nodes or groups that saved it"
+            raise refusal(WorldSizeError, component.key, reason)
         return self._prefixes_here(component, copies)[self.topology.rank]
 
     def moved(self, component: StateComponent) -> str | None:

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.serialization import skip_data
 
-from ckpt.errors import needing
-from ckpt.errors.imports import private_name
+from ckpt.errors import needing, private_name
 from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.export_records import RECORDS_NAME
@@ -79,7 +78,7 @@ def export_torch(source: CheckpointSource, dst: Path, topology: Topology) -> Non
 def _pieces(
     source: CheckpointSource, file: Path, tensors: Mapping[str, OpenedTensor], topology: Topology
 ) -> Iterator[PlacedBytes]:
-    """Return the pieces of this rank's share, and their places."""
+    """Return the pieces of this rank's part, and their places."""
     starts = _starts(file, tensors)
     placed: list[tuple[int, Piece]] = []
     for name in sorted(tensors, key=starts.__getitem__):

@@ -72,8 +72,8 @@ class KeptTransports:
 
     def __init__(self, choice: Transport | str | None, *, cpu_transfer: bool) -> None:
         if isinstance(choice, str) and choice not in ("torch", "engine"):
-            said = f"transport={choice} of TwoStageLoad"
-            raise refused("strategy.transport", choice, "torch or engine, a Transport, or None", said)
+            setting = f"transport={choice} of TwoStageLoad"
+            raise refused("strategy.transport", choice, "torch or engine, a Transport, or None", setting)
         self.choice = choice
         self._cpu_transfer = cpu_transfer
         self._engine: EngineTransport | None = None

@@ -24,15 +24,19 @@ from ckpt.backends.base import Backend
 from ckpt.errors import Argument, ConfigurationError
 from ckpt.format import strict_json
 from ckpt.format.records import ALIGNMENT, BLOCK_BYTES
-from ckpt.loading.chunk_reader import ChunkReader
+from ckpt.loading.direct import ChunkReader
 from ckpt.loading.strategy import ReadRequest, Stored
-from ckpt.loading.two_stage.host_link import HostLink
 from ckpt.loading.two_stage.network import KeptTransports, Transport
-from ckpt.loading.two_stage.slots import SLOT_BYTES, Slots, make_slots
-from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, first_wanted_bytes, part_of, plan_spread
-from ckpt.loading.two_stage.spread_worker import TwoStageReading
-from ckpt.loading.two_stage.timing import Timers, timed
-from ckpt.loading.two_stage.wants import Want, wants_of
+from ckpt.loading.two_stage.slots import SLOT_BYTES, HostLink, Slots, make_slots
+from ckpt.loading.two_stage.spread_blocks import (
+    PIECE_ALIGNMENT,
+    Want,
+    first_wanted_bytes,
+    part_of,
+    plan_spread,
+    wants_of,
+)
+from ckpt.loading.two_stage.spread_worker import Timers, TwoStageReading, timed
 from ckpt.memory.budget import more_memory
 from ckpt.memory.copies import HALVES, Filling
 from ckpt.memory.device import Device
@@ -64,7 +68,7 @@ class TwoStageLoad:
             memory, and up to 8 MiB on the device.
         num_requests: to an object store, at a time; each has an answer of 8 MiB.
         timers: seconds of this rank: `prepare`; then `storage`, `network` and `place`, which run beside each other, and `wait`. See
-            `ckpt.loading.two_stage.timing.summarize`.
+            `ckpt.loading.two_stage.spread_worker.summarize`.
 
     Raises:
         ConfigurationError: there is no such transport.
@@ -310,10 +314,10 @@ def _of_ranks(
     return [(rows, those) for rows, those in chosen if those]
 
 
-def _require_alike(said: Mapping[str, Any]) -> None:
+def _require_alike(merged: Mapping[str, Any]) -> None:
     """Require the same settings on all ranks, and one type of device in whose memory blocks travel."""
-    devices: dict[str, tuple[int, None]] = said.get("devices", {})
-    settings = {name: setting for name, setting in said.items() if name != "devices"}
+    devices: dict[str, tuple[int, None]] = merged.get("devices", {})
+    settings = {name: setting for name, setting in merged.items() if name != "devices"}
     if (difference := first_difference(settings)) is not None:
         name, rank, here, on_lead = difference
         if name == _IN_FLIGHT:

@@ -210,7 +210,7 @@ class AsyncCallsQueue:
         The operation is named after the request, so that ranks at different requests disagree, and all raise.
         """
         call = self._calls.popleft()
-        stands = _said(finalized)
+        stands = _committed_text(finalized)
         with _abandoning(call.request), topology.operation(f"{call.request.what} (async call {call.number})"):
             with topology.phase("run") as phase:
                 phase.stands = stands
@@ -282,7 +282,7 @@ def _counted(num_scheduled: int, num_waiting: int) -> str:
     return f"{num_scheduled} async calls and finalized {num_scheduled - num_waiting}"
 
 
-def _said(finalized: Sequence[int]) -> str | None:
+def _committed_text(finalized: Sequence[int]) -> str | None:
     """The sentence about requests that are finalized even if the next one fails."""
     if not finalized:
         return None

@@ -22,9 +22,8 @@ import torch
 
 from ckpt.catalog.ledger import delete_folder
 from ckpt.errors import CheckpointError, RankAbsentError, SaveAbandonedError, StorageError, sentence
-from ckpt.memory.arena import Arena
 from ckpt.memory.device import same_device
-from ckpt.memory.huge_pages import staging_memory
+from ckpt.memory.host import Arena, staging_memory
 from ckpt.ranks.merging import most, total
 from ckpt.ranks.sigterm import SigtermDeferral
 from ckpt.ranks.topology import Topology
@@ -105,7 +104,7 @@ class Background:
         """Allocate and touch the memory for copies now, beside training, so that the first save stops training as long as later ones.
 
         Args:
-            foreseen_bytes: an estimate of this rank's share. The first save allocates anew if it takes more.
+            foreseen_bytes: an estimate of this rank's part. The first save allocates anew if it takes more.
         """
         if foreseen_bytes >= _WORTH_A_THREAD_BYTES:
             arguments = min(self._wanted(int(foreseen_bytes * _ESTIMATE_MARGIN)), self._limit()), same_device()
@@ -238,11 +237,11 @@ class Background:
         return failures
 
     def _snapshot(self, prepared: PreparedSave[Any], watched: Watched | None) -> Snapshot:
-        """Make a snapshot of the share, and room for it in the arena; without memory it is one that fails the save."""
+        """Make a snapshot of the rank's part, and room for it in the arena; without memory it is one that fails the save."""
         placed, error = _rooms_in(prepared)
         is_on_device = self._device.type != "cpu"
         snapshot = Snapshot(
-            prepared.share,
+            prepared.write_plan,
             prepared.plan,
             prepared.mine,
             self._arena,
@@ -251,7 +250,7 @@ class Background:
             placed=placed,
             progress=self._go_on,
         )
-        least, whole = arena_bytes(prepared.share, is_pinned=is_on_device and not placed, placed=placed)
+        least, whole = arena_bytes(prepared.write_plan, is_pinned=is_on_device and not placed, placed=placed)
         try:
             if error is not None:
                 raise error
@@ -266,7 +265,7 @@ class Background:
         if limit < whole and not self._has_told:
             self._has_told = True
             _log.warning(
-                "the copy of rank %d's share takes %.0f MiB of host memory, of which it may take %.0f: training waits while what came "
+                "the copy of rank %d's part takes %.0f MiB of host memory, of which it may take %.0f: training waits while what came "
                 "before is written. Give it a larger memory_budget_mib, or shard over more ranks.",
                 self._topology.rank,
                 whole / 2**20,
@@ -306,14 +305,14 @@ class Background:
             pending.over.set()
 
     def _write(
-        self, share: RankWritePlan, job: WriteJob, staged: Iterable[Staged], progress: Callable[[int], None]
+        self, write_plan: RankWritePlan, job: WriteJob, staged: Iterable[Staged], progress: Callable[[int], None]
     ) -> WriteResult:
-        """Write a share, until the saves are given up.
+        """Write what a plan says, until the saves are given up.
 
         Args:
             progress: that of the branch, which `_go_on` shows.
         """
-        return write_throttled(self._throttle, self._given_up, share, job, staged, self._go_on)
+        return write_throttled(self._throttle, self._given_up, write_plan, job, staged, self._go_on)
 
     def _go_on(self, num_bytes: int) -> None:
         """Show progress of the writing thread, unless the saves are given up."""
@@ -328,8 +327,8 @@ class Background:
         with self._topology.phase("report") as phase:
             phase.merge = {"seconds": most(pending.blocked_s), "bytes": total(pending.snapshot.blocked_bytes)}
         assert pending.report is not None
-        said = phase.merged
-        self._finalized.append(replace(pending.report, blocked_s=said["seconds"], blocked_bytes=said["bytes"]))
+        merged = phase.merged
+        self._finalized.append(replace(pending.report, blocked_s=merged["seconds"], blocked_bytes=merged["bytes"]))
         self._forget(pending)
 
     def _forget(self, pending: _Pending) -> None:
@@ -354,7 +353,7 @@ class Background:
 def _rooms_in(prepared: PreparedSave[Any]) -> tuple[Mapping[int, torch.Tensor], Exception | None]:
     """The places of items in memory that is kept, or the error of making that memory."""
     try:
-        return prepared.destination.rooms(prepared.share, prepared.backend), None
+        return prepared.destination.rooms(prepared.write_plan, prepared.backend), None
     except Exception as error:
         return {}, error
 

@@ -120,17 +120,17 @@ class Throttled:
 def write_throttled(
     throttle: Throttle | None,
     given_up: threading.Event,
-    share: RankWritePlan,
+    write_plan: RankWritePlan,
     job: WriteJob,
     staged: Iterable[Staged],
     progress: Callable[[int], None],
 ) -> WriteResult:
-    """Write a share in this thread, at most at the rate of the throttle; None: no limit.
+    """Write what a plan says in this thread, at most at the rate of the throttle; None: no limit.
 
     Args:
         given_up: see `Throttle.wrap`. The arguments after it are those of `RankWritePlan.write`.
     """
     if throttle is None:
-        return share.write(job, staged, progress)
+        return write_plan.write(job, staged, progress)
     slowed = throttle.wrap(progress, given_up)
-    return share.write(job, slowed.until_taken(staged), slowed)
+    return write_plan.write(job, slowed.until_taken(staged), slowed)

@@ -1,4 +1,4 @@
-"""Copy one rank's share of a save to host memory, which is reused from save to save.
+"""Copy one rank's part of a save to host memory, which is reused from save to save.
 
     training thread     copies state that may change at any time, and returns
     copier thread       copies, during the next forward and backward, state that only an optimizer's step changes (saves.overlap)
@@ -24,12 +24,12 @@ import torch
 from ckpt.backends.base import staged_digests
 from ckpt.errors import CheckpointError, SaveAbandonedError, StateChangedError
 from ckpt.format.dtypes import raw_bytes, torch_dtype
-from ckpt.memory.arena import Arena, room_for
 from ckpt.memory.copies import Halves, Staging, Streams
 from ckpt.memory.device import same_device, uses_accelerator, wait_for_accelerator
+from ckpt.memory.host import Arena, room_for
 from ckpt.planning.plan import ChunkTask, SavePlan
 from ckpt.ranks.waiting import start
-from ckpt.saving.gathering import Regions, sent
+from ckpt.saving.prepared_save import Regions, sent
 from ckpt.saving.save_settings import setting
 from ckpt.saving.writing import Item, Pack, RankWritePlan, Staged, laid_end_to_end
 from ckpt.state.collect import RankState
@@ -54,10 +54,10 @@ class Snapshot:
 
     `sending` is in the training thread, which copies on, or leaves the rest to the copier. Before `_may_be_written` no item is handed out.
     `give_up`, in any state but `new`, ends the copying with an error, waits for `over`, and gives all memory back to the arena.
-    Only the thread that copies uses the tensors (`_regions`, `_contribution`, `_watched`), and releases them before `over`.
+    Only the thread that copies uses the tensors (`_regions`, `_rank_state`, `_watched`), and releases them before `over`.
 
     Args:
-        arena: large enough for `arena_bytes` of this share.
+        arena: large enough for `arena_bytes` of this plan.
         placed: number of an item -> memory of its size, outside of the arena, to copy it to. Items are handed out once all are copied.
         watched: tensors that only optimizers' steps change, for the copier to copy. None: the training thread copies all.
         pinned_bytes: of memory that copies from devices pass through; None: the arena itself is pinned.
@@ -69,9 +69,9 @@ class Snapshot:
 
     def __init__(
         self,
-        share: RankWritePlan,
+        write_plan: RankWritePlan,
         plan: SavePlan,
-        contribution: RankState,
+        rank_state: RankState,
         arena: Arena,
         *,
         watched: Watched | None,
@@ -81,9 +81,9 @@ class Snapshot:
     ) -> None:
         self._progress = progress
         self._placed = placed or {}
-        self._share = share
-        self._contribution = contribution
-        self._regions = Regions(plan, contribution)
+        self._write_plan = write_plan
+        self._rank_state = rank_state
+        self._regions = Regions(plan, rank_state)
         self._arena = arena
         self._watched = watched
         self._pinned_bytes = pinned_bytes
@@ -108,10 +108,10 @@ class Snapshot:
                 raise self._error
             self._meet_devices()
             staging = Staging(Halves(self._pinned_bytes or _LITTLE_PINNED_BYTES), self._streams)
-            self._sends = sent(self._share, self._regions, staging)
+            self._sends = sent(self._write_plan, self._regions, staging)
             self._has_sends.set()  # before anything waits for room: writing frees it, and begins with the exchange of these
             now, later = self._parted()
-            self.blocked_bytes = sum(sum(_bytes_of(self._share, item)) for _, item in now)
+            self.blocked_bytes = sum(sum(_bytes_of(self._write_plan, item)) for _, item in now)
             self._copy(now, digest=False)  # training waits
         except Exception as error:
             self._error = error
@@ -210,7 +210,7 @@ class Snapshot:
 
     def _meet_devices(self) -> None:
         """Wait now for the work queued on devices: by the time of the copier training has queued more."""
-        for item in self._share.items if uses_accelerator() else ():
+        for item in self._write_plan.items if uses_accelerator() else ():
             for tensor in self._regions.of_item(item):
                 if not tensor.is_cpu:
                     self._streams.on(tensor.device)
@@ -219,10 +219,10 @@ class Snapshot:
         """(Items to copy before `take` returns, items for the copier)."""
         watched = self._watched
         if watched is None:
-            return list(enumerate(self._share.items)), []
+            return list(enumerate(self._write_plan.items)), []
         now: list[tuple[int, Item]] = []
         later: list[tuple[int, Item]] = []
-        for number, item in enumerate(self._share.items):
+        for number, item in enumerate(self._write_plan.items):
             if isinstance(item, ChunkTask) and all(map(watched.holds, tensors := self._regions.of_item(item))):
                 for tensor in tensors:
                     watched.note(item.name, tensor)
@@ -247,7 +247,7 @@ class Snapshot:
                 self._require_unchanged()
         except BaseException as error:
             self._error = error
-        del self._contribution, self._regions
+        del self._rank_state, self._regions
         self._watched = None
         self._ready.put(None)
         self._is_over.set()
@@ -262,7 +262,7 @@ class Snapshot:
                 "nothing may change a parameter in place; call wait_for_snapshot() before what does, or ",
                 "save with ", setting("overlap", False),
             )
-        self._contribution.require_unchanged()
+        self._rank_state.require_unchanged()
 
     def _copy(self, items: Sequence[tuple[int, Item]], *, digest: bool) -> None:
         """Copy items, and queue them for the writer.
@@ -286,7 +286,7 @@ class Snapshot:
         try:
             for (number, item), hosts in Staging(through, self._streams).ahead(with_tensors()):
                 if number not in rooms:
-                    rooms[number] = self._take(number, sum(map(_in_a_row, _bytes_of(self._share, item))))
+                    rooms[number] = self._take(number, sum(map(_in_a_row, _bytes_of(self._write_plan, item))))
                     hosts = _copied(item, hosts, rooms[number])
                 elif isinstance(item, Pack):
                     hosts = [_joined(hosts, rooms[number])]
@@ -305,13 +305,13 @@ class Snapshot:
                     self._give_back(number, room)
 
     def _digests_of(self, staged: Staged) -> list[tuple[int, ...]]:
-        item = self._share.items[staged.number]
+        item = self._write_plan.items[staged.number]
         return [staged_digests(host, self._grid_of(item, host)) for host in staged.hosts]
 
     def _grid_of(self, item: Item, host: torch.Tensor) -> tuple[int, ...]:
         """The shape of a host tensor in storage: that of the whole chunk, or its own for a part of a chunk or a pack."""
         if isinstance(item, ChunkTask) and item.own == (item.box,):
-            return self._share.stored_shape(item)
+            return self._write_plan.stored_shape(item)
         return tuple(host.shape)
 
     def _take(self, number: int, num_bytes: int) -> torch.Tensor:
@@ -329,16 +329,16 @@ class Snapshot:
             raise SaveAbandonedError("the save failed before its copy was complete")
 
 
-def arena_bytes(share: RankWritePlan, *, is_pinned: bool, placed: Collection[int] = ()) -> tuple[int, int]:
-    """(The fewest bytes that an arena for a share must have, the bytes with which no item waits for another).
+def arena_bytes(write_plan: RankWritePlan, *, is_pinned: bool, placed: Collection[int] = ()) -> tuple[int, int]:
+    """(The fewest bytes that an arena for a write plan must have, the bytes with which no item waits for another).
 
     Args:
         is_pinned: devices copy two items to the arena at a time, and a third must have room wherever they are.
         placed: the items that are not copied to the arena. If there are any, all others must have room at once.
     """
     sizes = [
-        room_for(sum(_in_a_row(num_bytes) for num_bytes in _bytes_of(share, item)))
-        for number, item in enumerate(share.items)
+        room_for(sum(_in_a_row(num_bytes) for num_bytes in _bytes_of(write_plan, item)))
+        for number, item in enumerate(write_plan.items)
         if number not in placed
     ]
     if placed:
@@ -347,10 +347,10 @@ def arena_bytes(share: RankWritePlan, *, is_pinned: bool, placed: Collection[int
     return largest * (3 if is_pinned else 1), max(sum(sizes), largest * (3 if is_pinned else 1))
 
 
-def _bytes_of(share: RankWritePlan, item: Item) -> list[int]:
+def _bytes_of(write_plan: RankWritePlan, item: Item) -> list[int]:
     if isinstance(item, Pack):
-        return [share.item_bytes(item)]
-    itemsize = torch_dtype(share.arrays[item.name].dtype).itemsize
+        return [write_plan.item_bytes(item)]
+    itemsize = torch_dtype(write_plan.arrays[item.name].dtype).itemsize
     return [box.num_elements * itemsize for box in item.own]
 
 

@@ -12,8 +12,7 @@ from threading import Lock
 from typing import Any, BinaryIO, Protocol, Self, TypeVar
 
 from ckpt.errors import CorruptCheckpointError
-from ckpt.format.names import is_inner_path
-from ckpt.format.places import ObjectPath
+from ckpt.format.places import ObjectPath, is_inner_path
 from ckpt.storage.objects.store import store_of
 
 RANGE_BYTES = 8 << 20
@@ -46,7 +45,7 @@ def side_by_side(call: Callable[[_Item], _Result], items: Iterable[_Item]) -> li
 
 
 class ObjectFiles:
-    """The objects below one address. See `ckpt.storage.files_of.Files`."""
+    """The objects below one address. See `ckpt.storage.checkpoint_files.Files`."""
 
     def __init__(self, root: ObjectPath) -> None:
         self.root = root
@@ -261,7 +260,7 @@ def _is_in(at: int, path: str, one: Range) -> bool:
 
 
 class ObjectFile:
-    """One object. See `ckpt.storage.files_of.OpenedFile`."""
+    """One object. See `ckpt.storage.checkpoint_files.OpenedFile`."""
 
     def __init__(self, files: ObjectFiles, path: str) -> None:
         self._files = files

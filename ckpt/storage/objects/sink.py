@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 
 from ckpt.errors import CorruptCheckpointError
-from ckpt.format.names import is_inner_path
-from ckpt.format.places import ObjectPath, Place
+from ckpt.format.places import ObjectPath, Place, is_inner_path
 from ckpt.ranks.waiting import start
 from ckpt.storage.direct_io import Buffers
 from ckpt.storage.host_memory import private

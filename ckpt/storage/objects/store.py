@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from ckpt.errors import ConfigurationError
-from ckpt.errors.imports import importing
+from ckpt.errors import ConfigurationError, importing
 from ckpt.format.places import ObjectPath, Place
 
 RETRY_S = 60.0
@@ -356,7 +355,7 @@ def _profile(what: str) -> dict[str, str]:
     """
     name = os.environ.get("AWS_PROFILE", "default")
     has_keys = any(name.startswith(_OTHER_KEYS) for name in os.environ)
-    said: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for variable, file, section in (
         ("AWS_CONFIG_FILE", "~/.aws/config", "default" if name == "default" else f"profile {name}"),
         ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials", name),
@@ -370,8 +369,8 @@ def _profile(what: str) -> dict[str, str]:
                 continue
             raise ConfigurationError(f"{path} cannot be read: it is no file of profiles") from None
         if parser.has_section(section):
-            said |= parser[section]
-    found = {ours: said[theirs] for theirs, ours in _IN_PROFILES.items() if theirs in said}
+            settings |= parser[section]
+    found = {ours: settings[theirs] for theirs, ours in _IN_PROFILES.items() if theirs in settings}
     for option, variables in _SET_BY.items():
         if any(os.environ.get(name) for name in variables):
             found.pop(option, None)
@@ -423,14 +422,14 @@ def _is_past_end(error: Exception) -> bool:
 def _as_os_error(error: Exception, errors: Any, address: str, endpoint: str) -> OSError:
     text = str(error)
     status, code = _STATUS.search(text), _CODE.search(text)
-    said = f"{status[1]} {code[1] if code else status[2].strip()}" if status else _first_line(error)
+    reason = f"{status[1]} {code[1] if code else status[2].strip()}" if status else _first_line(error)
     if _EXPIRED.search(text):
         return PermissionError(errno.EACCES, "the credentials have expired", address)
     if isinstance(error, errors.PermissionDeniedError | errors.UnauthenticatedError) or (status and status[1] in ("401", "403")):
-        return PermissionError(errno.EACCES, f"the store denies access ({said})", address)
+        return PermissionError(errno.EACCES, f"the store denies access ({reason})", address)
     if status is None:
-        return OSError(errno.EIO, f"the store does not answer ({said}{endpoint})", address)
-    return OSError(errno.EIO, f"the store refuses ({said})", address)
+        return OSError(errno.EIO, f"the store does not answer ({reason}{endpoint})", address)
+    return OSError(errno.EIO, f"the store refuses ({reason})", address)
 
 
 def _host_of(url: str) -> str:

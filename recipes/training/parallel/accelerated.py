@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 
-from ckpt.errors import ConfigurationError
-from ckpt.errors.imports import private_name
+from ckpt.errors import ConfigurationError, private_name
 from ckpt.ranks.topology import Topology
 from recipes.support.ranks import environment_with
 from recipes.training.model import Step

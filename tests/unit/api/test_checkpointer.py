@@ -23,7 +23,7 @@ from ckpt.errors import (
     ConfigurationError,
     MissingStateError,
 )
-from ckpt.format.names import step_of
+from ckpt.format.places import step_of
 from ckpt.ranks.topology import Topology
 from ckpt.storage.stored import read_manifest
 from tests.support.crafts import edit_manifest

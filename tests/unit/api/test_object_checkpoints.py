@@ -27,7 +27,7 @@ from ckpt.errors import (
 )
 from ckpt.format.places import ObjectPath, place_of
 from ckpt.integrations.dcp import CkptReader, CkptWriter
-from ckpt.saving import planner
+from ckpt.saving import saver
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.storage.objects import files
 from ckpt.storage.objects import store as stores
@@ -461,8 +461,8 @@ def test_a_commit_that_was_not_answered_is_whole_or_none(server: ObjectServer, m
 def test_a_save_of_very_many_objects_is_told_of_once(
     root: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(planner, "PACK_BELOW_IN_STORES", 0)
-    monkeypatch.setattr(planner, "MANY_OBJECTS", 10)
+    monkeypatch.setattr(saver, "PACK_BELOW_IN_STORES", 0)
+    monkeypatch.setattr(saver, "MANY_OBJECTS", 10)
     loop = Loop()
     loop.step()
     with loop.checkpoints(root, format="zarr") as run:

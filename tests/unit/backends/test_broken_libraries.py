@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.errors.imports import import_failure
+from ckpt.errors import import_failure
 
 FORMATS = ("zarr", "tensorstore", "kimi-engine", "zarr in gzip")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt.backends.zarr_format import array_document, chunk_key, with_groups_above
+from ckpt.backends.zarr import array_document, chunk_key, with_groups_above
 from ckpt.format.records import ArraySpec
 
 

@@ -30,7 +30,7 @@ from ckpt.format.manifest_parsing import parse_index
 from ckpt.format.records import BLOCK_BYTES, ArraySpec, stored_shape
 from ckpt.storage import files as files_module
 from ckpt.storage.checkpoint_files import CheckpointFolder
-from ckpt.storage.pieces import Pieces
+from ckpt.storage.sink import Pieces
 from ckpt.storage.stored import check_file, read_index, read_manifest
 from tests.support import plain_safetensors
 from tests.support.arrays import array, expected, read_by_extents

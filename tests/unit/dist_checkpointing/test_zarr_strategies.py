@@ -17,7 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckpt import dist_checkpointing
-from ckpt.backends.zarr_format import described_as
+from ckpt.backends.zarr import described_as
 from ckpt.catalog.verify import verify_checkpoint
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.dist_checkpointing.strategies import base

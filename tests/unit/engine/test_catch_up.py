@@ -93,7 +93,7 @@ def test_a_checkpoint_that_lacks_a_weight_or_has_another_shape_is_refused(name: 
 
 def test_the_trainers_memory_gives_the_same_and_is_refused_where_it_has_moved_on(published: Any) -> None:
     engine, news, layout = published
-    there = engine.landings[0]
+    there = engine.receive_buffers[0]
 
     def read(buckets: Mapping[int, torch.Tensor]) -> None:
         for number, host in buckets.items():

@@ -33,7 +33,7 @@ def layout_of(published: Published) -> WeightLayout:
 
 
 def whole(step: int) -> list[tuple[str, torch.Tensor]]:
-    """As a landing yields the weights of a step: contiguous, the alias last."""
+    """As a receive buffer yields the weights of a step: contiguous, the alias last."""
     published = Published(MixedModel(step))
     found = {name: tensor.contiguous() for name, tensor in published}
     return [*found.items(), *((alias, found[first]) for alias, first in published.tied_names.items())]

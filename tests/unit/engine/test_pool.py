@@ -1,4 +1,4 @@
-"""What trainers put into their pools and rollouts find in their landings: any tensors, strides, buckets and owners."""
+"""What trainers put into their pools and rollouts find in their receive buffers: any tensors, strides, buckets and owners."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckpt.engine.wire.layout import ALIGNED, WeightLayout
 from ckpt.engine.wire.pool import HostPool, ReceivedStream, digest_of_bucket
 from ckpt.errors import ConfigurationError
 from ckpt.format.dtypes import as_integers
-from ckpt.memory.huge_pages import staging_memory
+from ckpt.memory.host import staging_memory
 from tests.support.states import ALL_DTYPES, random_bits, same_bits, zero_bits
 
 
@@ -69,12 +69,12 @@ def sent(
     return layout, digests
 
 
-def landed(pools: Sequence[HostPool], layout: WeightLayout, landing: ReceivedStream) -> dict[str, torch.Tensor]:
-    landing.make_room(layout)
+def landed(pools: Sequence[HostPool], layout: WeightLayout, receive_buffer: ReceivedStream) -> dict[str, torch.Tensor]:
+    receive_buffer.make_room(layout)
     for pool in pools:
         for bucket, host in pool.buckets(layout).items():
-            landing.bucket(bucket).copy_(host)
-    return dict(landing.weights())
+            receive_buffer.bucket(bucket).copy_(host)
+    return dict(receive_buffer.weights())
 
 
 def require_equal(found: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
@@ -93,12 +93,12 @@ def test_what_all_owners_send_gives_back_every_bit_also_in_memory_used_before(
     owners: list[int],
 ) -> None:
     pools = [HostPool(rank, bucket_bytes) for rank in owners]
-    landing = ReceivedStream()
+    receive_buffer = ReceivedStream()
     for seed, some in enumerate((kinds, others, kinds), start=1):
         tensors = tensors_of(some, seed)
         layout, digests = sent(pools, tensors, bucket_bytes, owners)
-        require_equal(landed(pools, layout, landing), tensors)
-        assert digests == {bucket: digest_of_bucket(landing.bucket(bucket)) for bucket in range(layout.num_buckets)}
+        require_equal(landed(pools, layout, receive_buffer), tensors)
+        assert digests == {bucket: digest_of_bucket(receive_buffer.bucket(bucket)) for bucket in range(layout.num_buckets)}
 
 
 @given(TENSORS, BUCKETS, OWNERS)
@@ -181,13 +181,13 @@ class _NewMemory(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_has_gaps_or_is_cast_is_never_copied_as_a_whole(dtype: torch.dtype) -> None:
     tensor = torch.randn(64, 96).t()
-    pool, landing = HostPool(0, 2048), ReceivedStream()
+    pool, receive_buffer = HostPool(0, 2048), ReceivedStream()
     layout = WeightLayout(2048, [0])
     with _NewMemory() as noted:
         pool.put(layout, layout.add("w", dtype, tensor.shape), tensor)
     assert max(noted.sizes) <= 2048
     pool.seal(layout)
-    assert same_bits(landed([pool], layout, landing)["w"], tensor.to(dtype))
+    assert same_bits(landed([pool], layout, receive_buffer)["w"], tensor.to(dtype))
 
 
 def test_the_pool_keeps_its_memory_from_update_to_update_and_lets_go_of_what_is_left_over() -> None:
@@ -205,7 +205,7 @@ def test_the_pool_keeps_its_memory_from_update_to_update_and_lets_go_of_what_is_
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes of every memory that a landing has asked for."""
+    """The bytes of every memory that a receive buffer has asked for."""
     sizes: list[int] = []
 
     def noted(num_bytes: int) -> torch.Tensor:
@@ -216,64 +216,64 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def test_the_landing_keeps_its_memory_while_the_weights_fit_and_nobody_reads(made: list[int]) -> None:
-    pool, landing = HostPool(0, 256), ReceivedStream()
+def test_the_receive_buffer_keeps_its_memory_while_the_weights_fit_and_nobody_reads(made: list[int]) -> None:
+    pool, receive_buffer = HostPool(0, 256), ReceivedStream()
     for size in (1000, 1000, 10, 1000, 2000):
         layout, _ = sent([pool], {"w": torch.ones(size)}, 256, [0])
-        landed([pool], layout, landing)
+        landed([pool], layout, receive_buffer)
     assert made == [4096, 8192]
 
 
-def test_who_reads_a_landing_keeps_what_it_reads_while_the_next_weights_land(made: list[int]) -> None:
-    pool, landing = HostPool(0, 256), ReceivedStream()
+def test_who_reads_a_receive_buffer_keeps_what_it_reads_while_the_next_weights_land(made: list[int]) -> None:
+    pool, receive_buffer = HostPool(0, 256), ReceivedStream()
     old = {"a": torch.randn(100), "b": torch.randn(100)}
     layout, _ = sent([pool], old, 256, [0], {"tied": "a"})
-    landed([pool], layout, landing)
-    slow = landing.weights()
+    landed([pool], layout, receive_buffer)
+    slow = receive_buffer.weights()
     found = dict([next(slow)])
     for seed in (2, 3):
         new = {"a": torch.full((100,), float(seed)), "b": torch.full((100,), -float(seed))}
         layout, _ = sent([pool], new, 256, [0], {"tied": "a"})
-        require_equal(landed([pool], layout, landing), {**new, "tied": new["a"]})
+        require_equal(landed([pool], layout, receive_buffer), {**new, "tied": new["a"]})
     found |= dict(slow)
     require_equal(found, {**old, "tied": old["a"]})
-    landing.make_room(layout)
+    receive_buffer.make_room(layout)
     assert made == [1024, 1024], "the reader of memory that is no more keeps no other from being used again"
 
 
 def test_a_reader_that_ends_early_reads_no_more(made: list[int]) -> None:
-    pool, landing = HostPool(0, 256), ReceivedStream()
+    pool, receive_buffer = HostPool(0, 256), ReceivedStream()
     layout, _ = sent([pool], {"a": torch.randn(100), "b": torch.randn(100)}, 256, [0])
-    landed([pool], layout, landing)
-    reader: Iterator[tuple[str, torch.Tensor]] = landing.weights()
+    landed([pool], layout, receive_buffer)
+    reader: Iterator[tuple[str, torch.Tensor]] = receive_buffer.weights()
     next(reader)
     reader.close()
-    landing.make_room(layout)
+    receive_buffer.make_room(layout)
     assert made == [1024]
-    reader = landing.weights()
+    reader = receive_buffer.weights()
     next(reader)
-    landing.make_room(layout)
+    receive_buffer.make_room(layout)
     assert made == [1024, 1024]
 
 
 def test_a_reader_that_begins_late_reads_the_memory_of_its_update() -> None:
-    pool, landing = HostPool(0, 256), ReceivedStream()
+    pool, receive_buffer = HostPool(0, 256), ReceivedStream()
     old = {"a": torch.randn(100)}
     layout, _ = sent([pool], old, 256, [0])
-    landed([pool], layout, landing)
-    late = landing.weights()
-    landing.let_go()
+    landed([pool], layout, receive_buffer)
+    late = receive_buffer.weights()
+    receive_buffer.let_go()
     layout, _ = sent([pool], {"a": torch.zeros(100)}, 256, [0])
-    landed([pool], layout, landing)
+    landed([pool], layout, receive_buffer)
     require_equal(dict(late), old)
 
 
-def test_a_landing_without_room_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receive_buffer_without_room_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     import ckpt.engine.wire.pool as module
 
-    pool, landing = HostPool(0, 256), ReceivedStream()
+    pool, receive_buffer = HostPool(0, 256), ReceivedStream()
     layout, _ = sent([pool], {"a": torch.randn(100)}, 256, [0])
-    landed([pool], layout, landing)
+    landed([pool], layout, receive_buffer)
     large, _ = sent([pool], {"a": torch.randn(10_000)}, 256, [0])
 
     def full(num_bytes: int) -> torch.Tensor:
@@ -281,9 +281,9 @@ def test_a_landing_without_room_holds_nothing(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(module, "staging_memory", full)
     with pytest.raises(MemoryError, match="40192"):
-        landing.make_room(large)
+        receive_buffer.make_room(large)
     with pytest.raises(AssertionError, match="make_room"):
-        landing.bucket(0)
+        receive_buffer.bucket(0)
 
 
 def test_an_alias_without_its_weight_is_refused_when_the_pool_is_sealed() -> None:
@@ -292,8 +292,8 @@ def test_an_alias_without_its_weight_is_refused_when_the_pool_is_sealed() -> Non
 
 
 def test_no_weights_at_all_are_no_buckets() -> None:
-    pool, landing = HostPool(0, 256), ReceivedStream()
+    pool, receive_buffer = HostPool(0, 256), ReceivedStream()
     for tensors in ({}, {"empty": torch.empty(0, 3), "empty too": torch.empty(5, 0, dtype=torch.int8)}):
         layout, digests = sent([pool], tensors, 256, [0])
         assert digests == {}
-        require_equal(landed([pool], layout, landing), tensors)
+        require_equal(landed([pool], layout, receive_buffer), tensors)

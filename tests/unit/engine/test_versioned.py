@@ -43,7 +43,7 @@ class RecordingTransport(InProcessTransport):
             raise ZeroDivisionError("a bug in the transport")
         super().carry(update)
 
-    def reset(self, landing: ReceivedStream) -> None:
+    def reset(self, receive_buffer: ReceivedStream) -> None:
         self.calls.append("reset")
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt.backends.zarr_format import described_as
+from ckpt.backends.zarr import described_as
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.format.dtypes import bits_of, item_bytes, raw_bytes, torch_dtype, zarr_name
 from tests.support.covering import sampled

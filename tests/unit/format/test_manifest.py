@@ -16,7 +16,7 @@ from ckpt.format.box import Box
 from ckpt.format.digests import digest_of
 from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry, CheckpointManifest, ComponentManifest, Index, PackedPiece
 from ckpt.format.manifest_parsing import parse_index, parse_manifest
-from ckpt.format.names import encode_key
+from ckpt.format.places import encode_key
 from ckpt.format.records import ChunkExtent, FileRecord
 from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.stored import check_file, read_index, read_manifest

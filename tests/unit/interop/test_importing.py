@@ -123,8 +123,8 @@ def test_a_source_that_was_cut_off_is_refused_and_nothing_appears(tmp_path: Path
 def test_what_was_written_wrong_is_found_and_nothing_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Forgetful(RankWritePlan):
         @staticmethod
-        def write(share: RankWritePlan, job: Any, *given: Any) -> Any:  # type: ignore[override]
-            result = RankWritePlan.write(share, job, *given)
+        def write(write_plan: RankWritePlan, job: Any, *given: Any) -> Any:  # type: ignore[override]
+            result = RankWritePlan.write(write_plan, job, *given)
             chunk = next(path for path in job.folder.rglob("c/0"))
             chunk.write_bytes(bytes(chunk.stat().st_size))
             return result

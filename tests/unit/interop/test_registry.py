@@ -9,7 +9,7 @@ import pytest
 from ckpt.cli.converting import DESTINATIONS
 from ckpt.interop.programs import PROGRAMS
 from ckpt.interop.registry import register_programs
-from ckpt.loading import programs
+from ckpt.loading import other_checkpoint
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -23,9 +23,9 @@ def test_each_program_has_a_reader_and_the_writer_that_the_registry_names(name: 
 
 
 def test_loads_know_programs_once_they_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "_KNOWN", [])
+    monkeypatch.setattr(other_checkpoint, "_KNOWN", [])
     with pytest.raises(AssertionError, match="register_programs"):
-        programs.programs()
+        other_checkpoint.programs()
     register_programs()
     register_programs()
-    assert len(programs._KNOWN) == 1
+    assert len(other_checkpoint._KNOWN) == 1

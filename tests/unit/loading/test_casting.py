@@ -14,9 +14,8 @@ import ckpt
 from ckpt import Checkpointer, StateComponent
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingStateError, ShapeMismatchError
 from ckpt.format.box import whole
-from ckpt.loading import casting
-from ckpt.loading.casting import Cast, batches_of, readings_of
-from ckpt.loading.strategy import ReadRequest
+from ckpt.loading import strategy
+from ckpt.loading.strategy import Cast, ReadRequest, batches_of, readings_of
 from ckpt.ranks.topology import Topology
 from tests.support.covering import sampled
 from tests.support.states import Fitted, coordinator, spreading
@@ -163,8 +162,8 @@ def test_an_optional_component_is_converted(tmp_path: Path) -> None:
 )
 def test_batches_cover_every_element_once_and_fit_their_scratch_memory(shapes: list[list[int]], scratch: int, most: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(casting, "SCRATCH_BYTES", scratch)
-        patch.setattr(casting, "MOST_BATCHES", most)
+        patch.setattr(strategy, "SCRATCH_BYTES", scratch)
+        patch.setattr(strategy, "MOST_BATCHES", most)
         outs = [torch.full(shape, -1.0, dtype=torch.float64) for shape in shapes]
         wanted = [torch.arange(out.numel(), dtype=torch.bfloat16).view(out.shape) for out in outs]
         casts = [Cast(ReadRequest(str(n), str(n), whole(tuple(out.shape)), out), torch.bfloat16) for n, out in enumerate(outs)]

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from ckpt.format.box import whole
 from ckpt.format.records import ArraySpec, ChunkExtent
-from ckpt.loading.chunk_reader import ChunkReader
-from ckpt.loading.direct import AHEAD_BYTES, AHEAD_CHUNKS, DirectReading
+from ckpt.loading.direct import AHEAD_BYTES, AHEAD_CHUNKS, ChunkReader, DirectReading
 from ckpt.loading.strategy import ReadRequest, Stored, StoredPart
-from ckpt.storage.runs import WantedBox
+from ckpt.storage.wanted_bytes import WantedBox
 
 MIB = 1 << 20
 

@@ -8,8 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, Spread, first_wanted_bytes, part_of, plan_spread
-from ckpt.loading.two_stage.wants import ChunkRange, Want
+from ckpt.loading.two_stage.spread_blocks import (
+    PIECE_ALIGNMENT,
+    ChunkRange,
+    Spread,
+    Want,
+    first_wanted_bytes,
+    part_of,
+    plan_spread,
+)
 
 UNIT = 16
 SLOT_BYTES = 4 * PIECE_ALIGNMENT

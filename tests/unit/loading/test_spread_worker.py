@@ -13,13 +13,12 @@ import torch
 
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.records import ChunkExtent
-from ckpt.loading.chunk_reader import ChunkReader
+from ckpt.loading.direct import ChunkReader
 from ckpt.loading.strategy import StoredPart
 from ckpt.loading.two_stage import spread_worker
 from ckpt.loading.two_stage.slots import Slots
-from ckpt.loading.two_stage.spread_blocks import Spread, SpreadBlock, part_of
+from ckpt.loading.two_stage.spread_blocks import ChunkRange, RankWants, Spread, SpreadBlock, part_of
 from ckpt.loading.two_stage.spread_worker import STEPS, SpreadWorker, TwoStageReading
-from ckpt.loading.two_stage.wants import ChunkRange, RankWants
 from ckpt.memory.copies import Filling
 from ckpt.ranks.topology import Topology
 from ckpt.storage.wanted_bytes import WantedBytes

@@ -31,19 +31,17 @@ from ckpt.format.box import Box, chunk_box, num_chunks
 from ckpt.format.digests import BlockDigests
 from ckpt.format.dtypes import item_bytes, torch_dtype
 from ckpt.format.records import ALIGNMENT, ArraySpec, ChunkExtent
-from ckpt.loading.chunk_reader import ChunkReader
+from ckpt.loading.direct import ChunkReader
 from ckpt.loading.strategy import ReadRequest, StoredPart
-from ckpt.loading.two_stage import host_link
-from ckpt.loading.two_stage.host_link import DONE, READY, HostLink
-from ckpt.loading.two_stage.slots import MAX_SLOTS, Slots
-from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, part_of, plan_spread
+from ckpt.loading.two_stage import slots as host_link
+from ckpt.loading.two_stage.slots import DONE, MAX_SLOTS, READY, HostLink, Slots
+from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, part_of, plan_spread, wants_of
 from ckpt.loading.two_stage.spread_worker import TwoStageReading
-from ckpt.loading.two_stage.wants import wants_of
 from ckpt.memory.copies import Filling
 from ckpt.planning.plan import needed_chunks
 from ckpt.ranks.topology import Topology
-from ckpt.storage.held import NOTHING_HELD
-from ckpt.storage.runs import WantedBox
+from ckpt.storage.host_memory import NOTHING_HELD
+from ckpt.storage.wanted_bytes import WantedBox
 from tests.support.states import random_bits, same_bits
 
 pytestmark = pytest.mark.usefixtures("collected")

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.memory.arena import Arena, room_for
-from ckpt.memory.huge_pages import staging_memory
+from ckpt.memory.host import Arena, room_for, staging_memory
 
 PAGE = room_for(1)
 
@@ -97,7 +96,7 @@ def test_a_block_that_is_touched_has_its_pages_and_keeps_its_bytes() -> None:
 
 def test_touching_ends_when_nobody_wants_the_block_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     touched: list[int] = []
-    monkeypatch.setattr("ckpt.memory.arena.populate", lambda address, num_bytes: touched.append(num_bytes))
+    monkeypatch.setattr("ckpt.memory.host.populate", lambda address, num_bytes: touched.append(num_bytes))
     one = arena(256 << 20)
     one.prepare(1, lambda: len(touched) == 2)
     assert touched == [32 << 20] * 2
@@ -114,6 +113,6 @@ def test_touching_ends_when_another_block_has_taken_its_place(monkeypatch: pytes
         touched.append(num_bytes)
         one.let_go()
 
-    monkeypatch.setattr("ckpt.memory.arena.populate", populate)
+    monkeypatch.setattr("ckpt.memory.host.populate", populate)
     one.prepare(1, lambda: False)
     assert touched == [32 << 20]

@@ -8,7 +8,7 @@ import weakref
 
 import torch
 
-from ckpt.memory.huge_pages import ARENA_BYTES, HostMemory
+from ckpt.memory.host import ARENA_BYTES, HostMemory
 
 
 def test_tensors_of_one_arena_hold_their_own_values_and_their_own_storage() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ckpt.errors import ConfigurationError
-from ckpt.memory import shared_memory as module
-from ckpt.memory.shared_memory import mapped, segment_of, shared_memory
+from ckpt.memory import host as module
+from ckpt.memory.host import mapped, segment_of, shared_memory
 
 pytestmark = pytest.mark.usefixtures("collected")
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from ckpt.errors import ShapeMismatchError, ShardingError
 from ckpt.format.box import Box, chunk_box, num_chunks, whole
 from ckpt.format.dtypes import item_bytes
-from ckpt.planning.plan import SavePlan, choose_grid, needed_chunks, plan_save
-from ckpt.planning.tables import Address, Table, TablePart
+from ckpt.planning.plan import Address, SavePlan, Table, TablePart, choose_grid, needed_chunks, plan_save
 from tests.support.tilings import held
 
 
@@ -66,7 +65,7 @@ def test_every_element_is_written_exactly_once_by_a_rank_that_has_it(
             for box in task.own:
                 assert boxes[rank].contains(box)
                 written.update(_elements(box))
-            for sender, box in task.slivers:
+            for sender, box in task.received_parts:
                 assert boxes[sender].contains(box)
                 assert (rank, sender, task.number, box) in sent
                 written.update(_elements(box))
@@ -74,7 +73,7 @@ def test_every_element_is_written_exactly_once_by_a_rank_that_has_it(
             assert boxes[rank].contains(task.box)
             written.update(_elements(task.box))
     assert written == Counter(_elements(whole(shape)))
-    assert len(sent) == sum(len(task.slivers) for rank in ranks for task in made.of_rank(rank).chunks)
+    assert len(sent) == sum(len(task.received_parts) for rank in ranks for task in made.of_rank(rank).chunks)
 
 
 @pytest.mark.usefixtures("turns")
@@ -110,7 +109,7 @@ def test_even_shards_become_chunks_and_nothing_is_sent() -> None:
     boxes = [Box((16 * rank, 0), (16, 1024)) for rank in range(4)]
     made = plan(tables_of("model/w", (64, 1024), boxes), [0, 1, 2, 3])
     assert made.arrays["model/w"].grid == (16, 1024)
-    assert not made.sends_slivers
+    assert not made.sends_parts
 
 
 def test_replicas_share_the_writing_by_bytes() -> None:
@@ -256,7 +255,7 @@ def test_no_chunk_has_two_writers_and_a_writer_holds_what_it_writes_or_is_sent_i
     assert chunks == Counter((n, i) for n, array in made.arrays.items() for i in range(len(array.writers)))
     sent = Counter((s.to, rank, s.name, s.number, s.box) for rank, mine in tasks.items() for s in mine.sends)
     wanted = Counter(
-        (rank, at, t.name, t.number, box) for rank, m in tasks.items() for t in m.chunks for at, box in t.slivers
+        (rank, at, t.name, t.number, box) for rank, m in tasks.items() for t in m.chunks for at, box in t.received_parts
     )
     assert sent == wanted
     for name, holders in holders_of.items():
@@ -265,7 +264,7 @@ def test_no_chunk_has_two_writers_and_a_writer_holds_what_it_writes_or_is_sent_i
             parts = [(rank, task.box) for task in mine.packs if task.name == name]
             for task in mine.chunks:
                 if task.name == name:
-                    parts += [*((rank, box) for box in task.own), *task.slivers]
+                    parts += [*((rank, box) for box in task.own), *task.received_parts]
             for holder, part in parts:
                 assert 0 in part.shape or any(at == holder and box.contains(part) for at, box in holders)
                 written.update(_elements(part))
@@ -277,7 +276,7 @@ def most_chunks(made: SavePlan, name: str, holders: list[tuple[int, Box]], chunk
     """No more chunks than boxes, or each of them, clipped ones aside, of the smallest size or of 1/16 of the largest."""
     array = made.arrays[name]
     total = math.prod(array.shape) * item_bytes(array.dtype)
-    clipped = 2 ** len(array.shape)  # a dimension's last chunk may be a sliver
+    clipped = 2 ** len(array.shape)  # a dimension's last chunk may be a thin one
     return max(len({box for _, box in holders}), clipped * total / chunk_min) + 16 * clipped * total / chunk_max
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from ckpt.format.dtypes import item_bytes
-from ckpt.planning.plan import SavePlan, plan_save
-from ckpt.planning.tables import Table, piece_from_json, table_of_pieces, table_to_json
+from ckpt.planning.plan import SavePlan, Table, piece_from_json, plan_save, table_of_pieces, table_to_json
 from ckpt.state.collect import DistinctRanks, exchange_tables
 from recipes.benchmark.plan_costs import RecordedTopology, SyntheticGPT, bytes_per_writer, record
 
@@ -40,7 +39,7 @@ def test_the_writers_of_a_large_run_are_equal_to_one_percent_and_write_each_byte
     assert sum(written) == 14 * case.num_parameters + 4 * sum(name.endswith(".step") for name in made.arrays)
     mean = sum(written) / case.world_size
     assert 0.99 * mean < min(written) <= max(written) < 1.01 * mean
-    assert not made.sends_slivers
+    assert not made.sends_parts
     assert sum(len(array.writers) for array in arrays) <= 2 * sum(written) / SIZES["chunk_max_bytes"] + len(arrays)
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.ranks.absence import Absence, Beat, FailureDetector, PhaseIndex
 from ckpt.ranks.addresses import machine
+from ckpt.ranks.agreement import Absence, Beat, FailureDetector, PhaseIndex
 from ckpt.ranks.heartbeat import _born, beat_key, sights
 from ckpt.ranks.store_client import StoreClient
 

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from ckpt.ranks import heartbeat
-from ckpt.ranks.absence import Beat, PhaseIndex
+from ckpt.ranks.agreement import Beat, PhaseIndex
 from ckpt.ranks.heartbeat import Heartbeat, beat_key
 from ckpt.ranks.store_client import StoreClient
 

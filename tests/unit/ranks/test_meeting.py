@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.errors import CheckpointError, RankAbsentError
-from ckpt.ranks.absence import Beat
 from ckpt.ranks.addresses import machine
+from ckpt.ranks.agreement import Beat
 from ckpt.ranks.heartbeat import beat_key
 from ckpt.ranks.meeting import meet
 from ckpt.ranks.store_client import StoreClient

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, RankLeftError, StorageError, describe, rebuild
-from ckpt.ranks.absence import Absence
-from ckpt.ranks.outcomes import Answer, PhaseOutcome, Result, conclude
+from ckpt.ranks.agreement import Absence, Answer, PhaseOutcome, Result, conclude
 
 SAVE = "save of checkpoint-00000020"
 

@@ -30,7 +30,7 @@ def test_a_rank_alone_makes_the_same_calls_without_store_or_thread() -> None:
         with topology.phase("collect") as phase:
             phase.payload = {"bytes": 3}
         assert phase.payloads == [{"bytes": 3}]
-        assert topology.exchange("slivers", {0: b"mine"}, [0]) == {0: b"mine"}
+        assert topology.exchange("exchange", {0: b"mine"}, [0]) == {0: b"mine"}
         topology.name_groups({"tp": [0]})
         topology.progress()
         assert threading.active_count() == threads
@@ -322,20 +322,20 @@ def test_a_rank_that_never_joins_is_named_by_those_that_did() -> None:
 
 def _ring(topology: Topology, rounds: int) -> list[dict[int, bytes]]:
     after, before = (topology.rank + 1) % topology.world_size, (topology.rank - 1) % topology.world_size
-    return [topology.exchange("slivers", {after: bytes([topology.rank, number])}, [before]) for number in range(rounds)]
+    return [topology.exchange("exchange", {after: bytes([topology.rank, number])}, [before]) for number in range(rounds)]
 
 
-def test_slivers_reach_the_rank_they_were_sent_to() -> None:
+def test_parts_reach_the_rank_they_were_sent_to() -> None:
     got = run_threads(3, _ring, 4)
     assert got == [[{(rank - 1) % 3: bytes([(rank - 1) % 3, number])} for number in range(4)] for rank in range(3)]
 
 
 @settings(max_examples=10)
 @given(table=st.lists(st.lists(st.none() | st.binary(max_size=9), min_size=3, max_size=3), min_size=3, max_size=3))
-def test_any_table_of_slivers_arrives(table: list[list[bytes | None]]) -> None:
+def test_any_table_of_parts_arrives(table: list[list[bytes | None]]) -> None:
     def swap(topology: Topology) -> dict[int, bytes]:
         outgoing = {to: data for to, data in enumerate(table[topology.rank]) if data is not None}
-        return topology.exchange("slivers", outgoing, [r for r in range(3) if table[r][topology.rank] is not None])
+        return topology.exchange("exchange", outgoing, [r for r in range(3) if table[r][topology.rank] is not None])
 
     for rank, got in enumerate(run_threads(3, swap)):
         assert got == {source: table[source][rank] for source in range(3) if table[source][rank] is not None}
@@ -348,7 +348,7 @@ def _bad_swap(
     with topology.phase("before"):
         pass
     with pytest.raises(CheckpointError) as caught, topology.operation("save of x"):
-        topology.exchange("slivers", mine, sources[topology.rank])
+        topology.exchange("exchange", mine, sources[topology.rank])
     with topology.phase("between"):
         pass
     return str(caught.value), topology._client.connection.num_keys()
@@ -361,11 +361,11 @@ def _bad_swap(
         ([[], [], []], [[], [], [1]], "rank 2 waits for bytes from rank 1, which sends it none"),
     ],
 )
-def test_slivers_that_one_side_does_not_know_of_fail_all_ranks_and_leave_no_key(
+def test_parts_that_one_side_does_not_know_of_fail_all_ranks_and_leave_no_key(
     outgoing: list[list[int]], sources: list[list[int]], mistake: str
 ) -> None:
     outcomes = run_threads(3, _bad_swap, outgoing, sources)
-    assert {message for message, _ in outcomes} == {f"save of x: in phase slivers {mistake}"}
+    assert {message for message, _ in outcomes} == {f"save of x: in phase exchange {mistake}"}
     of_meeting = 3 + 2 + 2  # arrivals, answers, roll and stage
     assert (
         min(keys for _, keys in outcomes) <= of_meeting + 3 + 1 + 2

@@ -22,13 +22,13 @@ from ckpt.catalog import ledger
 from ckpt.errors import CheckpointError, ConfigurationError, StorageError
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.ranks.topology import Topology
-from ckpt.saving.folder_saves import FolderSaves, as_folder_settings
 from ckpt.saving.manifest_writer import ManifestWriter
+from ckpt.saving.new_folder import FolderSaves, as_folder_settings
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.state.collect import RankState, collect
 from ckpt.state.sharing import StateComponent
 from ckpt.state.statefuls import Given
-from ckpt.storage import durable
+from ckpt.storage import files
 from ckpt.storage.stored import read_manifest
 
 QUEUE = SaveSettings(mode="async", when_busy="queue")
@@ -67,7 +67,7 @@ def test_a_checkpoint_is_replaced_and_a_link_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_swap: bool
 ) -> None:
     if not can_swap:
-        monkeypatch.setattr(durable, "_RENAMEAT2", None)
+        monkeypatch.setattr(files, "_RENAMEAT2", None)
     one = saves()
     for value in (1, 2, 3):
         one.save(tmp_path / "last.ckpt", state(value))
@@ -80,7 +80,7 @@ def test_a_checkpoint_is_replaced_and_a_link_is_not_followed(
 
 
 def test_a_reader_finds_a_checkpoint_at_every_moment_of_a_replacement(tmp_path: Path) -> None:
-    if not durable.exchange(*(Path(tempfile.mkdtemp(dir=tmp_path)) for _ in range(2))):
+    if not files.exchange(*(Path(tempfile.mkdtemp(dir=tmp_path)) for _ in range(2))):
         pytest.skip("this file system cannot swap two names")
     one, manifest = saves(), tmp_path / "last.ckpt" / MANIFEST_NAME
     one.save(tmp_path / "last.ckpt", state(0))

@@ -13,7 +13,7 @@ from ckpt.catalog.verify import verify_checkpoint
 from ckpt.format.manifest import CONFIG_NAME, MANIFEST_NAME
 from ckpt.ranks.topology import Topology
 from ckpt.ranks.waiting import nap_s
-from ckpt.storage.file_sink import FileSink
+from ckpt.storage.sink import FileSink
 from ckpt.storage.stored import read_index, read_manifest
 from tests.support.ranks import run_threads
 from tests.support.states import BACKENDS, Held, coordinator, global_index

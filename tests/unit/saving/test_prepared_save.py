@@ -14,11 +14,10 @@ from ckpt.backends.zarr import ZarrBackend
 from ckpt.errors import CheckpointError
 from ckpt.format.manifest import MANIFEST_NAME, index_name
 from ckpt.ranks.topology import Topology
-from ckpt.saving import planner as planner_module
-from ckpt.saving.gathering import ByteSource
+from ckpt.saving import saver as planner_module
 from ckpt.saving.manifest_writer import ManifestWriter
-from ckpt.saving.planner import Planner
-from ckpt.saving.prepared_save import Destination, PreparedSave, Written
+from ckpt.saving.prepared_save import ByteSource, Destination, PreparedSave, Written
+from ckpt.saving.saver import Planner
 from ckpt.saving.writing import RankWritePlan, Staged, WriteJob, WriteResult
 from ckpt.state.collect import collect
 from ckpt.state.sharing import StateComponent
@@ -82,15 +81,15 @@ def test_a_save_opens_its_place_and_publishes_what_all_have_written(tmp_path: Pa
 def test_partial_chunks_of_other_ranks_are_released_once_they_are_written(tmp_path: Path) -> None:
     topology = Topology.alone()
     save = _prepared(Noting(tmp_path / "there"), topology)
-    save.slivers = {0: b"partial chunks"}
+    save.received_parts = {0: b"partial chunks"}
     given = []
 
-    def write(share: RankWritePlan, job: WriteJob, *rest: Any) -> WriteResult:
-        given.append(job.slivers)
-        return share.write(job, *rest)
+    def write(write_plan: RankWritePlan, job: WriteJob, *rest: Any) -> WriteResult:
+        given.append(job.received_parts)
+        return write_plan.write(job, *rest)
 
     save.run(topology, save.live_tensors(), write, started=time.perf_counter())
-    assert given == [{0: b"partial chunks"}] and save.slivers == {}
+    assert given == [{0: b"partial chunks"}] and save.received_parts == {}
 
 
 def test_a_save_that_fails_is_discarded_and_not_published(tmp_path: Path) -> None:
@@ -109,7 +108,7 @@ def test_a_planner_makes_one_plan_for_saves_of_the_same_tensors(tmp_path: Path) 
         state = Held({"w": torch.full((6,), float(step)), "step": step})
         mine = collect([StateComponent("model", state, "global")], topology)
         saves.append(planner.collect_and_prepare(Noting(tmp_path / str(step)), mine))
-    assert saves[0].share is saves[1].share
+    assert saves[0].write_plan is saves[1].write_plan
     assert saves[0].plain != saves[1].plain
 
 

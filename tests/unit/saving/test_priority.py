@@ -152,11 +152,11 @@ class _CountsTwice:
 
 def test_bytes_that_count_again_when_they_are_durable_are_not_waited_for() -> None:
     began = time.monotonic()
-    share: Any = _CountsTwice()
+    write_plan: Any = _CountsTwice()
     taken: Any = write_throttled(
         Throttle(100),
         threading.Event(),
-        share,
+        write_plan,
         _JOB,
         iter("abc"),  # type: ignore[arg-type]
         lambda _: None,
@@ -166,7 +166,7 @@ def test_bytes_that_count_again_when_they_are_durable_are_not_waited_for() -> No
 
 
 def test_without_a_limit_nobody_is_asked_to_wait() -> None:
-    share: Any = _CountsTwice()
+    write_plan: Any = _CountsTwice()
     began = time.monotonic()
-    write_throttled(None, threading.Event(), share, _JOB, iter("abc"), lambda _: None)  # type: ignore[arg-type]
+    write_throttled(None, threading.Event(), write_plan, _JOB, iter("abc"), lambda _: None)  # type: ignore[arg-type]
     assert time.monotonic() - began < 1

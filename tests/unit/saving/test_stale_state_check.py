@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpt.saving.stale_state_check import StaleStateCheck
+from ckpt.saving.checkpoint_root import StaleStateCheck
 from ckpt.saving.writing import WriteResult
 from ckpt.state.sharing import SharingPattern, StateComponent
 from ckpt.state.statefuls import ModelState, OptimizerState

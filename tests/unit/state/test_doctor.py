@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from ckpt.state.doctor import PatternVerdict, Seen, candidates, diagnose
+from ckpt.state.pattern_check import PatternVerdict, Seen, candidates, diagnose
 from ckpt.state.replication import Fingerprint
 from ckpt.state.sharing import Ranks, Sharing, SharingPattern
 

@@ -11,7 +11,7 @@ from ckpt import SharingPattern, StateComponent
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import ConfigurationError, ShardingError
 from ckpt.format.box import Box, whole
-from ckpt.planning.tables import Address
+from ckpt.planning.plan import Address
 from ckpt.ranks.topology import Topology
 from ckpt.state.address import address_of, local_tensor
 from ckpt.state.flatten import flatten

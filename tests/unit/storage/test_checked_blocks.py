@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.box import whole
 from ckpt.format.records import ChunkExtent
-from ckpt.storage import checked_blocks, extents
-from ckpt.storage.checked_blocks import CheckedBlocks
-from ckpt.storage.extents import ExtentReader
-from ckpt.storage.held import HeldFiles, MemoryFile
+from ckpt.storage import extents
+from ckpt.storage.extents import CheckedBlocks, ExtentReader
+from ckpt.storage.host_memory import HeldFiles, MemoryFile
 from ckpt.storage.pool import PoolFile
 from tests.support.ranks import forkserver
 from tests.unit.storage.test_extents import flip, numbers, part, store
@@ -160,7 +159,7 @@ def test_what_is_marked_is_there_unless_another_mark_has_taken_its_place(marks: 
         assert not table.has([mark])
         table.add([mark])
         assert table.has([mark])
-        places = {one % checked_blocks._NUM_MARKS for one in marks[: number + 1]}
+        places = {one % extents._NUM_MARKS for one in marks[: number + 1]}
         assert sum(table.has([one]) for one in marks) == len(places)
 
 
@@ -297,6 +296,6 @@ def test_a_table_that_cannot_be_mapped_leaves_no_descriptor(monkeypatch: pytest.
         raise OSError(errno.ENOMEM, "no memory")
 
     before = set(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(checked_blocks, "mapped", refused)
+    monkeypatch.setattr(extents, "mapped", refused)
     assert CheckedBlocks.make() is None
     assert set(os.listdir("/proc/self/fd")) <= before

@@ -35,8 +35,8 @@ from ckpt.ranks.topology import Topology
 from ckpt.storage import checkpoint_files
 from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.direct_io import Buffers
-from ckpt.storage.file_sink import FileSink
 from ckpt.storage.files import read_once
+from ckpt.storage.sink import FileSink
 from ckpt.storage.stored import check_file, read_listed_file, read_manifest
 from tests.support.crafts import MANIFEST, edit_index, edit_manifest, index_path, manifest_tree, resign, write_manifest
 from tests.support.ranks import run_threads

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.errors import sentence
-from ckpt.storage.durable import replace_durably, write_durably
+from ckpt.storage.files import replace_durably, write_durably
 
 
 @pytest.mark.parametrize("write", [write_durably, replace_durably])

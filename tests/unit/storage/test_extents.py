@@ -23,8 +23,7 @@ from ckpt.format.dtypes import raw_bytes
 from ckpt.format.records import ChunkExtent
 from ckpt.storage import extents, wanted_bytes
 from ckpt.storage.extents import ExtentReader
-from ckpt.storage.runs import WantedBox
-from ckpt.storage.wanted_bytes import WantedBytes
+from ckpt.storage.wanted_bytes import WantedBox, WantedBytes
 from tests.support.states import ALL_DTYPES
 
 
@@ -394,7 +393,7 @@ def test_bytes_that_came_another_way_are_placed_as_if_they_had_been_read(
 
 
 class AtOnce:
-    """A landing that puts bytes where they are wanted when it is given them."""
+    """A filling that puts bytes where they are wanted when it is given them."""
 
     def take(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
@@ -420,7 +419,7 @@ def test_a_reader_reads_just_the_stretches_it_is_told(
     before = [out.clone() for _, _, _, out in asked]
     with (
         pytest.MonkeyPatch.context() as patch,
-        ExtentReader(root, verify=verify, slab_bytes=128, landing=AtOnce()) as reader,
+        ExtentReader(root, verify=verify, slab_bytes=128, filling=AtOnce()) as reader,
     ):
         if not on_host:
             as_on_a_device(patch)

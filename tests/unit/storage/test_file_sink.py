@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from ckpt.storage import direct_io
 from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.direct_io import ALIGNED, Buffers
-from ckpt.storage.file_sink import DIRECT_BYTES, FileSink
+from ckpt.storage.sink import DIRECT_BYTES, FileSink
 from tests.support.states import sized
 
 pytestmark = pytest.mark.usefixtures("collected")

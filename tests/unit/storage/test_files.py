@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.storage import files, pieces
+from ckpt.storage import files, sink
 from ckpt.storage.files import FolderTree, make_durable, naming, write_all
-from ckpt.storage.pieces import padded_pieces
+from ckpt.storage.sink import padded_pieces
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), max_size=3), st.integers(5, 40))
@@ -24,7 +24,7 @@ def test_a_clipped_chunk_is_padded_with_zeros_to_its_cell(sides: list[tuple[int,
     padded = torch.zeros(cell, dtype=torch.int16)
     padded[tuple(slice(0, n) for n in shape)] = host
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "PIECE_BYTES", piece_bytes)
+        patch.setattr(sink, "PIECE_BYTES", piece_bytes)
         found = list(padded_pieces(host, cell))
     assert b"".join(found) == padded.numpy().tobytes()
 

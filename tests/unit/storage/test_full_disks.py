@@ -83,7 +83,7 @@ def test_a_save_that_does_not_fit_says_how_much_it_needs_and_what_is_free(disk: 
     with pytest.raises(StorageError) as caught:
         _save(disk, made, 80 << 20, "2")
     said = re.search(
-        r"No space left on device: '.*' \(([0-9,]+) bytes are needed for the share of rank 0, ([0-9,]+) bytes were free before\)$",
+        r"No space left on device: '.*' \(([0-9,]+) bytes are needed for the part of rank 0, ([0-9,]+) bytes were free before\)$",
         str(caught.value),
     )
     assert said is not None, str(caught.value)

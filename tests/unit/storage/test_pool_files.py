@@ -12,10 +12,9 @@ import pytest
 
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.storage.direct_io import Buffers
-from ckpt.storage.file_sink import FileSink
-from ckpt.storage.held import HeldFiles
-from ckpt.storage.host_memory import can_be_shared
+from ckpt.storage.host_memory import HeldFiles, can_be_shared
 from ckpt.storage.pool import Pool, PooledSave, PoolFile
+from ckpt.storage.sink import FileSink
 from tests.support.states import sized
 
 pytestmark = pytest.mark.skipif(not can_be_shared(), reason="needs memfd_create")

@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 
 import ckpt
-from ckpt.storage.removal import Same, empty, own_name, remove
+from ckpt.storage.files import Same, empty, own_name, remove
 
 PACKAGE = Path(ckpt.__file__).parent
 DELETES = {"unlink", "rmdir", "rmtree", "removedirs"}
 """Methods and functions of these names, of whatever they are."""
 OF_MODULES = {"os.remove", "os.replace", "shutil.move"}
 ALLOWED = {
-    ("storage/removal.py", "os.unlink"): "the one function",
-    ("storage/removal.py", "os.rmdir"): "the one function",
-    ("storage/removal.py", "shutil.rmtree"): "the one function",
-    ("storage/durable.py", "os.replace"): "a file of a checkpoint that the caller writes or changes",
+    ("storage/files.py", "os.unlink"): "the one function",
+    ("storage/files.py", "os.rmdir"): "the one function",
+    ("storage/files.py", "shutil.rmtree"): "the one function",
+    ("storage/files.py", "os.replace"): "a file of a checkpoint that the caller writes or changes",
     ("catalog/owner.py", "os.replace"): "the owner file of a dead owner, or an empty one that this call has made",
-    ("storage/file_sink.py", "self._memory.unlink"): "memory of this process",
+    ("storage/sink.py", "self._memory.unlink"): "memory of this process",
     ("backends/linked_values.py", "self._sink.unlink"): "calls the function",
 }
 """(File, call) -> why it may delete without the function."""
@@ -44,7 +44,7 @@ def test_every_other_deletion_in_the_package_is_listed_with_its_reason() -> None
     found = {
         (str(file.relative_to(PACKAGE)), call) for file in sorted(PACKAGE.rglob("*.py")) for call in _deletions(file)
     }
-    assert found - ALLOWED.keys() == set(), "delete with ckpt.storage.removal.remove, and a proof"
+    assert found - ALLOWED.keys() == set(), "delete with ckpt.storage.files.remove, and a proof"
     assert ALLOWED.keys() - found == set(), "it deletes no more"
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckpt.format.box import Box, whole
 from ckpt.format.dtypes import raw_bytes
-from ckpt.storage.runs import FEW, SMALL_BYTES, TensorRun, WantedBox, find_runs
+from ckpt.storage.wanted_bytes import FEW, SMALL_BYTES, TensorRun, WantedBox, find_runs
 from tests.support.states import ALL_DTYPES, random_bits
 
 SHAPES = ((), (1,), (7,), (16,), (3, 5), (2, 1, 4))

@@ -1,19 +1,20 @@
-"""The whole error family on one screen.
+"""The whole error family in one file.
 
 Every class is a `CheckpointError`, so one `except` catches what a checkpoint can do to a run, and most are also the
 built-in they resemble. `Topology.phase` carries an error from the rank that met it to all others: `describe` turns it into
 plain JSON, `rebuild` makes the same class with the same sentence on every rank.
 
-A message may name arguments of the library as data (`arguments`): `sentence` says them in the words of the face that shows the error.
+A message may name arguments of the library as data: the library says `strict=False`, and a command `load.strict=false`.
+
+    raise MissingStateError("no ema is saved: ", leave_out("ema"), ", or load with ", Argument("load.strict", False))
+
+An error keeps them beside its text (`CheckpointError.arguments`), and `sentence` says each in the words of the face that shows the error.
 
 Names in a checkpoint may hold any character, and reach terminals and logs by messages: every message of an error of this
 family, and every record of the package's loggers, is one line of printable characters (`printable`).
 
-Files:
-
-    arguments               arguments that a message names
-    imports                 imports that fail become one of these errors
-    removed                 arguments of former versions
+Imports can fail: of a package that an installation may lack (`importing`), and of names that another package does not promise to keep.
+`tests/unit/test_private_names.py` lists every use of `private_name`, and sees that nothing private is reached in another way.
 """
 
 from __future__ import annotations
@@ -26,13 +27,66 @@ import resource
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
+from importlib import import_module, metadata
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from ckpt.errors.arguments import LOAD_EARLIER as LOAD_EARLIER
-from ckpt.errors.arguments import Argument as Argument
-from ckpt.errors.arguments import declare as declare
-from ckpt.errors.arguments import leave_out as leave_out
+
+class Argument(str):
+    """The part of a message that names an argument, or advises to give one; as a text, what the library says.
+
+    Attributes:
+        name: of the argument, after what it is given to: "load.strict", "saves.mode", "backend". Advice has a name of its own: "leave_out".
+        value: that was found, or is advised.
+
+    Example:
+        >>> Argument("load.strict", False), Argument("saves.mode", "sync", "saves.mode=sync").name
+        ('strict=False', 'saves.mode')
+    """
+
+    __slots__ = ("name", "value")
+    name: str
+    value: Any
+
+    def __new__(cls, name: str, value: Any, text: str | None = None) -> Self:
+        self = super().__new__(cls, f"{name.rpartition('.')[2]}={value}" if text is None else text)
+        self.name, self.value = name, value
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), tuple(self.to_json())
+
+    def to_json(self) -> list[Any]:
+        """What `Argument(*...)` makes the same of; a value that is not plain as its text."""
+        is_plain = self.value is None or isinstance(self.value, str | int | float | dict)
+        return [self.name, self.value if is_plain else str(self.value), str(self)]
+
+
+def declare(component: str, **settings: Any) -> Argument:
+    """The advice to declare a component with other settings.
+
+    Example:
+        >>> declare("rng", sharing_pattern="per_group", process_group_name="tp")
+        'declare component rng with sharing_pattern=per_group and process_group_name=tp'
+    """
+    named = " and ".join(f"{name}={value}" for name, value in settings.items())
+    return Argument("declare", {component: settings}, f"declare component {component} with {named}")
+
+
+def leave_out(component: str) -> Argument:
+    """The advice to leave a component out of a load.
+
+    Example:
+        >>> leave_out("ema")
+        'leave component ema out'
+    """
+    return Argument("leave_out", component, f"leave component {component} out")
+
+
+LOAD_EARLIER = Argument("load_earlier", None, ". Load an earlier checkpoint.")
+"""The advice at the end of a sentence about damage: it is for loads, and commands that load nothing say something else."""
 
 
 def printable(text: str) -> str:
@@ -180,24 +234,24 @@ def check_choice(name: str, found: str, choices: Collection[str]) -> str:
     return found
 
 
-def refused(name: str, found: Any, expected: str, said: str | None = None) -> ConfigurationError:
+def refused(name: str, found: Any, expected: str, text: str | None = None) -> ConfigurationError:
     """The error of an argument that has a wrong value: its name, what was found, and what is expected; see `Argument`."""
-    return ConfigurationError(Argument(name, found, said), f": expected {expected}")
+    return ConfigurationError(Argument(name, found, text), f": expected {expected}")
 
 
-def unlike(said: str, found: object, expected: str, name: str | None = None) -> ConfigurationError:
+def unlike(subject: str, found: object, expected: str, name: str | None = None) -> ConfigurationError:
     """The error of an argument of a wrong type or value, of which not more than a line is shown.
 
     Args:
-        said: what it is called.
-        name: of the `Argument`; None: as `said`.
+        subject: what it is called.
+        name: of the `Argument`; None: as `subject`.
     """
     shown = f"a {type(found).__name__}"
     if isinstance(found, type):
         shown = f"the class {found.__name__}"
     elif found is None or isinstance(found, str | int | float):
         shown = repr(found) if len(repr(found)) <= _MOST_SHOWN else f"{found!r:.57}..."
-    return ConfigurationError(Argument(name or said, found, f"{said} is {shown}"), f"; expected {expected}")
+    return ConfigurationError(Argument(name or subject, found, f"{subject} is {shown}"), f"; expected {expected}")
 
 
 _MOST_SHOWN = 60
@@ -209,11 +263,11 @@ _DENIED = errno.EACCES, errno.EPERM
 _FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 
 
-def worded(said: str, arguments: Iterable[Argument], words: Callable[[Argument], str]) -> str:
+def worded(text: str, arguments: Iterable[Argument], words: Callable[[Argument], str]) -> str:
     """Return a sentence with the arguments that it names in other words. One may begin as another does: the longer is meant."""
     named = {printable(argument): argument for argument in arguments}
     texts = "|".join(map(re.escape, sorted(named, key=len, reverse=True)))
-    return re.sub(texts, lambda found: printable(words(named[found[0]])), said) if named else said
+    return re.sub(texts, lambda found: printable(words(named[found[0]])), text) if named else text
 
 
 def sentence(error: BaseException, words: Callable[[Argument], str] = str) -> str:
@@ -230,9 +284,9 @@ def sentence(error: BaseException, words: Callable[[Argument], str] = str) -> st
         return worded(str(error), error.arguments, words)
     if isinstance(error, OSError) and error.strerror:
         where = f": {error.filename!r}" if error.filename else ""
-        said = vars(error)
-        said["room"] = said.get("room") or _room(error) or _owner(error)  # kept: what is free changes
-        return printable(f"{error.strerror}{where}{said['room']}")
+        attributes = vars(error)
+        attributes["room"] = attributes.get("room") or _room(error) or _owner(error)  # kept: what is free changes
+        return printable(f"{error.strerror}{where}{attributes['room']}")
     text = printable(" ".join(str(error).split()))
     if "connectFullMesh failed" in text:  # gloo's: the addresses in its store are those of processes that have ended
         text += f". {_STALE_ADDRESSES}"
@@ -268,7 +322,7 @@ def free_bytes(folder: str | Path) -> int | None:
 
 @contextmanager
 def needing(what: object, num_bytes: Callable[[], int], free: int | None = None) -> Iterator[None]:
-    """Have `sentence` say how many bytes the block needs for a file or a share, if the disk is full.
+    """Have `sentence` say how many bytes the block needs for a file or a rank's part, if the disk is full.
 
     Of nested blocks the outer counts that needs any.
 
@@ -279,13 +333,13 @@ def needing(what: object, num_bytes: Callable[[], int], free: int | None = None)
         yield
     except OSError as error:
         if error.errno in _FULL:
-            said = vars(error)
+            attributes = vars(error)
             if free is not None:
-                said["free"] = free
+                attributes["free"] = free
             needed = num_bytes()
-            if needed or "room" not in said:
-                more = " and metadata" if needed <= said.get("free", -1) else ""
-                said["room"] = _room(error, *([f"{needed:,} bytes{more} are needed for {what}"] if needed else []))
+            if needed or "room" not in attributes:
+                more = " and metadata" if needed <= attributes.get("free", -1) else ""
+                attributes["room"] = _room(error, *([f"{needed:,} bytes{more} are needed for {what}"] if needed else []))
         raise
 
 
@@ -296,19 +350,19 @@ def is_full(error: OSError) -> bool:
 
 def _room(error: OSError, *needed: str) -> str:
     """The bytes that are needed, and that were or are free at the path of a full disk's error, if it is absolute; "" for other errors."""
-    said = list(needed)
+    sizes = list(needed)
     most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if error.errno == errno.EFBIG and most != resource.RLIM_INFINITY:
-        said.append(f"ulimit -f allows {most:,} bytes for a file")
+        sizes.append(f"ulimit -f allows {most:,} bytes for a file")
     elif error.errno in _FULL and isinstance(error.filename, str) and os.path.isabs(error.filename):
         for path in (error.filename, *map(str, Path(error.filename).parents)):
             with suppress(OSError):  # the file was not made, or is gone
                 found = os.statvfs(path)
                 now = f"{found.f_bavail * found.f_frsize:,} bytes are free"
-                said.append(f"{vars(error)['free']:,} bytes were free before" if "free" in vars(error) else now)
-                said += ["no file more can be made"] if found.f_files and not found.f_favail else []
+                sizes.append(f"{vars(error)['free']:,} bytes were free before" if "free" in vars(error) else now)
+                sizes += ["no file more can be made"] if found.f_files and not found.f_favail else []
                 break
-    return f" ({', '.join(said)})" if said else ""
+    return f" ({', '.join(sizes)})" if sizes else ""
 
 
 def _owner(error: OSError) -> str:
@@ -330,12 +384,85 @@ def describe(error: BaseException) -> dict[str, Any]:
     is_ours = isinstance(error, CheckpointError)
     kind = type(error) if is_ours else StorageError if isinstance(error, OSError) else CheckpointError
     arguments = [argument.to_json() for argument in error.arguments] if isinstance(error, CheckpointError) else []
-    said = {"kind": kind.__name__, "message": sentence(error), "arguments": arguments}
-    return said | {name: getattr(error, name, None) if is_ours or name != "file" else None for name in _CARRIED}
+    description = {"kind": kind.__name__, "message": sentence(error), "arguments": arguments}
+    return description | {name: getattr(error, name, None) if is_ours or name != "file" else None for name in _CARRIED}
 
 
 def rebuild(description: dict[str, Any]) -> CheckpointError:
     """Return the error that `describe` was given, as the same class of this family with the same sentence and arguments."""
     kind = _FAMILY.get(description["kind"], CheckpointError)
-    arguments = [Argument(*said) for said in description["arguments"]]
+    arguments = [Argument(*argument) for argument in description["arguments"]]
     return kind(description["message"], arguments=arguments, **{name: description[name] for name in _CARRIED})
+
+
+@contextmanager
+def importing(what: str) -> Iterator[None]:
+    """Turn a failed import inside the block into one sentence that names the package and the cause.
+
+    Args:
+        what: it is that needs the import, such as "the backend zarr".
+
+    Raises:
+        ConfigurationError: an import failed. Packages raise nearly anything when they are imported beside a wrong version of another.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise import_failure(what, error) from error
+
+
+def import_failure(what: str, error: Exception) -> ConfigurationError:
+    """Return what a person should read of a failed import: a package that is not installed, or one whose version does not fit."""
+    package = (getattr(error, "name", None) or "").partition(".")[0].replace("ckpt", "ckpt-coordinator")
+    if isinstance(error, ModuleNotFoundError) and error.name == package:
+        return ConfigurationError(f"{what} needs the package {package}, which is not installed: pip install {package}")
+    try:
+        installed = f" with {package} {metadata.version(package)}, which is installed" if package else ""
+    except metadata.PackageNotFoundError:
+        installed = f" with the {package} that is installed"
+    cause = str(error) if isinstance(error, ImportError) else sentence(error)
+    upgraded = " ".join(dict.fromkeys(("ckpt-coordinator", package or "ckpt-coordinator")))
+    return ConfigurationError(
+        f"{what} cannot be imported{installed}: {cause}. Install versions that fit: pip install --upgrade {upgraded}"
+    )
+
+
+@cache
+def private_name(module: str, name: str, needed_to: str) -> Any:
+    """Return what has this name, which may be dotted, in a module. One of its parts begins with an underscore.
+
+    Args:
+        needed_to: completes "is needed to".
+
+    Raises:
+        ConfigurationError: the installed version has no such name.
+    """
+    try:
+        return attrgetter(name)(import_module(module))
+    except (ImportError, AttributeError) as error:
+        package = module.partition(".")[0]
+        raise ConfigurationError(
+            f"{package} {metadata.version(package)} has no {module}.{name}, which is needed to {needed_to}: install another version of "
+            f"{package}; docs/testing.md of ckpt-coordinator lists those that were tested"
+        ) from error
+
+
+SIZES = ("buffer_mib", "segment_mib", "packed_mib", "max_in_flight_mib", "pinned_mib", "staging_budget_mib")
+"""Sizes of memory that were given one by one."""
+
+
+def require_no_sizes(given: Iterable[str]) -> None:
+    """Refuse the sizes among some names of arguments.
+
+    Raises:
+        ConfigurationError
+    """
+    for name in given:
+        if name in SIZES:
+            budget = Argument("memory_budget_mib", 512, "memory_budget_mib=512")
+            raise ConfigurationError(
+                f"{name} is no argument any more: one budget of a rank bounds all host memory beside the state; give the coordinator, or "
+                "the Checkpointer, ", budget,
+            )  # fmt: skip
