@@ -591,7 +591,7 @@ def test_a_command_that_only_reads_refuses_a_sweep_and_makes_no_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["recipes/verify.py", "-m", "path=a,b"])
-    with pytest.raises(SystemExit, match="1"):
+    with pytest.raises(SystemExit, match="2"):
         recipes.verify.main()
     assert capsys.readouterr().err == "verify only reads, one path at a time: leave out -m\n"
     assert not list(tmp_path.iterdir())
