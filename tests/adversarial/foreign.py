@@ -192,7 +192,7 @@ def _libraries() -> tuple[Path, ...]:
 
 _OF_PYTHON = _libraries()
 _OF_THE_KERNEL = re.compile(
-    r"/proc/(cpuinfo|meminfo|stat|(self|\d+)/(task/\d+/)?(maps|stat|statm|status|cgroup|mounts|mountinfo))"
+    r"/proc/(cpuinfo|meminfo|stat|sys/kernel/random/boot_id|(self|\d+)/(task/\d+/)?(maps|stat|statm|status|cgroup|mounts|mountinfo))"
 )
 """What Python and its libraries read for themselves: modules, time zones, the number of processors."""
 

@@ -99,10 +99,10 @@ def test_another_program_s_checkpoint_is_shown_and_read(
     assert row["problems"] == [] and row["digests"] is False and row["num_bytes"] >= 24
     if "safetensors" not in kind:
         for command in ("inspect", "verify"):
-            assert run(monkeypatch, command, f"path={path}") == 1
+            assert run(monkeypatch, command, f"path={path}") == 2
             assert "load.allow_pickle=true" in capsys.readouterr().err
     page = tmp_path / "page.html"
-    assert run(monkeypatch, "inspect", *given, f"html={page}") == 1
+    assert run(monkeypatch, "inspect", *given, f"html={page}") == 2
     assert "a page shows a checkpoint of this project" in capsys.readouterr().err and not page.exists()
 
 
@@ -154,5 +154,5 @@ def test_a_bare_path_with_an_equals_sign_is_told_its_key(
         ("/x/epoch=3.ckpt", "/x/epoch=3.ckpt: expected key=value, such as path=/x/epoch=3.ckpt\n"),
         ("filter=a=b", "in quotes a value, or each of a sweep, is taken as it is: \"filter='a=b'\"\n"),
     ):
-        assert run(monkeypatch, "inspect", given) == 1
+        assert run(monkeypatch, "inspect", given) == 2
         assert capsys.readouterr().err.endswith(said)

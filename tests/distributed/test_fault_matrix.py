@@ -238,11 +238,9 @@ def _phases(topology: Topology, root: Path) -> list[str]:
 NO_SAVE_OR_LOAD = (
     "topology",
     "state_digest",
-    "timing",
     "async_utils",
     "new_folder",
-    "folder_saves",
-)  # joining, naming groups, digesting the state for a test, summing up times, requests of other programs (test_async_queue.py),
+)  # joining, naming groups, digesting the state for a test, requests of other programs (test_async_queue.py),
 # saves of one state dict (test_checkpointer_ranks.py), and those that a framework names (test_folder_saves.py)
 OTHER_WAY_IN = (
     "dist_checkpointing",  # see test_dist_checkpointing_faults.py
@@ -261,6 +259,7 @@ OF_OTHER_CALLS = {
     "indexes",
     "open records",  # of a checkpoint that is opened to be read, and of an export: test_checkpointer_ranks.py
     "report",  # of a save in the background: test_async_faults.py
+    "summarize the times",  # of a two-stage load, when they are asked for
     "look into memory",
     "open the memory",  # of a publication: test_publish.py
 }

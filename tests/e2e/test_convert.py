@@ -217,8 +217,8 @@ def test_values_that_only_the_old_program_has_are_refused_by_name_or_left_out(
             "max_shard_size=5XB: expected a size such as 5GB or 500MiB, or ",
         ),
         (["src={src}", "dst={dst}", "max_shard_size=0"], "max_shard_size=0: expected a size such as 5GB or 500MiB, or "),
-        (["src={src}", "dst={src}", "load.allow_pickle=true"], "{src} exists, and is no empty folder; "),
-        (["src={src}", "dst={src}/common.pt", "load.allow_pickle=true"], "{src}/common.pt exists, and is no empty folder"),
+        (["src={src}", "dst={src}", "load.allow_pickle=true"], "{src} is a folder that is not empty; "),
+        (["src={src}", "dst={src}/common.pt", "load.allow_pickle=true"], "{src}/common.pt is no folder"),
         (
             ["src={src}", "dst={dst}", "to=safetensors", "config_from={src}"],
             "config_from={src} has no config.json; give a folder that config.save_pretrained wrote, or a snapshot of Hugging",

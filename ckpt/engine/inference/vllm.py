@@ -23,7 +23,6 @@ Source: vLLM's `vllm.distributed.weight_transfer`, version 0.32.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
@@ -54,7 +53,7 @@ from ckpt.engine.inference.vllm_servers import (
 )
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.engine.wire.layout import WeightLayout
-from ckpt.errors import CheckpointError, ConfigurationError, MissingStateError, RankAbsentError
+from ckpt.errors import CheckpointError, ConfigurationError, MissingStateError, RankAbsentError, logger_of
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.waiting import in_thread
 
@@ -65,7 +64,7 @@ BACKEND = "ckpt"
 _GIVEN_UP = "the update was given up"
 _LONGEST_TEXT = 2000
 """Bytes of an error that one worker tells the others."""
-_log = logging.getLogger(__name__)
+_log = logger_of(__name__)
 
 
 def register() -> None:
