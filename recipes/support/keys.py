@@ -171,7 +171,7 @@ def as_typed(override: str) -> str:
 
 
 def _is_argument(key: str, conf: Path, choices: Mapping[str, str], given: Mapping[str, str]) -> bool:
-    """Whether a dotted key is of a group whose files name a `_target_`, and the chosen file may lack it; or of a mapping that it leaves open.
+    """Whether a dotted key is of a group whose files name a `_target_`, and the chosen file may lack it, or of a mapping that is left open.
 
     Args:
         choices: of the defaults list, by group.
@@ -179,7 +179,7 @@ def _is_argument(key: str, conf: Path, choices: Mapping[str, str], given: Mappin
     """
     group, dot, name = key.partition(".")
     chosen = conf / group / f"{(choices | given).get(group)}.yaml"
-    if chosen.is_file() and any(f"{name}.".startswith(f"{node}.") for node in _open_nodes(read(chosen))):
+    if chosen.is_file() and any(key.value == "{}" and f"{name}.".startswith(f"{key.name}.") for key in read(chosen).keys):
         return True
     if not dot or group not in choices or not any(_names(file) >= {TARGET} for file in (conf / group).glob("*.yaml")):
         return False
@@ -187,11 +187,6 @@ def _is_argument(key: str, conf: Path, choices: Mapping[str, str], given: Mappin
     if not all(file.is_file() and "override /" not in file.read_text() for file in files):
         return True
     return not chosen.is_file() or name not in _names(chosen)
-
-
-def _open_nodes(file: ConfigFile) -> list[str]:
-    """The mappings without keys, which take any."""
-    return [node for node in file.nodes if not any(name.startswith(f"{node}.") for name in [*file.nodes, *(key.name for key in file.keys)])]
 
 
 def _names(file: Path) -> set[str]:
@@ -281,7 +276,7 @@ class _Reader:
                             choices[group] = choice.value
                     elif item.value != "_self_":
                         bases.append(item.value.removeprefix("/"))
-            elif isinstance(value, yaml.MappingNode):
+            elif isinstance(value, yaml.MappingNode) and value.value:
                 nodes[name] = self._comment(key, value)
             else:
                 keys.append(Key(name, self._source(value), self._comment(key, value)))

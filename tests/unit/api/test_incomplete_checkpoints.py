@@ -334,6 +334,10 @@ def test_commands_say_that_it_is_incomplete(root: str, tmp_path: Path, capsys: p
         page = (tmp_path / "page.html").read_text()
         assert "without optimizer" in page or "removed by retention" in page
     assert "optimizer" in said("diff", one, str(at(root, 2)), code=1)
+    assert "without    optimizer, which retention removed" in said("convert", one, str(tmp_path / "converted"), "--to", "kimi-engine")
+    assert read_manifest(tmp_path / "converted").removed == ["optimizer"]
+    Loop().run(str(tmp_path / "whole"), 1, 2, keep_last_of=None)
+    assert "the runs are equal up to step 2" in said("bisect", root, str(tmp_path / "whole"))
     copy = tmp_path / "copy" / "checkpoint-00000001"
     copy_checkpoint(at(root, 1), copy)
     assert read_manifest(copy).removed == ["optimizer"] and verify_checkpoint(copy) == []
