@@ -510,9 +510,9 @@ class Ledger:
         surplus = [c for c in found if c not in ours] if remove_others else []
         surplus += self._retention.surplus(ours, newest)
         removed = [old.path for old in surplus if self._remove(old.path, old.path, self._delete)]
-        for one, keys in self._retention.outdated([c for c in ours if c not in surplus], newest):
-            with warned(f"{', '.join(keys)} cannot be removed from {one.path}, the next save tries again", (OSError, CheckpointError)):
-                self._take_out(one, keys, progress)
+        for old, keys in self._retention.outdated([c for c in ours if c not in surplus], newest):
+            with warned(f"{', '.join(keys)} cannot be removed from {old.path}, the next save tries again", (OSError, CheckpointError)):
+                self._take_out(old, keys, progress)
         return removed
 
     def _take_out(self, one: Committed[Path], keys: Sequence[str], progress: Callable[[], object]) -> None:

@@ -387,10 +387,10 @@ class ObjectLedger:
         surplus = [commit for commit in found if commit not in ours] if remove_others else []
         surplus += self._retention.surplus(ours, newest)
         removed = [old.path for old in surplus if self._remove(old.path, partial(_is_of_run, old.run_id))]
-        for one, keys in self._retention.outdated([commit for commit in ours if commit not in surplus], newest):
-            if not {*keys} <= {*one.removed}:
-                with _warned(f"{', '.join(keys)} cannot be removed from {one.path}"), suppress(FileNotFoundError):
-                    self._take_out(one, keys, progress)
+        for old, keys in self._retention.outdated([commit for commit in ours if commit not in surplus], newest):
+            if not {*keys} <= {*old.removed}:
+                with _warned(f"{', '.join(keys)} cannot be removed from {old.path}"), suppress(FileNotFoundError):
+                    self._take_out(old, keys, progress)
         return removed
 
     def _take_out(self, one: Committed[ObjectPath], keys: Sequence[str], progress: Callable[[], object]) -> None:

@@ -252,8 +252,8 @@ def _require_present(source: CheckpointSource, component: StateComponent, strict
     if not (component.required and strict):
         raise MissingStateError(removed or "not in the checkpoint", component=component.key)
     if removed is not None:
-        how = f"leave component {component.key} out (None for it in a Checkpointer, leave_out of load_checkpoint)"
-        raise MissingStateError(f"{removed}; or ", Argument("leave_out", component.key, how), ".", component=component.key)
+        leave_out = Argument("leave_out", component.key, f"leave component {component.key} out")
+        raise MissingStateError(f"{removed}; load another one, or ", leave_out, ".", component=component.key)
     raise MissingStateError(
         f"component {component.key} is not in the checkpoint, which has: {some_of(list(source.component_keys())) or 'none'}. ",
         Argument("leave_out", component.key, f"Leave component {component.key} out"), ", ",

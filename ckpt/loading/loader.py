@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from ckpt.catalog.catalog import catalog_at
 from ckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -74,7 +75,7 @@ from ckpt.storage.host_memory import NOTHING_HELD, HeldFiles, MemoryFile
 from ckpt.storage.objects.store import CountedRequests, Counts, all_of
 from ckpt.storage.stored import gone, has_manifest, identity_of, read_listed_file, read_manifest_bytes
 
-__all__ = ["LoadReport", "Loader"]
+__all__ = ["LoadReport", "Loader", "committed_newest_first"]
 
 _MAY_COME_OF_REMOVAL = (CorruptCheckpointError, StorageError, CheckpointNotFoundError, MissingStateError)
 """Errors of a load whose checkpoint is removed meanwhile; the last one where all components are optional."""
@@ -382,6 +383,11 @@ class Loader:
                     _log.warning("component %s", component)
                 elif component.changed:
                     _log.info("component %s", component)
+
+
+def committed_newest_first(root: Place) -> list[Place]:
+    """The committed checkpoints below a root, the newest commit first."""
+    return [commit.path for commit in reversed(catalog_at(root).committed())]
 
 
 @dataclass(frozen=True, slots=True)

@@ -268,8 +268,8 @@ class CommittedSource(ManifestSource):
             return None
         place = self._checkpoint.place
         this, beside = look(place), reversed(catalog_at(place.parent).committed())
-        newest = next((one for one in beside if this and not one.removed and continues(one.path, this)), None)
-        complete = f"the newest complete one is {newest.path.name}" if newest else "no newer one there is complete"
+        newest = next((commit for commit in beside if this and not commit.removed and continues(commit.path, this)), None)
+        complete = f"the newest complete one is {newest.path.name}" if newest else "none that goes on from it is complete"
         return f"component {key} was removed from {place.name} by retention, and {complete}"
 
     def require_chunks(self) -> None:

@@ -179,7 +179,7 @@ class RunHistory:
         with self._topology.operation(f"search for checkpoints in {home}"), self._topology.phase("find") as phase:
             if self._topology.is_lead:
                 found = reversed(self._roots.ledger_of(home).committed())
-                phase.from_lead = [[str(one.path), [key for key in one.removed if key in needed]] for one in found]
+                phase.from_lead = [[str(commit.path), [key for key in commit.removed if key in needed]] for commit in found]
         places = [(place_of(path), lost) for path, lost in phase.from_lead]
         incomplete = {place: f"{', '.join(lost)} was removed from {place.name} by retention" for place, lost in places if lost}
         return [place for place, _ in places], incomplete

@@ -115,7 +115,7 @@ def test_a_resume_from_one_is_refused_by_a_sentence_that_names_the_newest_comple
         assert "optimizer: skipped: was removed from checkpoint-00000001 by retention" in checkpoints.restore(1, strict=False).summary()
     catalog_at(place_of(root)).remove(at(root, 3))
     with loop.checkpoints(root) as checkpoints:
-        with pytest.raises(MissingStateError, match="and no newer one there is complete"):
+        with pytest.raises(MissingStateError, match="and none that goes on from it is complete"):
             checkpoints.restore(1)
         with pytest.raises(MissingStateError, match="is incomplete: optimizer was removed from checkpoint-00000002 by retention; "):
             checkpoints.restore(strict=False)
