@@ -171,7 +171,8 @@ class RunHistory:
         reasons = "; ".join([*passed_over.values(), *incomplete.values()])
         what = "damaged or incomplete" if passed_over and incomplete else "damaged" if passed_over else "incomplete"
         kind = CorruptCheckpointError if passed_over else MissingStateError
-        raise kind(f"every checkpoint in {self._roots.home} is {what}: {reasons}")
+        advice = "; load one by its path, and leave out what it lacks" if incomplete else ""
+        raise kind(f"every checkpoint in {self._roots.home} is {what}: {reasons}{advice}")
 
     def _find(self, needed: Collection[str]) -> tuple[list[Place], dict[Place, str]]:
         """The committed checkpoints in output_dir as the lead sees them, the newest first; and why some of them lack what is needed."""

@@ -154,8 +154,11 @@ def test_files_that_an_incremental_save_has_linked_stay_in_the_newer_checkpoint(
     held = {key: Held({"w": torch.arange(70_000.0)}) for key in ("model", "optimizer")}
     options: dict[str, Any] = {"format": format, "incremental": True, "keep_last_of": {"optimizer": 1}}
     with Checkpointer(tmp_path, **held, **options, on_sigterm=False, save_at_end=False) as checkpoints:
-        for step in (1, 2, 3):
+        checkpoints.save(1)
+        saved_ns = (tmp_path / "checkpoint-00000001" / MANIFEST_NAME).stat().st_mtime_ns
+        for step in (2, 3):
             checkpoints.save(step)
+    assert (tmp_path / "checkpoint-00000001" / MANIFEST_NAME).stat().st_mtime_ns == saved_ns, "by which the newest is named"
     assert removed(str(tmp_path)) == {1: ("optimizer",), 2: ("optimizer",), 3: ()}
     assert [verify_checkpoint(at(str(tmp_path), step)) for step in (1, 2, 3)] == [[], [], []]
     with Checkpointer(tmp_path, **held, on_sigterm=False) as checkpoints:
@@ -275,6 +278,25 @@ def test_a_store_keeps_what_another_process_has_changed_meanwhile(monkeypatch: p
             loop.save(checkpoints, 3)
         assert removed(root) == {1: ("optimizer",), 2: ("optimizer",), 3: ()}
         assert all(verify_checkpoint(at(root, step)) == [] for step in (1, 2, 3))
+
+
+def test_a_put_whose_answer_was_lost_took_the_component_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ObjectServer() as server, server.used():
+        root, loop, lost = "s3://bucket/run", Loop(), list[int]()
+
+        def fault(number: int, operation: str, key: str) -> str | None:
+            if operation == "put" and key.endswith("checkpoint-00000001/checkpoint_manifest.json") and not lost:
+                lost.append(number)
+                return "lost"
+            return None
+
+        with loop.checkpoints(root, keep_last_of={"optimizer": 1}) as checkpoints:
+            loop.save(checkpoints, 1)
+            server.fault = fault
+            loop.save(checkpoints, 2)
+        assert lost and removed(root) == {1: ("optimizer",), 2: ()}
+        assert verify_checkpoint(at(root, 1)) == []
+        assert not any(".attempt-" in path or "00001/optimizer/" in path for path in files_of(place_of(root)))
 
 
 def test_settings_that_can_do_nothing_are_refused_at_once(tmp_path: Path) -> None:
