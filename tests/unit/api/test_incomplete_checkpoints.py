@@ -230,7 +230,7 @@ def saved_until_killed(loop: Loop, root: str, after: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("format", ["zarr", "kimi-engine"])
+@pytest.mark.parametrize("format", ["zarr", pytest.param("kimi-engine", marks=pytest.mark.full)])
 def test_whoever_is_killed_leaves_a_sound_checkpoint_and_the_next_save_finishes(root: str, format: str, tmp_path: Path) -> None:
     for after in range(60):
         loop, here = Loop(), f"{root}/{after}"
