@@ -122,6 +122,7 @@ class CheckpointCoordinator:
         if not isinstance(config_text, str | None):
             raise unlike("config_text", config_text, "a string, or None")
         run = as_run(state_components, process_groups, topology, backend, device)
+        retention.require_components([component.key for component in run.components], run.backend.store)
         memory, self.memory = shared_out(memory_budget_mib, run, strategy, saves, self.output_dir)
 
         if saves.retry_s is not None:
@@ -419,7 +420,7 @@ class CheckpointCoordinator:
             self.last_load = load(path, may_be_old=True)
             self._history.leave_newer(self.last_load)
         else:
-            self.last_load = self._history.load_newest(load)
+            self.last_load = self._history.load_newest(load, {c.key for c in self._loader.components} - {*leave_out})
         self._history.go_on_from(self.last_load)
 
     def require_no_newer(self) -> None:

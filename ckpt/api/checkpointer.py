@@ -113,6 +113,7 @@ class SavedStep:
         step: None: its name is no step.
         time: of the commit, UTC.
         bytes: of its tensors and plain values.
+        removed: keys of the components that retention has taken out; `restore` refuses the checkpoint to whoever has objects for them.
     """
 
     step: int | None
@@ -121,6 +122,7 @@ class SavedStep:
     bytes: int
     metrics: Mapping[str, float | None]
     metadata: Mapping[str, Any]
+    removed: tuple[str, ...] = ()
 
 
 class Checkpointer:
@@ -140,9 +142,9 @@ class Checkpointer:
             checkpoint is `<folder>/checkpoint-<step>`.
         objects: under names that are no arguments: modules, optimizers, and whatever has `state_dict` and `load_state_dict`. One that
             is None is not saved, and `restore` leaves out what a checkpoint holds under its name. `memory_budget_mib` and other options of
-            `CheckpointCoordinator` are passed on to it, with settings by themselves: `keep_every`, `keep_best`, `metric` and
-            `greater_is_better` of `Retention`, `overwrite`, `when_busy` and others of `SaveSettings`, `verify` and `allow_pickle` of
-            `LoadSettings`.
+            `CheckpointCoordinator` are passed on to it, with settings by themselves: `keep_every`, `keep_best`, `metric`,
+            `greater_is_better` and `keep_last_of` of `Retention`, `overwrite`, `when_busy` and others of `SaveSettings`, `verify` and
+            `allow_pickle` of `LoadSettings`.
         every: `step` saves each step that is a multiple of it.
         keep_last: number of the newest that stay, or a `ckpt.catalog.retention.Retention`.
         format: "zarr", "tensorstore", "kimi-engine", or a backend.
@@ -393,9 +395,8 @@ class Checkpointer:
                 _log.warning("%s is not listed: %s", commit.path, error)
                 continue
             size = sum(component.size_bytes for component in manifest.components.values())
-            found.append(
-                SavedStep(step_of(commit.id), commit.path, manifest.timestamp, size, manifest.metrics, manifest.metadata)
-            )
+            notes = manifest.metrics, manifest.metadata, tuple(manifest.removed)
+            found.append(SavedStep(step_of(commit.id), commit.path, manifest.timestamp, size, *notes))
         return found
 
     def find_latest(self) -> Place | None:

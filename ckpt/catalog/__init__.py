@@ -8,6 +8,7 @@ Files:
     object_ledger, lease    the same in an object store: a conditional put is the commit; a heartbeat instead of a lock
     catalog                 the one or the other, by where the root is
     retention               which checkpoints of a run stay after a save
+    removing                parts of a committed checkpoint are taken out of its records
     incremental             files of an earlier checkpoint that a save may link
     verify                  reads every byte of a checkpoint and lists problems
     copying                 a checkpoint from any storage to any other

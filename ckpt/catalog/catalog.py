@@ -82,7 +82,12 @@ class Catalog(Protocol[At]):
     def remove(self, checkpoint: At) -> None: ...
 
     def retain(
-        self, *, keep: At, history: Mapping[str | None, int] = MappingProxyType({}), remove_others: bool = False
+        self,
+        *,
+        keep: At,
+        history: Mapping[str | None, int] = MappingProxyType({}),
+        remove_others: bool = False,
+        progress: Callable[[], object] = ...,
     ) -> Sequence[At]: ...
 
 

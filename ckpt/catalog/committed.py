@@ -24,6 +24,7 @@ _TIMESTAMP = re.compile(rb'"timestamp"\s*:\s*"([^"]+)"')
 _COMMIT_NUMBER = re.compile(rb'"commit_number"\s*:\s*(-?\d[\d.]*)\s*[,}]')
 _ID = re.compile(rb'"checkpoint_id"\s*:\s*("(?:[^"\\]|\\.)*")')
 _RUN_ID = re.compile(rb'"run_id"\s*:\s*"([0-9A-Za-z_.-]{1,64})"')
+_REMOVED = re.compile(rb'\n  "removed": (\["[0-9A-Za-z_", -]+"\]),?\n')
 _HEAD_BYTES = 4096  # holds these keys as `CheckpointManifest` writes them; other writers may order them otherwise
 _MOST_BYTES = 1 << 16
 _AHEAD = timedelta(days=1)
@@ -48,6 +49,7 @@ class Committed(Generic[_Where]):
         is_ahead: its time is more than a day in the future, and is not used for the order of commits.
         says_id: the manifest says this id; False: it says none or another one, because it is damaged, or the whole name, as saves by path
             write it.
+        removed: keys of the components that retention has taken out.
     """
 
     id: str
@@ -57,6 +59,7 @@ class Committed(Generic[_Where]):
     run_id: str | None = None
     is_ahead: bool = False
     says_id: bool = True
+    removed: tuple[str, ...] = ()
 
     @property
     def order(self) -> tuple[int, bool, datetime, str]:
@@ -92,6 +95,7 @@ def committed_in(head: bytes, path: Where) -> Committed[Where]:
         run_id=run_id[1].decode() if run_id is not None else None,
         is_ahead=timestamp - datetime.now(UTC) > _AHEAD,
         says_id=id is not None,
+        removed=_removed(head),
     )
 
 
@@ -199,6 +203,15 @@ def _recorded_id(head: bytes) -> str | None:
         return str(json.loads(match[1])) if match is not None else None
     except ValueError:
         return None
+
+
+def _removed(head: bytes) -> tuple[str, ...]:
+    """Return the components that a manifest says are taken out; none where that cannot be read."""
+    match = _REMOVED.search(head)
+    try:
+        return tuple(map(str, json.loads(match[1]))) if match is not None else ()
+    except ValueError:
+        return ()
 
 
 def _timestamp(head: bytes) -> datetime | None:

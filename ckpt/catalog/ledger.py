@@ -47,6 +47,7 @@ from ckpt.catalog.owner import (
     owner_file,
     remove_dead_claims,
 )
+from ckpt.catalog.removing import left_over, without
 from ckpt.catalog.retention import Retention, as_retention
 from ckpt.errors import (
     Argument,
@@ -60,8 +61,19 @@ from ckpt.errors import (
 )
 from ckpt.format.manifest import MANIFEST_NAME, MAX_COMMIT_NUMBER
 from ckpt.format.places import Place
-from ckpt.storage.files import empty, exchange, is_shown, own_name, remove, replace_durably, sync_folder, write_durably
-from ckpt.storage.stored import read_manifest
+from ckpt.storage.checkpoint_files import CheckpointFolder
+from ckpt.storage.files import (
+    empty,
+    exchange,
+    is_shown,
+    listed,
+    own_name,
+    remove,
+    replace_durably,
+    sync_folder,
+    write_durably,
+)
+from ckpt.storage.stored import files_root, read_manifest
 
 ROOT_OWNER = f".run{OWNER_SUFFIX}"
 _VALID_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9_.-]{1,200}")
@@ -467,9 +479,16 @@ class Ledger:
         self._remove(checkpoint, checkpoint, self._delete)
 
     def retain(
-        self, *, keep: Path, history: Mapping[str | None, int] = MappingProxyType({}), remove_others: bool = False
+        self,
+        *,
+        keep: Path,
+        history: Mapping[str | None, int] = MappingProxyType({}),
+        remove_others: bool = False,
+        progress: Callable[[], object] = lambda: None,
     ) -> list[Path]:
         """Remove the checkpoints of a run that its retention does not keep, after `keep` was committed; return what was removed.
+
+        Then take out of those that stay the components that only newer ones keep.
 
         `keep` is never removed, and counts as the newest. Neither counted nor removed are symbolic links, folders whose manifest does not
         say the id that is in their name, and checkpoints of other living runs.
@@ -477,8 +496,9 @@ class Ledger:
         Args:
             history: run id -> the largest commit number that counts, of the runs that this one goes on from.
             remove_others: also remove the checkpoints of all other runs.
+            progress: called between files.
         """
-        if not self._retention.removes and not remove_others:
+        if not self._retention.acts and not remove_others:
             return []
         with telling(f"checkpoint root {self._root} cannot be read"):
             self._settle_replaced(self._names())
@@ -489,7 +509,40 @@ class Ledger:
         ours = [c for c in found if c.run_id == self._saves_as or c.number <= history.get(c.run_id, -1)]
         surplus = [c for c in found if c not in ours] if remove_others else []
         surplus += self._retention.surplus(ours, newest)
-        return [old.path for old in surplus if self._remove(old.path, old.path, self._delete)]
+        removed = [old.path for old in surplus if self._remove(old.path, old.path, self._delete)]
+        for old, keys in self._retention.outdated([c for c in ours if c not in surplus], newest):
+            with warned(f"{', '.join(keys)} cannot be removed from {old.path}, the next save tries again", (OSError, CheckpointError)):
+                self._take_out(old, keys, progress)
+        return removed
+
+    def _take_out(self, one: Committed[Path], keys: Sequence[str], progress: Callable[[], object]) -> None:
+        """Take components out of a checkpoint, or finish that after a kill. Their folders are renamed out of it, and then deleted.
+
+        The manifest keeps its time: of checkpoints in other folders the newest is named by it.
+        """
+        if {*keys} <= {*one.removed} and not any(os.path.lexists(one.path / key) for key in one.removed):
+            return
+        manifest = read_manifest(one.path)
+        root, at = files_root(one.path, manifest), one.path / MANIFEST_NAME
+        assert isinstance(root, Path)
+        if root != one.path:
+            with CheckpointFolder(one.path) as files:
+                files.require_folder(root.name)
+        if (left := without(one.path, manifest, keys, lambda path, data: write_durably(root / path, data), progress)) is not None:
+            saved = at.stat()
+            replace_durably(at, left.to_bytes())
+            os.utime(at, ns=(saved.st_atime_ns, saved.st_mtime_ns))
+            manifest = left
+        indexes, folders = left_over(manifest, os.listdir(root))
+        for name in os.listdir(one.path):
+            if name.startswith(f".{MANIFEST_NAME}."):  # left by a kill before its rename
+                remove(one.path / name, own_name)
+        for name in indexes if manifest.removed else ():
+            remove(root / name, listed)
+        for key in folders:
+            doomed = self._aside("removed", one.id)
+            os.rename(root / key, doomed)
+            self._delete(doomed)
 
     def _names(self) -> list[str]:
         try:

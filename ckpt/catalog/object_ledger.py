@@ -34,15 +34,25 @@ from ckpt.catalog.committed import COMMITTED, Committed, committed_in, id_in, lo
 from ckpt.catalog.lease import Lease, living_runs
 from ckpt.catalog.ledger import Commit, commit_after, of_a_living_run, require_valid_id, warned, why_of_another_history
 from ckpt.catalog.owner import OWNER_SUFFIX, about_process, has_ended
+from ckpt.catalog.removing import left_over, without
 from ckpt.catalog.retention import Retention, as_retention
-from ckpt.errors import CheckpointError, CheckpointExistsError, StorageError, logger_of, sentence, telling
+from ckpt.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    StorageError,
+    logger_of,
+    sentence,
+    telling,
+)
 from ckpt.format.digests import digest_of
-from ckpt.format.manifest import MANIFEST_NAME, closing, fence, is_fence
+from ckpt.format.manifest import MANIFEST_NAME, CheckpointManifest, closing, fence, is_fence
+from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.format.places import ObjectPath, Place
 from ckpt.format.strict_json import parse
 from ckpt.storage.objects.files import side_by_side
 from ckpt.storage.objects.store import Tag, store_of
-from ckpt.storage.stored import read_manifest
+from ckpt.storage.stored import files_root, read_manifest
 
 ATTEMPT = ".attempt-"
 PROBE = ".probe-"
@@ -364,9 +374,10 @@ class ObjectLedger:
         keep: ObjectPath,
         history: Mapping[str | None, int] = MappingProxyType({}),
         remove_others: bool = False,
+        progress: Callable[[], object] = lambda: None,
     ) -> list[ObjectPath]:
         """Remove the checkpoints of a run that its retention does not keep. See `Ledger.retain`."""
-        if not self._retention.removes and not remove_others:
+        if not self._retention.acts and not remove_others:
             return []
         with telling(f"checkpoint root {self._root} cannot be read"):
             committed, living = self._committed_among(self._listed), self.living()
@@ -375,7 +386,48 @@ class ObjectLedger:
         ours = [commit for commit in found if commit.run_id == self._saves_as or commit.number <= history.get(commit.run_id, -1)]
         surplus = [commit for commit in found if commit not in ours] if remove_others else []
         surplus += self._retention.surplus(ours, newest)
-        return [old.path for old in surplus if self._remove(old.path, partial(_is_of_run, old.run_id))]
+        removed = [old.path for old in surplus if self._remove(old.path, partial(_is_of_run, old.run_id))]
+        for old, keys in self._retention.outdated([commit for commit in ours if commit not in surplus], newest):
+            if not {*keys} <= {*old.removed}:
+                with _warned(f"{', '.join(keys)} cannot be removed from {old.path}"), suppress(FileNotFoundError):
+                    self._take_out(old, keys, progress)
+        return removed
+
+    def _take_out(self, one: Committed[ObjectPath], keys: Sequence[str], progress: Callable[[], object]) -> None:
+        """Take components out of a checkpoint: a note of it, its manifest if nobody has changed it, objects, the note.
+
+        A sweep finishes what a kill has interrupted, by the note.
+        """
+        at = (one.path / MANIFEST_NAME).key
+        data, tag = self._store.get(at)
+        manifest = parse_manifest(bytes(data), str(one.path / MANIFEST_NAME))
+        root = files_root(one.path, manifest)
+        assert isinstance(root, ObjectPath)
+        if manifest.data is None or manifest.run_id != one.run_id:  # copied there, or replaced by a run that shares the root
+            return
+        left = without(one.path, manifest, keys, lambda path, made: self._store.put((root / path).key, made), progress)
+        if left is None:
+            return
+        note = self._note_of(one.path, manifest.data)
+        self._store.put(note, self._noted(one.path, manifest.data, None))
+        if self._store.replace(at, left.to_bytes(), tag) is None and not self._says(at, left):
+            return  # another process has changed it meanwhile; the next sweep removes the note
+        self._remove_left_over(one.path, left)
+        self._store.delete([note])
+        self._listed.known[one.path] = replace(one, removed=tuple(left.removed))
+
+    def _says(self, at: str, manifest: CheckpointManifest) -> bool:
+        """Whether this very manifest was put, by a put whose answer was lost."""
+        return bytes(self._store.get(at)[0]) == manifest.to_bytes()
+
+    def _remove_left_over(self, checkpoint: ObjectPath, manifest: CheckpointManifest) -> None:
+        """Remove the objects of components that a manifest says are taken out, and its former indexes."""
+        root = files_root(checkpoint, manifest)
+        assert isinstance(root, ObjectPath) and root != checkpoint
+        folders, objects = self._store.names(root.key)
+        indexes, keys = left_over(manifest, {*folders, *objects})
+        below = [found.key for key in keys for found in self._store.below((root / key).key)]
+        self._store.delete([*((root / name).key for name in indexes), *below])
 
     def _list(self) -> _Listed:
         """List the root, by one request for each thousand of its checkpoints. What is known of checkpoints from before is kept."""
@@ -588,6 +640,9 @@ class ObjectLedger:
         now = committed[1].decode() if committed else None
         if now != nonce and not self._fence(manifest, data, tag):
             return  # it has just committed, or another process cleans up: the next sweep sees which
+        if now == nonce and committed_in(data[:_HEAD_BYTES], checkpoint).removed:
+            with suppress(CorruptCheckpointError):
+                self._remove_left_over(checkpoint, parse_manifest(data, str(checkpoint / MANIFEST_NAME)))
         for gone in {nonce, record.get("old")} - {None, now}:
             if _is_nonce(str(gone)) and not self._is_kept(checkpoint, str(gone)):
                 self._remove_objects(checkpoint / str(gone))

@@ -1,14 +1,17 @@
-"""Which checkpoints of a run stay after a save: the newest, every n-th step, and the best by a metric. Pure, but for reading metrics."""
+"""Which checkpoints of a run stay after a save: the newest, every n-th step, and the best by a metric; and which keep all components.
+
+Pure, but for reading metrics.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol, TypeVar
 
-from ckpt.errors import CheckpointError, ConfigurationError, logger_of, unlike
+from ckpt.errors import Argument, CheckpointError, ConfigurationError, logger_of, unlike
 from ckpt.format.places import Place, step_of
 from ckpt.storage.stored import read_manifest
 
@@ -39,6 +42,8 @@ class Retention:
             A checkpoint that was saved without that metric cannot be compared, and stays.
         metric: name of a metric that `save_checkpoint` is given.
         greater_is_better: of `metric`.
+        keep_last_of: component -> number of the newest checkpoints that keep it, the one just saved included, among those that stay. Older
+            ones are incomplete then: they say so, and are not loaded by whoever asks for what they lack. None: all keep all.
 
     Raises:
         ConfigurationError: a value is of a wrong type, a number is below 1, or `keep_best` is without `metric`.
@@ -49,17 +54,22 @@ class Retention:
     keep_best: int | None = None
     metric: str | None = None
     greater_is_better: bool = False
+    keep_last_of: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "keep_best"):
             number = getattr(self, name)
-            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            if number is not None and not _is_count(number):
                 otherwise = "to keep every checkpoint" if name == "keep_last" else "to switch the rule off"
                 raise unlike(name, number, f"a whole number of at least 1, or None {otherwise}", f"saves.{name}")
         if not (self.metric is None or (isinstance(self.metric, str) and self.metric)):
             raise unlike("metric", self.metric, "a name, such as 'loss', or None")
         if not isinstance(self.greater_is_better, bool):
             raise unlike("greater_is_better", self.greater_is_better, "True, where the greatest value is the best, or False")
+        given = {} if self.keep_last_of is None else self.keep_last_of
+        if not isinstance(given, Mapping) or not all(isinstance(key, str) and _is_count(count) for key, count in given.items()):
+            expected = "a dictionary: component -> number, of at least 1, of the newest checkpoints that keep it; or None"
+            raise unlike("keep_last_of", given, expected, "saves.keep_last_of")
         if self.keep_best is not None and self.metric is None:
             raise ConfigurationError(f"keep_best={self.keep_best} needs metric, the name of the metric that it goes by")
 
@@ -67,6 +77,28 @@ class Retention:
     def removes(self) -> bool:
         """Whether any checkpoint is ever removed."""
         return (self.keep_last, self.keep_every, self.keep_best) != (None, None, None)
+
+    @property
+    def acts(self) -> bool:
+        """Whether any checkpoint, or a component of one, is ever removed."""
+        return self.removes or bool(self.keep_last_of)
+
+    def require_components(self, keys: Collection[str], store: str) -> None:
+        """Require that `keep_last_of` names components of a run, and that the storage format can do without one.
+
+        Raises:
+            ConfigurationError: it names another, or all arrays lie in one database.
+        """
+        for key in self.keep_last_of or ():
+            if key not in keys:
+                near = difflib.get_close_matches(key, keys, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"this run has {', '.join(keys)}"
+                raise ConfigurationError(_keep_last_of(self), f": there is no component {key!r}; {hint}")
+        if self.keep_last_of and store == "ocdbt":
+            raise ConfigurationError(
+                _keep_last_of(self), " frees nothing in an OCDBT database, which holds all components: save with ",
+                Argument("backend.kvstore", "file"), ", or as zarr",
+            )  # fmt: skip
 
     def require_metric(self, given: Mapping[str, float | None]) -> None:
         """Require the metric by which checkpoints are kept among those of a save; its value may be None.
@@ -105,6 +137,18 @@ class Retention:
             kept |= {commit.id for commit in unknown}
         return [commit for commit in older if commit.id not in kept]
 
+    def outdated(self, older: Sequence[Kind], newest: Kind | None) -> Iterator[tuple[Kind, list[str]]]:
+        """Yield those of `older` that may not keep all components, the newest first, with the keys of those that go.
+
+        Args:
+            older: all others of the run that stay, the oldest first.
+            newest: the checkpoint just committed, which keeps all; None: it is gone, and nothing goes.
+        """
+        for number, commit in enumerate(reversed(older), 1):
+            keys = [key for key, count in (self.keep_last_of or {}).items() if number >= count]
+            if keys and newest is not None:
+                yield commit, keys
+
     def best(self, checkpoints: Sequence[Kind]) -> Kind | None:
         """Return the one with the best value of the metric, the newest of equal ones; None: none has the metric.
 
@@ -124,6 +168,14 @@ class Retention:
 def as_retention(keep_last: int | Retention | None) -> Retention:
     """Return rules as such; a number is that of the newest checkpoints."""
     return keep_last if isinstance(keep_last, Retention) else Retention(keep_last)
+
+
+def _is_count(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
+
+
+def _keep_last_of(rules: Retention) -> Argument:
+    return Argument("saves.keep_last_of", dict(rules.keep_last_of or {}))
 
 
 @cache

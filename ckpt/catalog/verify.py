@@ -48,11 +48,13 @@ class Verification:
         num_files: files that belong to the checkpoint, its manifest included.
         num_bytes: bytes read.
         damaged: damaged data files, by path below the checkpoint. Other checkpoints may link them.
+        removed: components that retention has taken out, which is no problem.
     """
 
     problems: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
     damaged: set[str] = field(default_factory=set)
+    removed: list[str] = field(default_factory=list)
     num_files: int = 0
     num_bytes: int = 0
 
@@ -112,6 +114,7 @@ def examine(
     except CorruptCheckpointError as error:
         result.note(error)
         return result
+    result.removed = manifest.removed
     root = files_root(checkpoint_dir, manifest)
     listed = {MANIFEST_NAME, *manifest.files}
     index_paths = manifest.index_paths()

@@ -104,13 +104,14 @@ def first_difference(run: Mapping[int, Place], bad: Mapping[int, Place]) -> tupl
 
 
 def compared(a: Place, b: Place) -> list[Difference]:
-    """Return the differences of two checkpoints. Those that recorded the same digests of the same arrays are equal, and not read."""
+    """Return the differences of what retention has left of both. Checkpoints that recorded the same digests are equal, and not read."""
     with noticing_removal(a), noticing_removal(b):
         one, other = read_manifest(a), read_manifest(b)
         is_recorded = all(component.checksum for component in one.components.values())
         if is_recorded and (one.components, one.arrays) == (other.components, other.arrays):
             return []
-        return list(compare(opened(a), opened(b)))
+        removed = {*one.removed, *other.removed}
+        return [found for found in compare(opened(a), opened(b)) if found.component.partition("/")[0] not in removed]
 
 
 def opened(checkpoint: Place) -> CheckpointSource:

@@ -285,6 +285,9 @@ def _on_ranks(
     if as_bytes := _as_bytes(opened):
         held["changed"] = as_bytes
     lines = [f"  components {', '.join(components)}", f"  arrays     {len(tensors)}, {decimal(array_bytes)}"]
+    if isinstance(source, CommittedSource) and source.manifest.removed:
+        held["removed"] = source.manifest.removed
+        lines.append(f"  without    {', '.join(held['removed'])}, which retention removed")
     return described(as_place(keys.dst, "dst"), topology, held, lines)
 
 

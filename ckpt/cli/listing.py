@@ -49,6 +49,7 @@ class Row:
         format: names of the formats that its arrays have.
         mark: "damaged", or "unreadable", which tells nothing of damage; None: its manifest is whole.
         problem: why.
+        removed: components that retention has taken out.
     """
 
     id: str
@@ -60,6 +61,7 @@ class Row:
     metrics: dict[str, float | None]
     mark: str | None = None
     problem: str | None = None
+    removed: tuple[str, ...] = ()
 
 
 def list_checkpoints(keys: ListKeys) -> int:
@@ -105,7 +107,8 @@ def row_of(checkpoint: Committed[Place]) -> Row | None:
     except (CheckpointError, OSError) as error:
         return Row(*where, 0, "", "", {}, mark_of(error), message_of(error))
     size = sum(component.size_bytes for component in manifest.components.values())
-    return Row(*where, size, layout_of(manifest), format_of(manifest), dict(manifest.metrics))
+    metrics, removed = dict(manifest.metrics), tuple(manifest.removed)
+    return Row(*where, size, layout_of(manifest), format_of(manifest), metrics, removed=removed)
 
 
 def layout_of(manifest: CheckpointManifest) -> str:
@@ -155,6 +158,7 @@ def _show(rows: Sequence[Row], best: Row | None, keys: ListKeys) -> None:
             values = row.metrics.items() if keys.best is None else [(keys.best, row.metrics[keys.best])]
             marks += [f"best ({name} {value:.4g})" for name, value in values if value is not None]
         marks += [row.mark] if row.mark is not None else []
+        marks += [f"without {', '.join(row.removed)}"] if row.removed else []
         size = decimal(row.size_bytes) if row.mark is None else ""
         table.add(_step(row), age_of(row.committed), size, row.layout, row.format, ", ".join(marks))
     show(table, *(f"{Path(row.path).name}: {row.problem}" for row in rows if row.problem is not None))

@@ -45,8 +45,9 @@ COMMANDS = {
         "List the checkpoints of a folder or an address, one line each.",
         """
         The oldest commit comes first. Size is that of tensors and values, as `ckpt show` has it. Marks are newest, best (by a metric
-        that was saved with the checkpoints), damaged, where the manifest is not as it was written, and unreadable, where you may not
-        read it; `ckpt verify` reads every byte. Of a folder that holds runs, each folder of checkpoints below it gets a line.
+        that was saved with the checkpoints), damaged, where the manifest is not as it was written, unreadable, where you may not read
+        it, and without the components that retention has removed; `ckpt verify` reads every byte. Of a folder that holds runs, each
+        folder of checkpoints below it gets a line.
 
         $ ckpt ls outputs/dev/checkpoints
         $ ckpt ls s3://bucket/run --best accuracy --greater

@@ -32,7 +32,7 @@ from ckpt.storage.checkpoint_files import files_below
 from ckpt.storage.stored import checkpoints_below, gone, identity_of, not_a_checkpoint, noticing_removal, read_manifest
 
 _VERSIONS = ("format_version", "ckpt_version", "pytorch_version")
-_HEAD = ("checkpoint_id", *_VERSIONS, "world_size", "topology", "training_args_hash")
+_HEAD = ("checkpoint_id", *_VERSIONS, "world_size", "topology", "training_args_hash", "removed")
 DAMAGED, UNREADABLE = "damaged", "unreadable"
 """Marks of checkpoints in listings. What cannot be read, such as for lack of permission, may be whole."""
 
@@ -94,10 +94,11 @@ def verify(keys: ReadingKeys) -> int:
             continue
         others = [str(other) for other in linked_with(path.absolute().parent, path, found.damaged)]
         row = {"path": str(path), "mark": _mark(found), "problems": found.problems, "num_files": found.num_files}
-        results.append(row | {"num_bytes": size, "damage_shared_with": others})
+        results.append(row | {"num_bytes": size, "damage_shared_with": others, "removed_components": found.removed})
         if not keys.json:
             speed = f", {seconds:.1f} s, {size / seconds / 1e9:.2f} GB/s" if seconds > SHOWN_AFTER_S else ""
-            _tell_result(path, found, f"{found.num_files} files, {size} bytes{speed}", others, all=keys.all)
+            counts = f"{found.num_files} files, {size} bytes{speed}{told_of_removal(found.removed)}"
+            _tell_result(path, found, counts, others, all=keys.all)
     if removed == [keys.path]:
         raise gone(at)
     code = code_of(result["mark"] for result in results)
@@ -131,6 +132,11 @@ def show(keys: InspectKeys) -> int:
     else:
         _show_root(path, rows, on_disk, keys)
     return code_of(row["mark"] for row in rows)
+
+
+def told_of_removal(removed: Sequence[str]) -> str:
+    """The end of a line about a checkpoint that retention has taken components out of."""
+    return f", without {', '.join(removed)}, which retention removed" if removed else ""
 
 
 def is_checkpoint(path: Place) -> bool:
@@ -265,6 +271,7 @@ def _row(one: Committed[Place]) -> dict[str, Any] | None:
         "problem": None,
         "world_size": manifest.world_size,
         "components": list(manifest.components),
+        "removed": manifest.removed,
         "num_arrays": len(manifest.arrays),
         "size_bytes": sum(component.size_bytes for component in manifest.components.values()),
     }
@@ -301,10 +308,11 @@ def _show_root(root: Place, rows: Sequence[dict[str, Any]], on_disk: int, keys: 
     headings = "checkpoint", "committed\n(UTC)", "ranks", "arrays", "size", "files", "unique"
     table = Listing(*headings, right=(2, 3, 4, 5, 6))
     sound = [row for row in rows if row["problem"] is None]
-    alike = len({tuple(row["components"]) for row in sound}) == 1
+    alike = len({tuple(sorted({*row["components"], *row["removed"]})) for row in sound}) == 1
     for row in shown:
         name, when = Path(row["path"]).name, row["timestamp"][:19].split("T")
         mark = ["  the newest"] if row is rows[-1] else []
+        mark += [f"  without {', '.join(row['removed'])}"] if row.get("removed") else []
         use = decimal(row["apparent_bytes"]), decimal(row["unique_bytes"])
         if row["problem"] is not None:
             table.add([name, *mark], when, row["mark"], "", "", *use)
@@ -319,7 +327,7 @@ def _show_root(root: Place, rows: Sequence[dict[str, Any]], on_disk: int, keys: 
             *use,
         )
     head = [f"{root}: {counted(len(rows), 'checkpoint')}, the oldest commit first, {decimal(on_disk)} on disk"]
-    head += [f"components: {', '.join(sound[0]['components'])}"] if alike else []
+    head += [f"components: {', '.join(sound[-1]['components'])}"] if alike else []
     problems = [f"{Path(row['path']).name}: {row['problem']}" for row in rows if row["problem"] is not None]
     below = [*_left_out(names, len(named), len(shown), "checkpoint", "older ", keys), *problems]
     show_parts(*head, "", *([table] if shown else []), *([""] if below and shown else []), *below)
@@ -356,7 +364,7 @@ def _show_checkpoint(path: Place, manifest: CheckpointManifest, use: DiskUse, ke
     head = (
         f"{path}: id {manifest.checkpoint_id}, committed {when} by {counted(manifest.world_size, 'rank')}, format "
         f"version {manifest.format_version}, ckpt {manifest.ckpt_version}, torch {manifest.pytorch_version}, "
-        f"{decimal(use.apparent_bytes)} in files, {decimal(use.unique_bytes)} of them its own"
+        f"{decimal(use.apparent_bytes)} in files, {decimal(use.unique_bytes)} of them its own{told_of_removal(manifest.removed)}"
     )
     components = Listing("component", "pattern", "group", "written by", "equal on", "arrays", "size", right=(5, 6))
     arrays = Listing("array", "dtype", "shape", "size", "where", right=(3,), text=(4,), bare=(1, 2, 3, 4))

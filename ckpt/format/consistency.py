@@ -52,6 +52,7 @@ def check_manifest(manifest: CheckpointManifest) -> None:
     _check_claimed(manifest.files, set().union(*manifest.plain_files.values()))
     for key, component in manifest.components.items():
         _check_component(key, component, manifest, indexes)
+    _check_removed(manifest)
     for name, entry in {id(entry): (name, entry) for name, entry in manifest.arrays.items()}.values():
         _check_array(name, entry, manifest, indexes)
     _check_names(manifest)
@@ -133,6 +134,13 @@ def _check_component(key: str, component: ComponentManifest, manifest: Checkpoin
             raise Refused(
                 f"the plain values {prefix!r:.80} of component {key!r:.80} are rank {rank}'s, which has no index"
             )
+
+
+def _check_removed(manifest: CheckpointManifest) -> None:
+    """What was taken out are keys of components, and none of them is there."""
+    for key in manifest.removed:
+        if not COMPONENT_KEY.fullmatch(key) or key in manifest.components or manifest.removed.count(key) > 1:
+            raise Refused(f"component {key!r:.80} is said to be removed, and is there, listed twice, or no key of a component")
 
 
 def _check_array(name: str, entry: ArrayEntry, manifest: CheckpointManifest, indexes: Set[int]) -> None:

@@ -56,6 +56,12 @@ def index_name(rank: int, generation: int = 0) -> str:
 _INDEX = re.compile(r"index-(?P<rank>[0-9]{5,})(?:\.(?P<generation>[0-9]+))?\.json")
 
 
+def index_rank(name: str) -> int | None:
+    """Return the rank in a name that `index_name` makes; None: it is another name."""
+    match = _INDEX.fullmatch(name)
+    return None if match is None else int(match["rank"])
+
+
 def index_generation(path: str) -> int:
     """Return the generation in a name that `index_name` made."""
     match = _INDEX.fullmatch(path)
@@ -184,6 +190,7 @@ class CheckpointManifest:
             from, as far as checkpoints of theirs were left. No such key where there are none.
         data: name of the place, below the checkpoint, that its files are in, as an object store needs it; None (no such key): they are in
             the checkpoint itself. A checkpoint that was copied from one kind of storage to another stays as it is.
+        removed: keys of components that it was saved with and that retention has taken out since; no such key where there are none.
         fence: put into the manifest of a checkpoint in an object store to make the commit of a process that was taken for dead fail.
         metrics: name -> value at this step, such as a loss; None: not a finite number. No such key where none were given.
         metadata: plain values that the program keeps with the checkpoint. No such key where none were given.
@@ -215,6 +222,7 @@ class CheckpointManifest:
     run_id: str | None = None
     data: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{8,64}\Z")] | None = None
     fence: str | None = None
+    removed: Annotated[list[str], msgspec.Meta(min_length=1)] = field(default_factory=list)
     history: dict[str, Count] = field(default_factory=dict)
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -228,6 +236,7 @@ class CheckpointManifest:
             "pytorch_version": self.pytorch_version,
             "timestamp": self.timestamp.isoformat(),
             **{key: value for key in _OPTIONAL if (value := getattr(self, key)) is not None},
+            **({"removed": self.removed} if self.removed else {}),
             "checkpoint_path": self.checkpoint_path,
             "checkpoint_id": self.checkpoint_id,
             "world_size": self.world_size,

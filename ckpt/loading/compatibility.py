@@ -248,8 +248,12 @@ def _first_difference(source: CheckpointSource, component: StateComponent) -> st
 def _require_present(source: CheckpointSource, component: StateComponent, strict: bool) -> None:
     if source.holds(component.key):
         return
+    removed = source.why_removed(component.key)
     if not (component.required and strict):
-        raise MissingStateError("not in the checkpoint", component=component.key)
+        raise MissingStateError(removed or "not in the checkpoint", component=component.key)
+    if removed is not None:
+        leave_out = Argument("leave_out", component.key, f"leave component {component.key} out")
+        raise MissingStateError(f"{removed}; load another one, or ", leave_out, ".", component=component.key)
     raise MissingStateError(
         f"component {component.key} is not in the checkpoint, which has: {some_of(list(source.component_keys())) or 'none'}. ",
         Argument("leave_out", component.key, f"Leave component {component.key} out"), ", ",

@@ -12,6 +12,8 @@ from typing import Any, Protocol, Self
 
 import torch
 
+from ckpt.catalog.catalog import catalog_at
+from ckpt.catalog.committed import continues, look
 from ckpt.catalog.verify import TensorNames
 from ckpt.errors import Argument, CorruptCheckpointError, MissingStateError, WorldSizeError, declare, describe
 from ckpt.format.box import num_chunks, whole
@@ -59,6 +61,10 @@ class CheckpointSource(Protocol):
 
     def component_keys(self) -> Collection[str]:
         """The components it holds, for messages."""
+
+    def why_removed(self, key: str) -> str | None:
+        """Where a component went that it does not hold, without full stop; None: it was saved without it."""
+        return None
 
     def only_saved(self, declared: Collection[str]) -> list[str]:
         """The components with state of a run that are not among these keys. A strict load refuses them."""
@@ -255,6 +261,16 @@ class CommittedSource(ManifestSource):
         self._strategy = strategy
         self._device = device
         self._verify = verify
+
+    def why_removed(self, key: str) -> str | None:
+        """See `CheckpointSource.why_removed`. Names the newest complete checkpoint beside this one that goes on from it."""
+        if key not in self.manifest.removed:
+            return None
+        place = self._checkpoint.place
+        this, beside = look(place), reversed(catalog_at(place.parent).committed())
+        newest = next((commit for commit in beside if this and not commit.removed and continues(commit.path, this)), None)
+        complete = f"the newest complete one is {newest.path.name}" if newest else "none that goes on from it is complete"
+        return f"component {key} was removed from {place.name} by retention, and {complete}"
 
     def require_chunks(self) -> None:
         """See `StoredCheckpoint.require_chunks`."""

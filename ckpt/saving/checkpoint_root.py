@@ -427,12 +427,14 @@ class CheckpointRoot(Destination):
     def _settle(self, topology: Topology, path: Place, alarms: Sequence[str]) -> None:
         """After the commit: remove older checkpoints, and log the alarms about state that did not change."""
         target = self._target
-        if target.retention.removes or target.remove_others or target.condemned:
+        if target.retention.acts or target.remove_others or target.condemned:
             with topology.phase("retention") as phase:
                 phase.stands = _is_committed(path)
                 if topology.is_lead:
                     self._ledger.quarantine(target.condemned, keep=path)
-                    self._ledger.retain(keep=path, history=target.history, remove_others=target.remove_others)
+                    self._ledger.retain(
+                        keep=path, history=target.history, remove_others=target.remove_others, progress=topology.progress
+                    )
         for alarm in alarms if topology.is_lead else ():
             _log.warning("%s", alarm)
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from ckpt.catalog.catalog import Catalog
 from ckpt.catalog.committed import Committed, runs_of
 from ckpt.catalog.incremental import linked_with
 from ckpt.catalog.retention import Retention
-from ckpt.errors import CheckpointExistsError, CheckpointGoneError, CheckpointNotFoundError, CorruptCheckpointError
+from ckpt.errors import (
+    CheckpointExistsError,
+    CheckpointGoneError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    MissingStateError,
+)
 from ckpt.format.places import Place, place_of
-from ckpt.loading.loader import committed_newest_first
 from ckpt.loading.report import LoadReport, Status, some_of
 from ckpt.ranks.topology import Topology
 from ckpt.saving.checkpoint_root import KnownRoots, SaveTarget
@@ -129,22 +134,26 @@ class RunHistory:
         if any(component.status is Status.FAILED for component in loaded.components):
             self._roots.distrusted.add(path)
 
-    def load_newest(self, load: Callable[[Place], LoadReport]) -> LoadReport:
+    def load_newest(self, load: Callable[[Place], LoadReport], needed: Collection[str]) -> LoadReport:
         """Load the newest sound checkpoint of output_dir. If one is removed while it is read, search again. Collective.
+
+        Args:
+            needed: keys of components. A checkpoint that retention has taken one of these out of is passed over.
 
         Raises:
             CheckpointNotFoundError: there is none.
-            CorruptCheckpointError: all are damaged.
+            CorruptCheckpointError: all are damaged, but for those that are incomplete.
+            MissingStateError: all are incomplete.
         """
         passed_over: dict[Place, str] = {}
-        paths, num_gone = self._find(), 0
-        while (path := next((candidate for candidate in paths if candidate not in passed_over), None)) is not None:
+        (paths, incomplete), num_gone = self._find(needed), 0
+        while path := next((found for found in paths if found not in passed_over and found not in incomplete), None):
             try:
                 report = load(path)
             except CorruptCheckpointError as error:
                 self._pass_over(path, error, passed_over)
             except CheckpointNotFoundError as error:
-                paths, num_gone = self._find(), num_gone + 1
+                (paths, incomplete), num_gone = self._find(needed), num_gone + 1
                 is_gone = isinstance(error, CheckpointGoneError) or path not in paths
                 if not is_gone or num_gone > _MOST_GONE:
                     raise
@@ -159,16 +168,22 @@ class RunHistory:
                 else ""
             )
             raise CheckpointNotFoundError(f"there is no committed checkpoint in {self._roots.home}{but}")
-        reasons = "; ".join(passed_over.values())
-        raise CorruptCheckpointError(f"every checkpoint in {self._roots.home} is damaged: {reasons}")
+        reasons = "; ".join([*passed_over.values(), *incomplete.values()])
+        what = "damaged or incomplete" if passed_over and incomplete else "damaged" if passed_over else "incomplete"
+        kind = CorruptCheckpointError if passed_over else MissingStateError
+        advice = "; load one by its path, and leave out what it lacks" if incomplete else ""
+        raise kind(f"every checkpoint in {self._roots.home} is {what}: {reasons}{advice}")
 
-    def _find(self) -> list[Place]:
-        """The committed checkpoints in output_dir as the lead sees them, the newest first."""
+    def _find(self, needed: Collection[str]) -> tuple[list[Place], dict[Place, str]]:
+        """The committed checkpoints in output_dir as the lead sees them, the newest first; and why some of them lack what is needed."""
         home = self._roots.home
         with self._topology.operation(f"search for checkpoints in {home}"), self._topology.phase("find") as phase:
             if self._topology.is_lead:
-                phase.from_lead = [str(path) for path in committed_newest_first(home)]
-        return [place_of(path) for path in phase.from_lead]
+                found = reversed(self._roots.ledger_of(home).committed())
+                phase.from_lead = [[str(commit.path), [key for key in commit.removed if key in needed]] for commit in found]
+        places = [(place_of(path), lost) for path, lost in phase.from_lead]
+        incomplete = {place: f"{', '.join(lost)} was removed from {place.name} by retention" for place, lost in places if lost}
+        return [place for place, _ in places], incomplete
 
     def _pass_over(self, path: Place, error: CorruptCheckpointError, passed_over: dict[Place, str]) -> None:
         """Note a damaged checkpoint, and those that share the damaged file."""

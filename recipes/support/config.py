@@ -72,7 +72,13 @@ JOB_LOG = "job.log"
 _HYDRAS_OWN = ("_target_", "_partial_", "_convert_", "_recursive_")
 
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
-_OWN_SAVE_KEYS: dict[str, Any] = {"every": Any, "keep_last": "int | None", "keep_best": "int | None", "on_sigterm": "bool"}
+_OWN_SAVE_KEYS: dict[str, Any] = {
+    "every": Any,
+    "keep_last": "int | None",
+    "keep_best": "int | None",
+    "keep_last_of": dict[str, Any],
+    "on_sigterm": "bool",
+}
 
 
 @dataclass
@@ -200,7 +206,8 @@ def command_keys(cfg: DictConfig, schema: type[Keys]) -> Keys:
 def retention(save: Mapping[str, Any]) -> Retention:
     """Return the coordinator's argument `keep_last`, from the keys of `save`."""
     best = save.get("keep_best")
-    return Retention(keep_last=save["keep_last"], keep_best=best, metric=None if best is None else "loss")
+    metric = None if best is None else "loss"
+    return Retention(keep_last=save["keep_last"], keep_best=best, metric=metric, keep_last_of=save.get("keep_last_of"))
 
 
 def popped_keys(cfg: DictConfig, schema: type[Keys]) -> Keys:

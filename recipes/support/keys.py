@@ -154,7 +154,7 @@ def as_choices(words: Sequence[str], file: Path) -> list[str]:
     `+group=choice` is `group=choice` where the defaults list has the group, as `experiment: null`: Hydra takes the first only for others.
     `group=null` is `~group` where that list has null.
     `optimizer.momentum=0.9` is `++optimizer.momentum=0.9` where the chosen file has no such key: the class that its `_target_` names may
-    take it, and `recipes.support.config.bind` refuses what it does not.
+    take it, and `recipes.support.config.bind` refuses what it does not. So is a key of a mapping that the file leaves open, as `{}`.
     """
     if not file.is_file():
         return list(words)
@@ -171,19 +171,21 @@ def as_typed(override: str) -> str:
 
 
 def _is_argument(key: str, conf: Path, choices: Mapping[str, str], given: Mapping[str, str]) -> bool:
-    """Whether a dotted key is of a group whose files name a `_target_`, and the chosen file may lack it.
+    """Whether a dotted key is of a group whose files name a `_target_`, and the chosen file may lack it, or of a mapping that is left open.
 
     Args:
         choices: of the defaults list, by group.
         given: of the command line. A user's own file, or an experiment, may choose others; what it chooses Hydra alone knows.
     """
     group, dot, name = key.partition(".")
+    chosen = conf / group / f"{(choices | given).get(group)}.yaml"
+    if chosen.is_file() and any(key.value == "{}" and f"{name}.".startswith(f"{key.name}.") for key in read(chosen).keys):
+        return True
     if not dot or group not in choices or not any(_names(file) >= {TARGET} for file in (conf / group).glob("*.yaml")):
         return False
     files = [conf / other / f"{choice}.yaml" for other, choice in given.items()]
     if not all(file.is_file() and "override /" not in file.read_text() for file in files):
         return True
-    chosen = conf / group / f"{(choices | given)[group]}.yaml"
     return not chosen.is_file() or name not in _names(chosen)
 
 
@@ -274,7 +276,7 @@ class _Reader:
                             choices[group] = choice.value
                     elif item.value != "_self_":
                         bases.append(item.value.removeprefix("/"))
-            elif isinstance(value, yaml.MappingNode):
+            elif isinstance(value, yaml.MappingNode) and value.value:
                 nodes[name] = self._comment(key, value)
             else:
                 keys.append(Key(name, self._source(value), self._comment(key, value)))

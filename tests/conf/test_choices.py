@@ -100,6 +100,8 @@ def test_a_named_run_is_a_run_of_its_command_however_it_is_typed(word: str, name
         (["optimizer.lr=0.1", "parallel=ddp_tp", "parallel.plan._target_=a.b", "train.steps=3", "callbacks.x=1"], None),
         (["+optimizer.momentum=0.9", "~data.path", "components.model.x=1"], None),
         (["loss._target_=torch.nn.MSELoss", "loss.reduction=sum"], ["++loss._target_=torch.nn.MSELoss", "++loss.reduction=sum"]),
+        (["save.keep_last_of.optimizer=1"], ["++save.keep_last_of.optimizer=1"]),
+        (["save.keep_last=1", "+save.keep_last_of.optimizer=1"], None),
         (["loss.label_smoothing=0.1", "loss=cross_entropy"], None),
         (["optimizer.lr=0.1", "experiment=mine"], ["++optimizer.lr=0.1", "experiment=mine"]),
         (["loss=null", "logger=null", "device=null"], ["~loss", "~logger", "device=null"]),

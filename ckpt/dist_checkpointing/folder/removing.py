@@ -13,6 +13,7 @@ from pathlib import Path
 from ckpt.backends.base import DATABASE, ForgetsArrays, database_files
 from ckpt.backends.registry import backend_of_store
 from ckpt.backends.zarr import DOCUMENT
+from ckpt.catalog.removing import replace_indexes
 from ckpt.dist_checkpointing.folder.claim import OWNER, STAGED, SaveClaim
 from ckpt.dist_checkpointing.folder.destination import BESIDE, INDEX
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, FolderInUseError
@@ -24,8 +25,6 @@ from ckpt.format.manifest import (
     ArrayEntry,
     CheckpointManifest,
     Index,
-    index_generation,
-    index_name,
 )
 from ckpt.format.manifest_parsing import parse_index
 from ckpt.format.records import FileRecord
@@ -135,19 +134,12 @@ def _take_out(
 ) -> None:
     """Update all of `manifest` but its arrays for a checkpoint without `gone`. New indexes are written beside the old ones, and the
     database forgets the arrays; other files stay as they are."""
-    old_indexes = manifest.index_paths()
     indexes = {}
-    for rank in old_indexes:
+    for rank in manifest.index_ranks():
         topology.progress()
         indexes[rank] = read_index(checkpoint_dir, manifest, rank)
         _forget(indexes[rank], gone, checkpoint_dir, topology)
-    for rank, path in old_indexes.items():
-        topology.progress()
-        data = indexes[rank].to_bytes()
-        later = index_name(rank, index_generation(path) + 1)
-        write_durably(checkpoint_dir / later, data)
-        del manifest.files[path]
-        manifest.files[later] = len(data), digest_of(data)
+    replace_indexes(manifest, indexes, lambda path, data: write_durably(checkpoint_dir / path, data), topology.progress)
     for entry in gone.values():
         manifest.files.pop(f"{entry.path}/{DOCUMENT}", None)
     _correct_component(manifest, indexes, gone)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -127,3 +128,22 @@ def test_the_best_goes_by_a_metric() -> None:
     with pytest.raises(ConfigurationError, match="keep_best=2 needs metric"):
         Retention(keep_best=2)
     assert not Retention(metric="loss").removes
+
+
+@given(num_older=st.integers(0, 8), counts=st.dictionaries(st.sampled_from(["model", "optimizer", "rng"]), st.integers(1, 10)))
+def test_a_component_stays_in_as_many_of_the_newest_as_its_number_says(num_older: int, counts: dict[str, int]) -> None:
+    *older, newest = [One(str(step), Path(f"checkpoint-{step}")) for step in range(num_older + 1)]
+    rules = Retention(keep_last_of=counts)
+    gone = {one.id: set(keys) for one, keys in rules.outdated(older, newest)}
+    assert newest.id not in gone and all(gone.values())
+    for key, count in counts.items():
+        holding = [one.id for one in (*older, newest) if key not in gone.get(one.id, ())]
+        assert holding == [one.id for one in (*older, newest)][-count:]
+    assert [*rules.outdated(older, None)] == [] and rules.surplus(older, newest) == []
+    assert (rules.acts, rules.removes) == (bool(counts), False)
+
+
+@pytest.mark.parametrize("bad", [{"optimizer": 0}, {"optimizer": True}, {"optimizer": None}, {1: 1}, 1, ["optimizer"]])
+def test_a_component_that_no_checkpoint_would_keep_is_refused(bad: Any) -> None:
+    with pytest.raises(ConfigurationError, match="keep_last_of is .*; expected a dictionary: component -> number, of at least 1"):
+        Retention(keep_last_of=bad)

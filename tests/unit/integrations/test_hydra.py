@@ -23,7 +23,7 @@ defaults: [ckpt: zarr, strategy: direct, device: cpu, save: sync, checkpointer: 
 coordinator: {output_dir: unset}
 checkpointer: {every: 2}
 """
-_OF_RECIPES = {"every", "keep_last", "keep_best", "on_sigterm", "_target_", "save"}
+_OF_RECIPES = {"every", "keep_last", "keep_best", "keep_last_of", "on_sigterm", "_target_", "save"}
 """Keys of `save` that are no `SaveSettings`."""
 
 

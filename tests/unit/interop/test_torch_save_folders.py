@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 from ckpt import CheckpointCoordinator, StateComponent
+from ckpt.catalog.committed import Committed
+from ckpt.catalog.ledger import Ledger
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import (
     CheckpointError,
@@ -121,7 +124,7 @@ def test_an_old_checkpoint_is_never_found_only_named(tmp_path: Path, monkeypatch
     with pytest.raises(CheckpointNotFoundError, match="there is no committed checkpoint"):
         reader(tmp_path, one(held)).load_checkpoint()
     with monkeypatch.context() as patched:  # as if it had had a manifest until just now
-        patched.setattr("ckpt.saving.run_history.committed_newest_first", lambda root: [folder])
+        patched.setattr(Ledger, "committed", lambda ledger: [Committed("9", folder, datetime.now(UTC))])
         with pytest.raises(CheckpointNotFoundError, match="checkpoint-9 is not a checkpoint"):
             reader(tmp_path, one(held)).load_checkpoint()
     saver = reader(tmp_path, one(Held({"w": torch.ones(3)})))
