@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Self
@@ -30,16 +30,19 @@ from ckpt.saving.arguments import (
     as_run,
     as_settings,
     as_strategy,
+    as_tiers,
     check_flags,
     shared_out,
 )
 from ckpt.saving.background.background import Background
-from ckpt.saving.checkpoint_root import KnownRoots
+from ckpt.saving.checkpoint_root import KnownRoots, StaleStateCheck
 from ckpt.saving.host_cache import host_cache_of
 from ckpt.saving.prepared_save import SaveReport
 from ckpt.saving.run_history import RunHistory
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.saving.saver import Saver
+from ckpt.saving.tiered import TieredRun
+from ckpt.saving.tiers import Tier
 from ckpt.saving.weights_to_rollouts import IN_MEMORY, Publisher, WeightSender
 from ckpt.state.overlap import Optimizers
 from ckpt.state.pattern_check import Diagnosis
@@ -70,6 +73,8 @@ class CheckpointCoordinator:
             keeps all. After the load of a checkpoint of the root, it and the earlier ones of its run, and of the runs before that, count,
             too. Other runs' checkpoints stay, and do not count; nor do copied and renamed ones.
         config_text: stored as config.yaml in each checkpoint; its hash goes into the manifest.
+        tiers: places on the hosts that saves go to first, the fastest first: `ckpt.saving.tiers.memory` and `local`. A save is committed
+            in the first one, and copied to the others, and to output_dir, beside training. A load takes the newest of all.
         saves: how saves behave: "sync", "async", or a `ckpt.saving.save_settings.SaveSettings`.
         loads: how loads behave: a `ckpt.loading.load_settings.LoadSettings`; None: its defaults.
         memory_budget_mib: host memory of each rank that checkpointing takes beside the state, in MiB, equal on all ranks; None: no limit.
@@ -114,6 +119,7 @@ class CheckpointCoordinator:
         loads: LoadSettings | None = None,
         memory_budget_mib: int | MemoryBudget | None = None,
         config_text: str | None = None,
+        tiers: Sequence[Tier] | Mapping[str, Tier] | None = None,
         **settings: Any,
     ) -> None:
         self.output_dir = as_location("output_dir", output_dir)
@@ -136,7 +142,8 @@ class CheckpointCoordinator:
         self._saves = saves
         self._is_to_end = False
         self._background = Background(run, saves, memory.staging) if saves.is_async else None
-        self._host_cache = host_cache_of(run.backend, saves, memory.staging)
+        # A tier has the save in memory already.
+        self._host_cache = None if tiers else host_cache_of(run.backend, saves, memory.staging)
         self._roots = KnownRoots(
             self.output_dir,
             run_id=secrets.token_hex(8),
@@ -146,8 +153,18 @@ class CheckpointCoordinator:
             delete=self._background.delete if self._background is not None else None,
             host_cache=self._host_cache,
         )
+        stale_check = StaleStateCheck(run.components)
+        self._tiered: TieredRun | None = None
+        if tiers:
+            self._tiered = TieredRun(as_tiers(tiers), run.topology, self._roots, stale_check, self._has_come_home)
         self._history = RunHistory(run.topology, self._roots, retention=retention, overwrite=saves.overwrite)
-        self._saver = Saver(run, self._roots, pattern_check=saves.pattern_check)
+        self._saver = Saver(
+            run,
+            self._roots,
+            pattern_check=saves.pattern_check,
+            stale_check=stale_check,
+            first_tier=None if self._tiered is None else self._tiered.first,
+        )
         self._strategy = strategy
         self._strategy.bind(run.backend)
         files_of = self._host_cache.files_of if self._host_cache is not None else None
@@ -201,6 +218,7 @@ class CheckpointCoordinator:
         *,
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, Any] | None = None,
+        goes_home: bool = True,
     ) -> str | None:
         """Save all components and return the path of the checkpoint.
 
@@ -217,9 +235,11 @@ class CheckpointCoordinator:
                 of the ranks, and read everything back.
             metrics: name -> value at this step, for `Retention` and for people; stored in the manifest. Those of the lead rank.
             metadata: plain values to keep with the checkpoint, as JSON of at most 1 MiB. Those of the lead rank.
+            goes_home: with tiers, whether the save is copied to output_dir, too. `close` does so with the newest one in any case.
 
         Returns:
-            the path; None: nothing is saved, because another save is unfinished and `saves.when_busy` is "skip".
+            the path, with tiers that in the first of them; None: nothing is saved, because another save is unfinished and
+            `saves.when_busy` is "skip".
 
         Raises:
             CheckpointExistsError: an older checkpoint of output_dir was loaded by its path, newer ones lie there, and `overwrite` is false;
@@ -229,7 +249,7 @@ class CheckpointCoordinator:
                 lead had renamed the folder. It may be the error of an earlier save in the background, whose name it begins with.
         """
         started = time.perf_counter()
-        check_flags(validate=validate)
+        check_flags(validate=validate, goes_home=goes_home)
         root, checkpoint_id = self._named(checkpoint_path, checkpoint_id)
         self._history.require_no_newer(root)
         if self._background is not None:
@@ -239,15 +259,17 @@ class CheckpointCoordinator:
                     _log.warning("checkpoint-%s is skipped: the save before it is under way still", checkpoint_id)
                 return None
         target = self._history.target(
-            root, checkpoint_id, validate=validate, config_text=self.config_text, metrics=metrics, metadata=metadata
+            root, checkpoint_id, validate=validate, config_text=self.config_text, metrics=metrics, metadata=metadata, goes_home=goes_home
         )
+        is_tiered = self._tiered is not None and self._roots.is_home(root)
+        path = self._tiered.folder_of(target) if self._tiered is not None and is_tiered else target.path
         if self._background is None:
             self._add(self._saver.save(target))
-            return str(target.path)
+            return str(path)
         with self._topology.operation(target.what):
             prepared = self._saver.prepare(target)
         self._background.begin(prepared, started, self._optimizers.watch() if self._saves.overlap else None)
-        return str(target.path)
+        return str(path)
 
     async def publish(self, engine: WeightSender, step: int, component: str = "model") -> dict[str, Any]:
         """Send the weights of the newest save to rollouts, from host memory: it reads no file and copies from no device.
@@ -269,8 +291,8 @@ class CheckpointCoordinator:
         """
         if self._publisher is None:
             raise MissingStateError(
-                f"{component} of step {step} cannot be published: this coordinator keeps nothing in memory. ",
-                "Give it ", IN_MEMORY,
+                f"{component} of step {step} cannot be published: this coordinator keeps nothing in memory for that. ",
+                "Give it ", IN_MEMORY, ", and no tiers",
             )
         return await self._publisher.publish(engine, step, component)
 
@@ -320,16 +342,27 @@ class CheckpointCoordinator:
         `end_after_this_step`. Not collective.
         """
         background = self._background
+        beside = [each for each in (background, self._tiered) if each is not None]
+
+        def hurry() -> None:
+            for each in beside:
+                each.hurry()
+
+        def give_up() -> None:
+            for each in beside:
+                each.give_up()
+
         self._is_to_end = False
-        if background is None:
-            with sigterm_noted(self._saves.grace_s) as has_come:
-                yield lambda: has_come() or self._is_to_end
-            return
         with (
-            background.sigterm_left_to_others(),
-            sigterm_noted(self._saves.grace_s, hurry=background.hurry, give_up=background.give_up) as has_come,
+            nullcontext() if background is None else background.sigterm_left_to_others(),
+            sigterm_noted(self._saves.grace_s, hurry=hurry, give_up=give_up) as has_come,
         ):
             yield lambda: has_come() or self._is_to_end
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether saves go to tiers on the hosts first."""
+        return self._tiered is not None
 
     @property
     def num_pending(self) -> int:
@@ -342,10 +375,14 @@ class CheckpointCoordinator:
         Raises:
             CheckpointError: as `maybe_finalize` does.
         """
+        has_ended = False
         try:
             self.wait()
+            if self._tiered is not None:
+                self._tiered.finish()
+            has_ended = True
         finally:
-            self._release()
+            self._release(has_ended=has_ended)
 
     def __enter__(self) -> Self:
         return self
@@ -356,10 +393,12 @@ class CheckpointCoordinator:
         else:  # perhaps on this rank alone: unfinished saves end, or are given up, and this error is the one that is raised
             self._release()
 
-    def _release(self) -> None:
+    def _release(self, *, has_ended: bool = False) -> None:
         self._optimizers.close()
         if self._background is not None:
             self._background.close()
+        if self._tiered is not None:
+            self._tiered.close(has_ended=has_ended)
         self._strategy.close()
         if self._publisher is not None:
             self._publisher.close()
@@ -370,6 +409,10 @@ class CheckpointCoordinator:
     def _add(self, report: SaveReport) -> None:
         self.last_save = report
         self.reports.append(report)
+        self._history.add(report)
+
+    def _has_come_home(self, report: SaveReport) -> None:
+        """Note a save that has been copied from a tier into output_dir. In the thread of copies."""
         self._history.add(report)
 
     def diagnose(self) -> list[Diagnosis]:
@@ -416,12 +459,16 @@ class CheckpointCoordinator:
         path = None if checkpoint_path is None else as_location("checkpoint_path", checkpoint_path)
         self.maybe_finalize(blocking=True)
         self._history.newer = []
+        of_tier: LoadReport | None = None
         if path is not None:
             self.last_load = load(path, may_be_old=True)
             self._history.leave_newer(self.last_load)
+            if self._tiered is not None and self._saves.overwrite and self._roots.is_home(path.parent):
+                self._tiered.abandon_newer(path)
         else:
-            self.last_load = self._history.load_newest(load, {c.key for c in self._loader.components} - {*leave_out})
-        self._history.go_on_from(self.last_load)
+            of_tier = self._tiered.load_newest(load) if self._tiered is not None else None
+            self.last_load = of_tier or self._history.load_newest(load, {c.key for c in self._loader.components} - {*leave_out})
+        self._history.go_on_from(self.last_load, is_of_tier=of_tier is not None)
 
     def require_no_newer(self) -> None:
         """Refuse at once what the next save into output_dir would refuse: to come after checkpoints newer than the loaded one.

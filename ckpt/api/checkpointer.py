@@ -38,6 +38,7 @@ from ckpt.saving.arguments import (
     as_location,
     as_settings,
     as_strategy,
+    as_tiers,
     as_topology,
     check_flags,
     check_number,
@@ -145,7 +146,7 @@ class Checkpointer:
             `CheckpointCoordinator` are passed on to it, with settings by themselves: `keep_every`, `keep_best`, `metric`,
             `greater_is_better` and `keep_last_of` of `Retention`, `overwrite`, `when_busy` and others of `SaveSettings`, `verify` and
             `allow_pickle` of `LoadSettings`.
-        every: `step` saves each step that is a multiple of it.
+        every: `step` saves each step that is a multiple of it; with `tiers`, into the folder. Each tier says its own.
         keep_last: number of the newest that stay, or a `ckpt.catalog.retention.Retention`.
         format: "zarr", "tensorstore", "kimi-engine", or a backend.
         load: "direct", "two-stage", or a loading strategy.
@@ -206,7 +207,8 @@ class Checkpointer:
         self._retention, saves, loads = as_settings(keep_last, mode, options.pop("loads", None), given_alone, "mode")
         self._folder = as_location("folder", folder)
         self._ledger = catalog_at(self._folder)
-        self._every = every
+        tiers = as_tiers(options.pop("tiers", ()))
+        self._cadences = [every, *(tier.every for tier in tiers)]
         self._save_at_end = save_at_end
         self._on_sigterm = on_sigterm
         self._overwrite = saves.overwrite or saves.shared_root
@@ -234,6 +236,7 @@ class Checkpointer:
             keep_last=self._retention,
             saves=saves,
             loads=loads,
+            tiers=tiers,
             **options,
         )
         self._tell("%s", self.coordinator.memory)
@@ -254,19 +257,13 @@ class Checkpointer:
             CheckpointError: anything else, the same on every rank.
         """
         path = self._path_of(which)
-        if path is None and self._is_empty():
-            if self._topology.is_lead and (names := self._ledger.renamed()):
-                _log.warning(
-                    "%s is empty but for %s, which is a checkpoint under another name, and restored by its path alone: the run begins anew",
-                    self._folder,
-                    names[0],
-                )
-            self._is_known = True
-            self._tell("nothing is restored: there is no checkpoint in %s yet", self._folder)
-            return Restored(0)
+        if path is None and not self.coordinator.has_tiers and self._is_empty():
+            return self._begin_anew()
         try:
             self.coordinator.load_checkpoint(path, strict=strict, leave_out=self._left_out, cast=cast)
         except CheckpointNotFoundError as error:
+            if path is None and self._is_empty():
+                return self._begin_anew()
             if near := difflib.get_close_matches(str(which), ("latest", "best"), n=1, cutoff=0.7):
                 error.args = (f'{error} Did you mean restore("{near[0]}")?',)
             raise
@@ -277,12 +274,25 @@ class Checkpointer:
             raise ConfigurationError(
                 f"{report.path} was restored, but its id is no step; load it with Checkpointer.coordinator"
             )
-        self._is_known = self._is_known or same_place(place_of(report.path).parent, self._folder)
+        is_own = path is None or same_place(place_of(report.path).parent, self._folder)
+        self._is_known = self._is_known or is_own
         self._step = self._saved_step = step
         self._unsaved = None
         self._next_look, self._last_look = 0, (self._step, time.monotonic())
         self._tell("%s", report)
         return Restored(self._step, report)
+
+    def _begin_anew(self) -> Restored:
+        """Note that there is no checkpoint."""
+        if self._topology.is_lead and (names := self._ledger.renamed()):
+            _log.warning(
+                "%s is empty but for %s, which is a checkpoint under another name, and restored by its path alone: the run begins anew",
+                self._folder,
+                names[0],
+            )
+        self._is_known = True
+        self._tell("nothing is restored: there is no checkpoint in %s yet", self._folder)
+        return Restored(0)
 
     def step(
         self, step: int, *, metrics: Mapping[str, float] | None = None, metadata: Mapping[str, Any] | None = None
@@ -306,7 +316,7 @@ class Checkpointer:
         if is_told:
             self._end()
             raise SystemExit(TOLD_TO_END)
-        if step % self._every or self._unsaved is None:
+        if all(step % every for every in self._cadences) or self._unsaved is None:
             return False
         return self.save(step, **notes) is not None
 
@@ -333,7 +343,9 @@ class Checkpointer:
         self._require_own_folder()
         self._step = step
         with self._telling_of_saves():
-            path = self.coordinator.save_checkpoint(checkpoint_id=checkpoint_id, metrics=metrics, metadata=metadata)
+            path = self.coordinator.save_checkpoint(
+                checkpoint_id=checkpoint_id, metrics=metrics, metadata=metadata, goes_home=step % self._cadences[0] == 0
+            )
         if path is None:
             return None
         self._saved_step, self._unsaved = step, None

@@ -484,6 +484,7 @@ class Ledger:
         keep: Path,
         history: Mapping[str | None, int] = MappingProxyType({}),
         remove_others: bool = False,
+        spare: Set[Path] = frozenset(),
         progress: Callable[[], object] = lambda: None,
     ) -> list[Path]:
         """Remove the checkpoints of a run that its retention does not keep, after `keep` was committed; return what was removed.
@@ -496,6 +497,7 @@ class Ledger:
         Args:
             history: run id -> the largest commit number that counts, of the runs that this one goes on from.
             remove_others: also remove the checkpoints of all other runs.
+            spare: those that stay for now.
             progress: called between files.
         """
         if not self._retention.acts and not remove_others:
@@ -509,7 +511,7 @@ class Ledger:
         ours = [c for c in found if c.run_id == self._saves_as or c.number <= history.get(c.run_id, -1)]
         surplus = [c for c in found if c not in ours] if remove_others else []
         surplus += self._retention.surplus(ours, newest)
-        removed = [old.path for old in surplus if self._remove(old.path, old.path, self._delete)]
+        removed = [old.path for old in surplus if old.path not in spare and self._remove(old.path, old.path, self._delete)]
         for old, keys in self._retention.outdated([c for c in ours if c not in surplus], newest):
             with warned(f"{', '.join(keys)} cannot be removed from {old.path}, the next save tries again", (OSError, CheckpointError)):
                 self._take_out(old, keys, progress)

@@ -22,6 +22,7 @@ from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationE
 from ckpt.format.manifest import MANIFEST_NAME, CheckpointManifest
 from ckpt.format.places import Place, as_place, step_of
 from ckpt.interop.programs import format_at
+from ckpt.saving.tiers import memory_of
 from ckpt.storage.stored import read_manifest
 
 _MOST_LEVELS = 4
@@ -78,12 +79,17 @@ def list_checkpoints(keys: ListKeys) -> int:
         return _list_folders(folders, keys)
     if not committed and (kind := format_at(root)) is not None:
         return _list_other(root, kind, keys)
-    rows = [row for checkpoint in committed or committed_below(root) if (row := row_of(checkpoint)) is not None]
+    in_memory = catalog_at(memory_of(root)).committed() if checkpoint is None else []
+    rows, kept = (
+        [row for checkpoint in found if (row := row_of(checkpoint)) is not None]
+        for found in (committed or ([] if in_memory else committed_below(root)), in_memory)
+    )
     best = best_of(rows, keys.best, greater=keys.greater)
     if keys.json:
-        print_json({"path": str(root), "best": best and best.id, "checkpoints": [_as_json(row) for row in rows]})
+        found = {"checkpoints": [_as_json(row) for row in rows], "in_memory": [_as_json(row) for row in kept]}
+        print_json({"path": str(root), "best": best and best.id} | found)
     else:
-        _show(rows, best, keys)
+        _show(rows, kept, best, keys)
     return code_of(row.mark for row in rows)
 
 
@@ -150,7 +156,7 @@ def age_of(time: datetime, now: datetime | None = None) -> str:
     return f"{seconds // size} {unit}"
 
 
-def _show(rows: Sequence[Row], best: Row | None, keys: ListKeys) -> None:
+def _show(rows: Sequence[Row], in_memory: Sequence[Row], best: Row | None, keys: ListKeys) -> None:
     table = Listing("step", "age", "size", "layout", "format", "marks", right=(1, 2), bare=(1, 2, 3, 4, 5))
     for row in rows:
         marks = ["newest"] if row is rows[-1] and len(rows) > 1 else []
@@ -161,6 +167,8 @@ def _show(rows: Sequence[Row], best: Row | None, keys: ListKeys) -> None:
         marks += [f"without {', '.join(row.removed)}"] if row.removed else []
         size = decimal(row.size_bytes) if row.mark is None else ""
         table.add(_step(row), age_of(row.committed), size, row.layout, row.format, ", ".join(marks))
+    for row in in_memory:
+        table.add(_step(row), age_of(row.committed), decimal(row.size_bytes), row.layout, row.format, "in memory of this host")
     show(table, *(f"{Path(row.path).name}: {row.problem}" for row in rows if row.problem is not None))
 
 

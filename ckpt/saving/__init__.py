@@ -9,6 +9,8 @@ Files, in the order in which data travels:
     writing                 one rank's part: chunks, packs, plain values, index
     checkpoint_root         the usual destination: a rename is the commit; warns if tensors have not changed since an earlier step
     new_folder              the destination of one state dict, a folder of its own; such saves of a framework, also beside training
+    tiers, host_folder      places on the hosts before the checkpoint root, and a save into their folders
+    drains, tiered          copies saves from there to later tiers; the newest whole checkpoint of all tiers
     manifest_writer         the lead's part: the manifest
     host_cache, weights_to_rollouts   the newest save in host memory; sends its weights to rollouts
     background/             saves that go on beside training

@@ -31,6 +31,7 @@ from ckpt.ranks.topology import Topology
 from ckpt.saving.host_cache import copies_of, memories_of
 from ckpt.saving.save_settings import MODES, SaveSettings
 from ckpt.saving.saver import SavedRun
+from ckpt.saving.tiers import Tier
 from ckpt.state.sharing import SharingPattern, StateComponent
 from ckpt.state.statefuls import as_stateful
 from ckpt.storage.host_memory import HUGE_PAGE, MemoryUse
@@ -146,6 +147,17 @@ def as_saves(given: SaveSettings | str, called: str = "saves") -> SaveSettings:
     if not isinstance(given, SaveSettings):
         raise unlike(called, given, f"one of {', '.join(MODES)}, or a SaveSettings, such as SaveSettings(mode='async')", "saves")
     return given
+
+
+def as_tiers(given: Iterable[Tier] | Mapping[str, Tier] | None) -> list[Tier]:
+    """Return the tiers as a list; those of a mapping, as in a configuration, in its order; None: there are none."""
+    if given is None:
+        return []
+    if isinstance(given, Mapping):
+        given = [tier for tier in given.values() if tier is not None]
+    if isinstance(given, Tier | str) or not isinstance(given, Iterable):
+        raise unlike("tiers", given, "a list of tiers, such as [ckpt.saving.tiers.memory(copies=1)]")
+    return [_object(tier, Tier, f"tiers[{number}]", "what memory() or local() returns") for number, tier in enumerate(given)]
 
 
 def as_settings(

@@ -113,6 +113,8 @@ class SaveTarget:
         remove_others: remove the checkpoints of other runs that lie in the root.
         config_text: stored as config.yaml; None: no such file.
         metrics, metadata: stored in the manifest, as the caller gave them.
+        saved_at: when it was saved in an earlier tier, ISO 8601; None: it is saved now.
+        goes_home: with tiers, it is copied to the checkpoint root, too.
     """
 
     root: Place
@@ -126,6 +128,8 @@ class SaveTarget:
     config_text: str | None = None
     metrics: Mapping[str, float] | None = None
     metadata: Mapping[str, Any] | None = None
+    saved_at: str | None = None
+    goes_home: bool = True
 
     @property
     def path(self) -> Place:
@@ -272,6 +276,12 @@ class CheckpointRoot(Destination):
                         remove(root, empty)
             raise
 
+    def require_room(self, num_bytes: int, topology: Topology) -> None:
+        """Require memory for the save that is kept."""
+        if self._host_cache is not None:
+            with topology.phase("room in memory"):
+                self._host_cache.require_room(num_bytes, topology)
+
     def rooms(self, write_plan: RankWritePlan, backend: Backend) -> Mapping[int, torch.Tensor]:
         """Number of an item -> its place in the memory that is kept, for a snapshot to copy it there.
 
@@ -370,7 +380,7 @@ class CheckpointRoot(Destination):
 
     def _record(self, save: PreparedSave[Any], results: Sequence[WriteResult], topology: Topology) -> list[Any]:
         """Write the manifest; return the bytes of all files, and the digest of the manifest. Lead rank only."""
-        commit = self._ledger.next_commit()
+        commit = saved_then(self._ledger.next_commit(), self._target.saved_at)
         self._tell_of_clock(commit)
         record = ManifestWriter(
             save,
@@ -452,6 +462,11 @@ class CheckpointRoot(Destination):
         """Unlock a root that is not the run's home, now that the save is over."""
         if self._lock is not self._roots.lock:
             self._lock.release()
+
+
+def saved_then(commit: Commit, saved_at: str | None) -> Commit:
+    """The place of a copy in the order of commits: now, but with the time of the save, by which the tiers are compared."""
+    return commit if saved_at is None else commit._replace(timestamp=datetime.fromisoformat(saved_at))
 
 
 def _known_manifest(

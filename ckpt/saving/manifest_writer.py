@@ -47,6 +47,7 @@ class ManifestWriter:
         made: path -> content of the small files that no rank's index lists.
         manifest: what was written.
         like: the manifest of the checkpoint that is copied: ranks, sharing, commit and notes are as in it; None: they are of this save.
+        in_parts: each host's folder has a part of the files, so none that joins the arrays of all ranks is made.
     """
 
     save: PreparedSave[Any]
@@ -63,6 +64,7 @@ class ManifestWriter:
     made: dict[str, bytes] = field(default_factory=dict)
     manifest: CheckpointManifest | None = None
     like: CheckpointManifest | None = None
+    in_parts: bool = False
 
     def write(self, checkpoint_id: str, record: Callable[[bytes], None]) -> int:
         """Join the arrays, write the config and, last, the manifest; return the bytes that this adds.
@@ -74,13 +76,16 @@ class ManifestWriter:
             StorageError: the file of some rank is not visible here.
         """
         folder = self.save.destination.folder
-        await_indexes(folder, self.results, self.topology)
+        if not self.in_parts:
+            await_indexes(folder, self.results, self.topology)
         config = {} if self.config_text is None else {CONFIG_NAME: self.config_text.encode()}
         for name, text in config.items():
             write_beside(folder, name, text)
         entries = entries_of(self.save.plan, self.save.mine.components, self.save.backend.store)
         contents = partial(contents_of, folder, entries, self.results)
-        made = join_arrays(folder, self.save.backend, self.results, self.topology.progress, contents)
+        made = {}
+        if not self.in_parts:
+            made = join_arrays(folder, self.save.backend, self.results, self.topology.progress, contents)
         self.made = made | config | dict(self.beside)
         self.manifest = self._manifest(checkpoint_id, entries)
         data = self.manifest.to_bytes()

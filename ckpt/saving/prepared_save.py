@@ -226,6 +226,23 @@ class Destination(ABC):
     report: SaveReport | None = None
 
     @abstractmethod
+    def claim(self, topology: Topology) -> None:
+        """Claim the place, and refuse what cannot be stored there, before anything is written."""
+
+    @contextmanager
+    def unclaimed_if_refused(self) -> Iterator[None]:
+        """If the block fails, leave the place as it was before."""
+        yield
+
+    def require_room(self, num_bytes: int, topology: Topology) -> None:
+        """Refuse saves for which memory is missing, once for each plan. Collective.
+
+        Args:
+            num_bytes: that this rank writes.
+        """
+        return None
+
+    @abstractmethod
     def open(self, topology: Topology) -> None:
         """Prepare the folder, and check that every rank sees it."""
 

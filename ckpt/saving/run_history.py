@@ -18,6 +18,7 @@ from ckpt.errors import (
     CorruptCheckpointError,
     MissingStateError,
 )
+from ckpt.format.manifest import MAX_COMMIT_NUMBER
 from ckpt.format.places import Place, place_of
 from ckpt.loading.report import LoadReport, Status, some_of
 from ckpt.ranks.topology import Topology
@@ -126,10 +127,17 @@ class RunHistory:
             return [commit for commit in newer if commit.run_id == loaded.run_id and commit.run_id not in living]
         return [commit for commit in newer if not loaded.history.keys().isdisjoint(runs_of(commit))]
 
-    def go_on_from(self, loaded: LoadReport) -> None:
-        """Go on with the history of a loaded checkpoint of output_dir: retention counts what is not newer than it as this run's own."""
+    def go_on_from(self, loaded: LoadReport, *, is_of_tier: bool = False) -> None:
+        """Go on with the history of a loaded checkpoint of output_dir: retention counts what is not newer than it as this run's own.
+
+        Args:
+            is_of_tier: it is of a tier before output_dir.
+        """
         path = place_of(loaded.path)
-        if self._roots.is_home(path.parent) and not self._overwrite:
+        if is_of_tier:
+            # It is newer than all of these runs' checkpoints in output_dir, which number their commits otherwise.
+            self._history |= dict.fromkeys(loaded.history, MAX_COMMIT_NUMBER)
+        elif self._roots.is_home(path.parent) and not self._overwrite:
             self._history |= loaded.history
         if any(component.status is Status.FAILED for component in loaded.components):
             self._roots.distrusted.add(path)

@@ -21,7 +21,7 @@ from ckpt.memory.device import Device
 from ckpt.planning.plan import PACK_BELOW_BYTES, SavePlan, plan_save
 from ckpt.ranks.topology import Topology
 from ckpt.saving.checkpoint_root import CheckpointRoot, KnownRoots, SaveTarget, StaleStateCheck
-from ckpt.saving.prepared_save import PreparedSave, SaveReport, To
+from ckpt.saving.prepared_save import Destination, PreparedSave, SaveReport, To
 from ckpt.saving.writing import RankWritePlan, plain_files
 from ckpt.state.collect import Compared, Comparison, RankState, collect, exchange_tables, settle_plain
 from ckpt.state.pattern_check import AutoSharing, Diagnosis, act_on, examine
@@ -140,9 +140,18 @@ class Saver:
 
     Args:
         pattern_check: see `SaveSettings`.
+        first_tier: makes the destination of a save that is to go on into the root; None: it is the root.
     """
 
-    def __init__(self, run: SavedRun, roots: KnownRoots, *, pattern_check: str = "warn") -> None:
+    def __init__(
+        self,
+        run: SavedRun,
+        roots: KnownRoots,
+        *,
+        pattern_check: str = "warn",
+        stale_check: StaleStateCheck | None = None,
+        first_tier: Callable[[SaveTarget], Destination] | None = None,
+    ) -> None:
         self._run = run
         self._topology = run.topology
         self._roots = roots
@@ -150,7 +159,8 @@ class Saver:
         self._was_examined = False
         self._planner = Planner.for_place(roots.home, run.topology, run.backend, run.device)
         self._fits: RankWritePlan | None = None
-        self._stale_check = StaleStateCheck(run.components)
+        self._stale_check = stale_check or StaleStateCheck(run.components)
+        self._first_tier = first_tier
         self._sharing = AutoSharing(run.components, run.topology)
 
     def save(self, target: SaveTarget) -> SaveReport:
@@ -162,29 +172,27 @@ class Saver:
         assert prepared.destination.report is not None, "it is published"
         return prepared.destination.report
 
-    def prepare(self, target: SaveTarget) -> PreparedSave[CheckpointRoot]:
+    def prepare(self, target: SaveTarget) -> PreparedSave[Destination]:
         """Collect the state, exchange digests, and plan. Writes nothing. Collective."""
-        root = CheckpointRoot(target, self._roots, self._stale_check)
+        root: Destination
+        if self._first_tier is not None and self._roots.is_home(target.root):
+            root = self._first_tier(target)
+        else:
+            root = CheckpointRoot(target, self._roots, self._stale_check)
         with root.unclaimed_if_refused():
             look = self._is_to_look(target.validate)
             claim = partial(root.claim, self._topology)
             mine, compared = self._collect(validate=target.validate, look=look, claim=claim)
             check = partial(self._check_patterns, mine) if look else lambda: None
             prepared = self._planner.prepare(root, mine, compared, check)
-            self._require_room(prepared.write_plan)
+            if prepared.write_plan is not self._fits:
+                root.require_room(prepared.write_plan.num_bytes, self._topology)
+                self._fits = prepared.write_plan
             return prepared
 
     def patterns(self) -> dict[str, SharingPattern]:
         """Return the pattern that each component was saved under last; those declared "auto" count as replicated before."""
         return {component.key: component.pattern for component in self._sharing.settled}
-
-    def _require_room(self, write_plan: RankWritePlan) -> None:
-        """Require memory for the saves that are kept, once for each plan."""
-        host_cache = self._roots.host_cache
-        if host_cache is not None and write_plan is not self._fits:
-            with self._topology.phase("room in memory"):
-                host_cache.require_room(write_plan.num_bytes, self._topology)
-            self._fits = write_plan
 
     def diagnose(self) -> list[Diagnosis]:
         """See `CheckpointCoordinator.diagnose`."""

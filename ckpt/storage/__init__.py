@@ -4,6 +4,7 @@ Files:
 
     sink                    what writes the files of a rank in one save, in pieces that are digested once: into a folder, or by objects/sink
     objects/                object stores
+    keeper/                 files of one host, for the other hosts of a job
     checkpoint_files        the files of a checkpoint: opens those below its folder, and none outside of it, or by objects/files
     stored, metadata        reads and checks the records of a committed checkpoint; metadata.json
     hub_snapshots           finds the files of a snapshot in Hugging Face's cache, which are links

@@ -477,3 +477,10 @@ def same_place(one: Place, other: Place) -> bool:
     if isinstance(one, Path) and isinstance(other, Path):
         return os.path.realpath(one) == os.path.realpath(other)
     return one == other
+
+
+def is_same_file(one: Path, other: Path) -> bool:
+    """Whether two paths are of one file, by a hard link. False where one is not there."""
+    with suppress(OSError):
+        return os.path.samestat(os.lstat(one), os.lstat(other))
+    return False

@@ -196,7 +196,7 @@ def read_listed_file(
             raise CorruptCheckpointError(f"{path} has {len(data)} bytes, the manifest says {size}", file=path)
         if digest_of(data) != digest:
             raise CorruptCheckpointError(
-                f"{path} does not match its digest in the manifest; it was changed after the save"
+                f"{path} does not match its digest in the manifest; it was changed after the save", file=path
             )
         return data
 

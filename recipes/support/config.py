@@ -176,6 +176,7 @@ class RunKeys:
     optimizer: dict[str, Any] = MISSING
     schedule: dict[str, Any] = field(default_factory=lambda: {"_target_": "recipes.training.schedule.inverse_square_root"})
     loss: dict[str, Any] | None = None
+    tiers: dict[str, Any] | None = None
     coordinator: dict[str, Any] = MISSING
     components: dict[str, Any] = MISSING
 

@@ -57,7 +57,7 @@ def settle_start(cfg: dict[str, Any]) -> dict[str, Any]:
     """Check `resume` against the existing checkpoints, before any rank starts.
 
     Returns:
-        the config; `resume=latest` becomes null if there is no checkpoint.
+        the config; `resume=latest` becomes null if there is no checkpoint, and no tier that may have one.
 
     Raises:
         CheckpointNotFoundError: `resume` names a folder that holds no checkpoint.
@@ -75,10 +75,14 @@ def settle_start(cfg: dict[str, Any]) -> dict[str, Any]:
     if isinstance(place, Path):
         with writing("the checkpoint root", place, "checkpoint_root"):
             place.mkdir(parents=True, exist_ok=True)
-    if resumed == "latest" and not committed:
-        console_of(cfg).print(f"resume=latest: there is no checkpoint in {root} yet, so the run begins at step 1")
+    if resumed == "latest" and not committed and not cfg.get("tiers"):  # of tiers only the ranks on their hosts know
+        _tell_of_beginning(cfg)
         return cfg | {"resume": None}
     return cfg
+
+
+def _tell_of_beginning(cfg: Mapping[str, Any]) -> None:
+    console_of(cfg).print(f"resume=latest: there is no checkpoint in {cfg['checkpoint_root']} yet, so the run begins at step 1")
 
 
 def require_named_checkpoint(cfg: Mapping[str, Any]) -> None:
@@ -351,20 +355,23 @@ class Training:
             yield
 
     def save(self, coordinator: CheckpointCoordinator, step: int, summary: Summary, report: Report) -> bool:
-        """Save when `save.every` says so, at the last step, and at the step that SIGTERM interrupts or a callback ends. Collective.
+        """Save when `save.every` or a tier says so, and at the last step; SIGTERM and callbacks may make any step the last. Collective.
 
         Returns:
             whether the step was saved: `save.when_busy=skip` skips a step, but not one of the last two kinds.
         """
         is_last = step == self.cfg["train"]["steps"] or self.is_over
-        if not is_last and not self._is_due(step):
+        goes_home = is_last or self._is_due(step)
+        if not goes_home and all(step % tier["every"] for tier in (self.cfg.get("tiers") or {}).values()):
             return False
         self._saved_at = time.monotonic()
         with report.moving(f"saving checkpoint-{step:08d}"):
             if is_last:
                 coordinator.wait()
             metrics = {"loss": summary.losses[-1]} if self.cfg["save"].get("keep_best") is not None else None
-            is_saved = coordinator.save_checkpoint(checkpoint_id=f"{step:08d}", metrics=metrics) is not None
+            is_saved = (
+                coordinator.save_checkpoint(checkpoint_id=f"{step:08d}", metrics=metrics, goes_home=goes_home) is not None
+            )
         if not is_saved:
             summary.skipped.append(step)
         return is_saved
@@ -439,7 +446,14 @@ def resume(training: Training, coordinator: CheckpointCoordinator, summary: Summ
     """
     cfg = training.cfg
     path = None if cfg["resume"] == "latest" else cfg["resume"]
-    loaded = _load(training, coordinator, report, path, strict=cfg["load"]["strict"], cast=cfg["load"]["cast"])
+    try:
+        loaded = _load(training, coordinator, report, path, strict=cfg["load"]["strict"], cast=cfg["load"]["cast"])
+    except CheckpointNotFoundError:
+        if path is not None or not cfg.get("tiers"):
+            raise
+        if training.topology.is_lead:
+            _tell_of_beginning(cfg)
+        return
     digest = training.digest()
     restored = {component.key for component in loaded.components if goes_on(component)}
     lines = training.go_on_from(loaded.path, loaded.checkpoint_id, restored, loaded.config_text)

@@ -33,6 +33,7 @@ GROUPS = {
     "debug": {"step", "ranks", "profiler"},
     "launch": {"local", "ray", "slurm", "torchrun"},
     "save": {"default"},
+    "tiers": {"memory", "memory_and_disks"},
     "coordinator": {"default"},
     "hydra": {"default"},
 }

@@ -134,7 +134,7 @@ def refuse(topology: Topology, root: Path) -> None:
     model, taken = MixedModel(1), Taken()
     with (
         made(topology, root, model, "sync", backend=ZarrBackend()) as checkpoints,
-        pytest.raises(MissingStateError, match="keeps nothing in memory. Give it backend=KimiEngineBackend"),
+        pytest.raises(MissingStateError, match="keeps nothing in memory for that. Give it backend=KimiEngineBackend"),
     ):
         publish(checkpoints, taken, 1)
     with made(topology, root, model, "sync") as checkpoints:

@@ -63,6 +63,9 @@ class GivenFolder(Destination):
         self._claim: FolderClaim | None = None
         self._own_claim: FolderClaim | None = None
 
+    def claim(self, topology: Topology) -> None:
+        """Do nothing: the caller has made the folder, and `open` asks whether it is free."""
+
     def open(self, topology: Topology) -> None:
         """Refuse a folder that is not free, and claim it, unless the caller has.
 

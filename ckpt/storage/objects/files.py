@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Protocol, Self, TypeVar
 
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.places import ObjectPath, is_inner_path
-from ckpt.storage.objects.store import store_of
+from ckpt.storage.objects.store import fill, store_of
 
 RANGE_BYTES = 8 << 20
 """Bytes of one request: several are in flight, and their answers still fit the processor's cache when they are copied and digested."""
@@ -115,16 +115,7 @@ class ObjectFiles:
         """Fill buffers in turn with an object's bytes from `offset` on; return the number of bytes: one request's at most."""
         stop = offset + min(sum(map(len, buffers)), RANGE_BYTES)
         data = self._ahead.take(path, offset, stop)
-        if data is None:
-            data = self._range(path, offset, stop)
-        at = 0
-        for buffer in buffers:
-            piece = data[at : at + len(buffer)]
-            buffer[: len(piece)] = piece
-            at += len(piece)
-            if at == len(data):
-                break
-        return at
+        return self._store.get_into(self._key(path), offset, stop, buffers) if data is None else fill(buffers, data)
 
     def below(self, path: str = "") -> Iterator[str]:
         """Yield the path of every object below a path, at any depth."""

@@ -11,7 +11,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from configparser import ConfigParser
 from configparser import Error as ConfigParserError
 from contextlib import contextmanager, suppress
@@ -113,6 +113,10 @@ class Store:
         data: memoryview = self._again("get", key, ask)
         self._count("get", len(data))
         return data
+
+    def get_into(self, key: str, start: int, stop: int, buffers: Sequence[memoryview]) -> int:
+        """Fill buffers in turn with the bytes [start, stop) of an object; return their number. See `get_range`."""
+        return fill(buffers, self.get_range(key, start, stop))
 
     def head(self, key: str) -> tuple[int, Tag]:
         """Return an object's size and version.
@@ -248,12 +252,26 @@ class Store:
             row[1] += num_bytes
 
 
+def fill(buffers: Sequence[memoryview], data: memoryview) -> int:
+    """Fill buffers in turn with bytes; return their number. They have room for these."""
+    at = 0
+    for buffer in buffers:
+        piece = data[at : at + len(buffer)]
+        buffer[: len(piece)] = piece
+        at += len(piece)
+        if at == len(data):
+            break
+    return at
+
+
 def store_of(place: ObjectPath) -> Store:
     """Return the store of an address. One client serves a process: its connections are kept.
 
     Raises:
         ConfigurationError: this process was forked from one that has a client, whose threads it does not have.
     """
+    if (given := _GIVEN.get((place.scheme, place.bucket))) is not None:
+        return given
     if _FORKED:
         raise ConfigurationError(
             f"{place.scheme}://{place.bucket} cannot be used here: this process was forked from one that has used an object store, and "
@@ -262,6 +280,19 @@ def store_of(place: ObjectPath) -> Store:
     if not _USED:
         _USED.append(os.getpid())
     return _store_in(place.scheme, place.bucket)
+
+
+_GIVEN: dict[tuple[str, str], Store] = {}
+
+
+@contextmanager
+def given_store(place: ObjectPath, store: Store) -> Iterator[None]:
+    """Inside the block the addresses of a bucket lead to this store, in this process."""
+    _GIVEN[place.scheme, place.bucket] = store
+    try:
+        yield
+    finally:
+        del _GIVEN[place.scheme, place.bucket]
 
 
 class CountedRequests:

@@ -1,0 +1,219 @@
+"""Tiers on hosts: a save in their memory outlives the ranks, and a host where others have copies; later tiers get it beside training."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt import CheckpointCoordinator, Checkpointer, StateComponent
+from ckpt.cli.listing import ListKeys, list_checkpoints
+from ckpt.errors import ConfigurationError
+from ckpt.ranks.topology import Topology
+from ckpt.saving.tiers import Tier, local, memory, memory_of, partners_of
+from ckpt.state.sharded_tensor import ShardedTensor
+from ckpt.storage.keeper.hosts import HERE, THERE
+from tests.support.ranks import run_ranks
+from tests.support.states import BACKENDS, Fitted, coordinator, random_bits, require_equal_states
+
+_ROWS = 48
+
+
+def _tensors(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A global tensor whose rows the ranks share, and one that all have."""
+    return random_bits((_ROWS, 1000), torch.float32, 2 * step), random_bits((3000,), torch.float32, 2 * step + 1)
+
+
+def _components(topology: Topology, step: int) -> tuple[list[StateComponent], list[torch.Tensor]]:
+    """The components of a rank at a step, and their tensors."""
+    rows, model = _tensors(step)
+    mine = rows.chunk(topology.world_size)[topology.rank].clone()
+    shard = ShardedTensor.from_rank_offsets("w", mine, (0, topology.rank, topology.world_size))
+    parts = [StateComponent("model", Fitted({"b": model}), "replicated"), StateComponent("shard", Fitted({"w": shard}), "sharded")]
+    return parts, [model, mine]
+
+
+def _run(
+    topology: Topology, folder: Path, step: int, tiers: Sequence[Tier], **options: Any
+) -> tuple[CheckpointCoordinator, list[torch.Tensor]]:
+    components, tensors = _components(topology, step)
+    return coordinator(topology, folder / "root", components, tiers=tiers, **options), tensors
+
+
+def _memory(topology: Topology, folder: Path, hosts: str = "012", **options: Any) -> Tier:
+    return memory(path=_of_host(topology, folder, hosts), keep_s=20.0, **options)
+
+
+def _of_host(topology: Topology, folder: Path, hosts: str) -> Path:
+    """What stands for the memory of this rank's host. `hosts`: their names, in the order of their ranks."""
+    place = folder / f"host-{hosts[topology.node_rank]}"
+    place.mkdir(exist_ok=True)
+    return place
+
+
+def _set(tensors: Sequence[torch.Tensor], topology: Topology, step: int) -> None:
+    rows, model = _tensors(step)
+    tensors[0].copy_(model)
+    tensors[1].copy_(rows.chunk(topology.world_size)[topology.rank])
+
+
+def _train(topology: Topology, folder: Path, backend: str, steps: int, copies: int) -> None:
+    """Save each step, and go without a word, as ranks do that are killed."""
+    made, tensors = _run(topology, folder, 0, [_memory(topology, folder, copies=copies)], backend=backend)
+    for step in range(1, steps + 1):
+        _set(tensors, topology, step)
+        made.save_checkpoint(checkpoint_id=step, goes_home=False)
+    with pytest.raises(InterruptedError), made:
+        raise InterruptedError
+
+
+def _resume(topology: Topology, folder: Path, backend: str, step: int, hosts: str = "012", saves: bool = False) -> dict[str, list[int]]:
+    made, tensors = _run(topology, folder, 0, [_memory(topology, folder, hosts)], backend=backend)
+    with made:
+        made.load_checkpoint()
+        rows, model = _tensors(step)
+        require_equal_states(tensors, [model, rows.chunk(topology.world_size)[topology.rank]])
+        assert made.last_load is not None and made.last_load.checkpoint_id == f"{step:08d}"
+        if saves:
+            made.save_checkpoint(checkpoint_id=step + 1)
+        return made.last_load.requests
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_ranks_killed_their_memory_is_read(tmp_path: Path, backend: str) -> None:
+    run_ranks(4, _train, tmp_path, backend, 2, 0, nodes=[2, 2])
+    run_ranks(4, _resume, tmp_path, backend, 2, nodes=[2, 2])  # and saves nothing, so that the save stays where it is
+    assert not [*(tmp_path / "root").glob("checkpoint-*")]
+    requests = run_ranks(4, _resume, tmp_path, backend, 2, "012", True, nodes=[2, 2])[0]
+    assert set(requests) <= {HERE, THERE} and requests[HERE][1] > 0
+    assert [path.name for path in (tmp_path / "root").glob("checkpoint-*")] == ["checkpoint-00000003"]
+    assert not [*tmp_path.glob("host-*/ckpt-*/*")], "a run that has ended leaves its memory"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "hosts"), [([2, 2, 2], "0n2"), ([2, 2], "20"), ([1, 1, 1], "2n0"), ([3, 1], "02")], ids=["alike", "two", "three", "uneven"]
+)
+def test_a_host_that_is_lost_is_read_from_its_copies_onto_other_ranks(tmp_path: Path, nodes: list[int], hosts: str) -> None:
+    run_ranks(6, _train, tmp_path, "zarr", 3, 1, nodes=[2, 2, 2])
+    shutil.rmtree(tmp_path / "host-1")
+    requests = run_ranks(sum(nodes), _resume, tmp_path, "zarr", 3, hosts, nodes=nodes)[0]
+    assert set(requests) == {HERE, THERE}
+
+
+def test_partners_are_the_next_hosts_of_other_groups() -> None:
+    assert [partners_of(host, 3, 1) for host in range(3)] == [[1], [2], [0]]
+    assert partners_of(0, 5, 2, "aabbb") == [2, 3] and partners_of(4, 5, 3, "aabbb") == [0, 1, 2]
+
+
+def _loop(folder: Path, model: torch.nn.Module, **options: Any) -> Checkpointer:
+    return Checkpointer(folder / "root", model=model, every=4, **options)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_each_tier_gets_the_saves_that_are_due_in_it_and_the_last_one(tmp_path: Path, mode: str) -> None:
+    tiers = [memory(path=tmp_path, every=1), local(tmp_path / "disk", every=2, keep_last=2)]
+    model = torch.nn.Linear(2, 2)
+    with _loop(tmp_path, model, tiers=tiers, mode=mode) as checkpoints:
+        assert checkpoints.restore() == 0
+        for step in range(1, 8):
+            torch.nn.init.constant_(model.weight, step)
+            assert checkpoints.step(step)
+            checkpoints.wait()
+            assert checkpoints.coordinator._tiered is not None
+            checkpoints.coordinator._tiered.wait()
+            assert [path.name for path in tmp_path.glob("ckpt-*/*/checkpoint-*")] == [f"checkpoint-{step:08d}"]
+    assert [saved.step for saved in checkpoints.list()] == [4, 7]
+    assert sorted(path.name for path in (tmp_path / "disk").glob("checkpoint-*")) == ["checkpoint-00000006", "checkpoint-00000007"]
+    assert not [*tmp_path.glob("ckpt-*/*")]
+    for place in (tmp_path / "root", tmp_path / "disk"):
+        assert ckpt.load(place / "checkpoint-00000007")["model"]["weight"].eq(7).all()
+
+
+def test_the_newest_of_all_tiers_is_restored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = torch.nn.Linear(2, 2)
+    tiers = [memory(every=1, keep_s=60.0), local(tmp_path / "disk", every=3)]
+    with pytest.raises(InterruptedError), _loop(tmp_path, model, tiers=tiers) as checkpoints:
+        for step in range(1, 6):
+            torch.nn.init.constant_(model.weight, step)
+            checkpoints.step(step)
+        assert checkpoints.coordinator._tiered is not None
+        checkpoints.coordinator._tiered.wait()
+        raise InterruptedError
+    assert list_checkpoints(ListKeys(path=str(tmp_path / "root"), json=True)) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [[row["step"] for row in listed[place]] for place in ("checkpoints", "in_memory")] == [[4], [5]]
+    found = []
+    for lost in (None, memory_of(tmp_path / "root"), tmp_path / "root" / "checkpoint-00000004", tmp_path / "disk"):
+        if lost is not None:
+            shutil.rmtree(lost)
+        with pytest.raises(InterruptedError), _loop(tmp_path, model, tiers=tiers) as checkpoints:
+            torch.nn.init.zeros_(model.weight)
+            found.append(int(checkpoints.restore()))
+            assert model.weight.eq(found[-1]).all()
+            raise InterruptedError
+    with _loop(tmp_path, model, tiers=tiers) as checkpoints:
+        assert found == [5, 4, 3, 0] and checkpoints.restore() == 0
+
+
+def test_what_is_newer_than_the_checkpoint_that_a_run_goes_back_to_is_set_aside_in_all_tiers(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    tiers = [memory(path=tmp_path), local(tmp_path / "disk", every=3)]
+    with pytest.raises(InterruptedError), _loop(tmp_path, model, tiers=tiers) as checkpoints:
+        for step in range(1, 7):
+            checkpoints.step(step)
+        assert checkpoints.coordinator._tiered is not None
+        checkpoints.coordinator._tiered.wait()
+        raise InterruptedError
+    with pytest.raises(InterruptedError), _loop(tmp_path, model, tiers=tiers, overwrite=True) as checkpoints:
+        assert checkpoints.restore(4) == 4
+        raise InterruptedError
+    with _loop(tmp_path, model, tiers=tiers) as checkpoints:
+        assert checkpoints.restore() == 4
+
+
+@pytest.mark.parametrize(
+    ("tiers", "sentence"),
+    [
+        (lambda: [memory(copies=1)], "the tier memory is to have copies on 1 other hosts, and the run has 0 of them"),
+        (lambda: [memory(groups=["a", "b"])], "groups of the tier memory names 2 hosts, and the run has 1: give one for each host"),
+        (lambda: [local("disk"), local("disk")], "two tiers have one folder: give each one of its own"),
+        (lambda: [memory(every=0)], "memory.every is 0; expected a whole number of at least 1"),
+        (lambda: [memory(keep_last=0)], "keep_last is 0; expected a whole number of at least 1, or None to keep every checkpoint"),
+        (lambda: memory(), "tiers is a Tier; expected a list of tiers"),
+        (lambda: ["memory"], "tiers[0] is 'memory'; expected what memory() or local() returns"),
+    ],
+)
+def test_a_mistake_is_one_sentence(tmp_path: Path, tiers: Callable[[], Any], sentence: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        _loop(tmp_path, torch.nn.Linear(2, 2), tiers=tiers())
+    assert str(caught.value).startswith(sentence), caught.value
+
+
+def test_a_host_without_room_is_refused_before_a_byte_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.saving.tiers.free_bytes", lambda _: 1000)
+    checkpoints = _loop(tmp_path, torch.nn.Linear(200, 200), tiers=[memory(path=tmp_path, keep_s=1.0)])
+    with pytest.raises(ConfigurationError, match="the tier memory needs 0 MiB on the host of rank 0, for 2 saves at a time"):
+        checkpoints.save(1)
+    checkpoints.close()
+    assert not [*tmp_path.glob("**/checkpoint-*"), *tmp_path.glob("**/.unpublished*")]
+
+
+def _save_again(topology: Topology, folder: Path) -> list[int]:
+    """Save twice with state that does not change; return the bytes that the keeper of the other host wrote for the second save."""
+    made, _ = _run(topology, folder, 1, [_memory(topology, folder, copies=1)], incremental=True)
+    with made:
+        for step in (1, 2):
+            made.save_checkpoint(checkpoint_id=step, goes_home=False)
+        newest = next(_of_host(topology, folder, "012").glob("ckpt-*/*/checkpoint-00000002"))
+        return [path.stat().st_nlink for path in newest.rglob("c/*") if path.is_file()]
+
+
+def test_what_did_not_change_is_linked_on_all_hosts(tmp_path: Path) -> None:
+    links = run_ranks(2, _save_again, tmp_path, nodes=[1, 1])
+    assert all(links) and {number for of_rank in links for number in of_rank} <= {1, 2}
