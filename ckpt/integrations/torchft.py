@@ -60,7 +60,7 @@ class KeeperTransport:
     ) -> None:
         self._format = format
         self._load = load
-        self._folder = Path(path) / f"ckpt-{os.getuid()}" / f"torchft-{secrets.token_hex(8)}"
+        self._folder = Path(path) / f"ckpt-{os.geteuid()}" / f"torchft-{secrets.token_hex(8)}"
         self._keeper = self._started()
         self._sent: tuple[Path, Same] | None = None
         self._is_step_over = False
@@ -177,7 +177,7 @@ def _made_of(facts: dict[str, Any], part: Any) -> Any:
         facts["device"],
         mesh_dim_names=facts["dims"],
         _layout=layout_of([axis_of(*axis) for axis in facts["axes"]]),
-        _rank_map=torch.tensor(facts["ranks"], dtype=torch.int),
+        _rank_map=torch.tensor(facts["ranks"], dtype=torch.int, device="cpu"),
         _init_backend=False,
     )
     placements = tuple(kinds[kind](**arguments) for kind, arguments in facts["placements"])

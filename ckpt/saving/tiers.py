@@ -279,4 +279,4 @@ class HostTier:
 
 def memory_of(home: Place, file_system: Path = SHARED_MEMORY) -> Path:
     """Return the folder in a file system of memory that belongs to the runs of one checkpoint root."""
-    return file_system / f"ckpt-{os.getuid()}" / digest_of(str(home.absolute()).encode())[:16]
+    return file_system / f"ckpt-{os.geteuid()}" / digest_of(str(home.absolute()).encode())[:16]

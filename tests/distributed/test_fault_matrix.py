@@ -239,8 +239,11 @@ NO_SAVE_OR_LOAD = (
     "topology",
     "state_digest",
     "async_utils",
+    "tiered",
+    "drains",
+    "host_folder",
     "new_folder",
-)  # joining, naming groups, digesting the state for a test, requests of other programs (test_async_queue.py),
+)  # joining, naming groups, digesting the state for a test, tiers (test_tier_faults.py), requests of other programs (test_async_queue.py),
 # saves of one state dict (test_checkpointer_ranks.py), and those that a framework names (test_folder_saves.py)
 OTHER_WAY_IN = (
     "dist_checkpointing",  # see test_dist_checkpointing_faults.py

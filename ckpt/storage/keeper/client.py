@@ -113,7 +113,7 @@ def make_folder(folder: Path, *, is_private: bool) -> None:
         if is_private:
             folder.parent.mkdir(mode=0o700, exist_ok=True)
             found = os.lstat(folder.parent)
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
                 raise StorageError(
                     f"{folder.parent} is not a folder of this user alone, and no checkpoint is put there: remove it"
                 )
@@ -179,7 +179,7 @@ def _connected(home: Path) -> OwnKeeper | None:
         finally:
             os.close(place)
         pid, user, _ = _PEER.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-        if user != os.getuid():
+        if user != os.geteuid():
             raise StorageError(f"the keeper in {home} belongs to another user")
         line = b""
         try:

@@ -160,7 +160,7 @@ class Keeper:
             last = b""
             try:
                 _, user, _ = _PEER.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-                if user == os.getuid():
+                if user == os.geteuid():
                     link.sendall(self._greeting)
                     while piece := link.recv(64):
                         last = (last + piece)[-len(ENDED) :]

@@ -34,6 +34,9 @@ class Noting(Destination):
         self._there = folder
         self.calls: list[str] = []
 
+    def claim(self, topology: Topology) -> None:
+        self.calls.append("claim")
+
     def open(self, topology: Topology) -> None:
         self.calls.append("open")
         self.folder = self._there

@@ -176,6 +176,7 @@ def test_a_connection_that_the_keeper_has_closed_is_made_again_and_a_silent_keep
     link.shutdown(socket.SHUT_RDWR)
     assert bytes(peer.read("f", 0, 5)) == b"state"
     os.kill(keeper.pid, signal.SIGSTOP)
+    assert _soon(lambda: psutil.Process(keeper.pid).status() == psutil.STATUS_STOPPED)  # its threads go on until then
     try:
         began = time.monotonic()
         with pytest.raises(OSError, match=f"host {LOOPBACK}: timed out"):
