@@ -60,7 +60,7 @@ class Drains:
         topology: of the training thread.
         later: the tiers after the first, in order.
         finished: called in the thread, on every rank, with the report of each copy.
-        released: called in the thread, on every rank, when a save is no longer pinned.
+        released: called in the thread, on every rank, with a save that has been copied, or not.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Drains:
         topology: Topology,
         later: Sequence[Later],
         finished: Callable[[Later, SaveReport], None],
-        released: Callable[[], None],
+        released: Callable[[Kept], None],
     ) -> None:
         self._topology = topology
         self._branch_name = topology.name_branch()
@@ -217,7 +217,7 @@ class Drains:
                 self._newest[phase.from_lead] = kept
             else:
                 self._failures.append(failure)
-        self._released()
+        self._released(kept)
         with self._changed:
             self._is_releasing = False
             self._changed.notify_all()

@@ -119,12 +119,11 @@ class TieredRun:
         self._newest, self._only_here = kept, None
         self._drains.give(kept)
 
-    def _release(self) -> None:
-        """Remove from the first tier what only waited to be copied. In the thread of copies."""
-        first, newest = self._tiers[0], self._newest
-        if first.is_head and newest is not None:
-            history = dict.fromkeys(newest.target.history, MAX_COMMIT_NUMBER)
-            first.retain(first.ledger(self._roots.run_id), newest.folder, history, self._drains.pinned)
+    def _release(self, kept: Kept) -> None:
+        """Remove a save from the first tier that only waited to be copied. In the thread of copies, beside saves: it touches no other."""
+        first = self._tiers[0]
+        if first.is_head and kept.folder not in self._drains.pinned():
+            first.release(first.ledger(self._roots.run_id), kept.folder)
 
     def _note(self, tier: Later, report: SaveReport) -> None:
         if tier.name == str(self._roots.home):

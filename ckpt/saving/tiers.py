@@ -9,7 +9,6 @@ disks of hosts each host has what its own ranks have written, and copies of what
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -165,7 +164,6 @@ class HostTier:
             advice="wait for it to end, or give each run a folder of its own",
         )
         self.removes = tier.removes
-        self._retaining = threading.Lock()
         self._silence_s = min(_SILENCE_S, topology.timeout_s / 4)  # or the other ranks would take this one for one that hangs
         self._keeper: OwnKeeper | None = None
         self._peers: dict[int, tuple[Where, Peer]] = {}
@@ -175,7 +173,7 @@ class HostTier:
         return Ledger(self.root, run_id=str(self.root), saves_as=run_id, keep_last=self.tier.retention)
 
     def retain(self, ledger: Ledger, keep: Path, history: Mapping[str | None, int], pinned: Callable[[], Set[Path]]) -> None:
-        """Remove what the tier does not keep on this host. On each host's first rank; any thread.
+        """Remove what the tier does not keep on this host. On each host's first rank, by the thread that saves.
 
         Memory is the run's own, with what its earlier lives have left; disks may hold what people keep.
 
@@ -184,8 +182,14 @@ class HostTier:
             history: see `Ledger.retain`.
             pinned: returns those that are still needed.
         """
-        with self._retaining:
-            ledger.retain(keep=keep, history=history, remove_others=self.removes, spare=pinned())
+        ledger.retain(keep=keep, history=history, remove_others=self.removes, spare=pinned())
+
+    def release(self, ledger: Ledger, folder: Path) -> None:
+        """Remove one checkpoint if there are newer ones enough. On each host's first rank; any thread."""
+        committed = ledger.committed()
+        surplus = self.tier.retention.surplus(committed[:-1], committed[-1]) if committed else []
+        if any(commit.path == folder for commit in surplus):
+            ledger.remove(folder)
 
     def abandon(self, ledger: Ledger, is_newer: Callable[[Path], bool], progress: Callable[[int], None]) -> None:
         """Set newer checkpoints of this host aside; from memory they are removed. On each host's first rank."""

@@ -44,7 +44,7 @@ class _Copies(Drains):
     """Notes what it is to copy; "bad" fails, on one rank alone, with what is no error of checkpoints."""
 
     def __init__(self, topology: Topology) -> None:
-        super().__init__(topology, [Later("root", lambda _: True, lambda _: None, True)], lambda *_: None, lambda: None)  # type: ignore[arg-type,return-value]
+        super().__init__(topology, [Later("root", lambda _: True, lambda _: None, True)], lambda *_: None, lambda _: None)  # type: ignore[arg-type,return-value]
         self.copied: list[str] = []
 
     def _copy(self, kept: Any, tier: Later, branch: Topology) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,24 @@ def test_the_newest_of_all_tiers_is_restored(tmp_path: Path, capsys: pytest.Capt
             raise InterruptedError
     with _loop(tmp_path, model, tiers=tiers) as checkpoints:
         assert found == [5, 4, 3, 0] and checkpoints.restore() == 0
+
+
+def test_a_copy_that_ends_beside_a_save_removes_nothing_but_what_waited_for_it(tmp_path: Path) -> None:
+    with _loop(tmp_path, torch.nn.Linear(2, 2), tiers=[memory(path=tmp_path, keep_last=2)]) as checkpoints:
+        tiered = checkpoints.coordinator._tiered
+        assert tiered is not None
+        for step in (1, 2, 3):
+            checkpoints.save(step)
+        stale = tiered._newest
+        assert stale is not None
+        for step in (5, 6):
+            checkpoints.save(step)
+        (folder,) = tmp_path.glob("ckpt-*/*/")
+        tiered._release(stale)
+        assert sorted(path.name[-1] for path in folder.glob("checkpoint-*")) == ["5", "6"]
+        tiered._release(replace(stale, folder=folder / "checkpoint-00000006"))
+        tiered._release(replace(stale, folder=folder / "checkpoint-00000005"))
+        assert sorted(path.name[-1] for path in folder.glob("checkpoint-*")) == ["5", "6"]
 
 
 def test_what_is_newer_than_the_checkpoint_that_a_run_goes_back_to_is_set_aside_in_all_tiers(tmp_path: Path) -> None:
