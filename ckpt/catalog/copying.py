@@ -162,15 +162,27 @@ def _remove(place: Place, path: str) -> None:
         remove(place / path, listed)
 
 
-def copy_files(src: Place, place: Place, sizes: Mapping[str, int], progress: Callable[[int], None]) -> None:
+def copy_files(
+    src: Place,
+    place: Place,
+    sizes: Mapping[str, int],
+    progress: Callable[[int], None] = lambda _: None,
+    *,
+    rank: int = 0,
+    written: Callable[[int], None] = lambda _: None,
+    buffers: Buffers | None = None,
+) -> None:
     """Copy files, which must have these sizes, durably.
 
     Args:
         src: where the files are, not the checkpoint in an object store that they are of.
+        progress: called with the bytes that have just been read.
+        rank, written, buffers: of the sink; see `sink_below`. None: buffers for a copy that has the machine for itself.
     """
-    buffers = Buffers(direct_io=True)
-    buffers.num_bytes = 64 << 20
-    sink = sink_below(place, 0, lambda _: None, buffers)
+    if buffers is None:
+        buffers = Buffers(direct_io=True)
+        buffers.num_bytes = 64 << 20
+    sink = sink_below(place, rank, written, buffers)
     with files_below(src) as files:
         if isinstance(files, ObjectFiles):
             files.read_soon((path, 0, size) for path, size in sizes.items())
@@ -210,7 +222,7 @@ def _require_same(src: Place, place: Place, manifest: bytes, sizes: Mapping[str,
     if again:
         for path in again:
             _remove(place, path)
-        copy_files(files_root(src, read_manifest(src)), place, again, lambda _: None)
+        copy_files(files_root(src, read_manifest(src)), place, again)
         found = _examined(place, manifest, src, lambda _: None)
     if found.problems:
         raise CorruptCheckpointError(f"{src}, as it was copied, is damaged, so nothing is committed: {found.problems[0]}")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from datetime import timedelta
@@ -29,6 +28,7 @@ from ckpt.format.places import ObjectPath
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.ranks.addresses import own_address
 from ckpt.ranks.topology import Topology
+from ckpt.ranks.waiting import poll_until
 from ckpt.saving.tiers import SHARED_MEMORY
 from ckpt.state.address import local_tensor
 from ckpt.state.flatten import Leaves, flatten, unflatten
@@ -196,10 +196,13 @@ def _layouts() -> tuple[Any, Any]:
 
 def _awaited(peer: Peer, name: str, timeout: timedelta) -> dict[str, int]:
     """Path -> bytes of the files of a checkpoint, once it is there."""
-    until = time.monotonic() + timeout.total_seconds()
-    while True:
+
+    def ask() -> dict[str, int] | None:
         with suppress(FileNotFoundError):
             return peer.sizes(name)
-        if time.monotonic() > until:
-            raise CheckpointNotFoundError(f"timed out: {name} was not sent within {timeout.total_seconds():g} s")
-        time.sleep(_AGAIN_S)
+        return None
+
+    def failure() -> Exception:
+        return CheckpointNotFoundError(f"timed out: {name} was not sent within {timeout.total_seconds():g} s")
+
+    return poll_until(ask, nap=lambda _: _AGAIN_S, timeout_s=timeout.total_seconds(), failure=failure)

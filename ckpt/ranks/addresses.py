@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 
 import psutil
 
 LOOPBACK = "127.0.0.1"
 """Reachable from this machine only."""
+
+_CREDENTIALS = struct.Struct("iII")
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return the process at the other end of a Unix socket, and its effective user."""
+    pid, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, user
 
 
 def own_address() -> str:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from queue import Empty, SimpleQueue
 
+from ckpt.ranks.addresses import peer_of
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError
 from ckpt.ranks.waiting import start
@@ -34,7 +35,6 @@ _CONNECT_S = 5.0
 """Longest wait for the hub to listen."""
 _LENGTH = struct.Struct("<I")
 _LONGEST_BYTES = 1 << 30
-_CREDENTIALS = struct.Struct("3i")
 
 LOOK = b""
 """In place of a message: something has happened, look at once."""
@@ -420,7 +420,7 @@ class Mail:
         The end of the process is watched, too: those that it has forked, such as loaders of data, keep its connections open.
         """
         self._sockets.enter_context(connection)
-        pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        pid, uid = peer_of(connection)
         if uid != os.getuid():
             connection.close()
             return None

@@ -139,6 +139,14 @@ class SaveTarget:
     def what(self) -> str:
         return f"save of checkpoint-{self.checkpoint_id}"
 
+    def storable_notes(self) -> dict[str, Any]:
+        """Metrics and metadata as the manifest holds them.
+
+        Raises:
+            ConfigurationError: it cannot.
+        """
+        return {"metrics": storable_metrics(self.metrics), "metadata": storable_metadata(self.metadata)}
+
 
 @dataclass
 class KnownRoots:
@@ -250,10 +258,7 @@ class CheckpointRoot(Destination):
         Raises:
             ConfigurationError: the manifest cannot hold the metrics or the metadata, or the metric is missing that retention goes by.
         """
-        self._notes = {
-            "metrics": storable_metrics(self._target.metrics),
-            "metadata": storable_metadata(self._target.metadata),
-        }
+        self._notes = self._target.storable_notes()
         self._target.retention.require_metric(self._notes["metrics"])
         self._roots.require_not_removed(self._target.root)
         asked = CountedRequests(self._target.root)

@@ -14,18 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from ckpt.catalog.copying import copy_files
 from ckpt.errors import CheckpointError, SaveAbandonedError, sentence
-from ckpt.format.places import Place
 from ckpt.ranks.topology import Topology
 from ckpt.ranks.waiting import start
 from ckpt.saving.background.priority import in_background
 from ckpt.saving.checkpoint_root import SaveTarget
 from ckpt.saving.host_folder import Kept
 from ckpt.saving.prepared_save import Destination, SaveReport, Written
-from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.direct_io import Buffers
-from ckpt.storage.files import PIECE_BYTES
-from ckpt.storage.sink import sink_below
 
 _AGAIN_S = 0.05
 
@@ -99,7 +96,8 @@ class Drains:
         with self._changed:
             self._num_given += 1
             for number, tier in enumerate(self._later):
-                if self._newest.get(number) is not kept if everywhere else tier.is_due(kept.target):
+                is_due = self._newest.get(number) is not kept if everywhere else tier.is_due(kept.target)
+                if is_due:
                     before = self._waiting.get(number)
                     if before is not None and self._topology.is_lead:
                         found = before.kept.target.checkpoint_id
@@ -232,7 +230,8 @@ class Drains:
                     place.claim(branch)
             place.open(branch)
             with branch.phase("write") as phase:
-                copy_files(kept.folder, kept.files, place.folder, branch.rank, self._progress_of(branch), self._buffers)
+                written = self._progress_of(branch)
+                copy_files(kept.folder, place.folder, kept.files, rank=branch.rank, written=written, buffers=self._buffers)
                 result = replace(kept.mine, write_s=time.perf_counter() - began)
                 Written.say(result, phase, branch.rank)
             place.publish(replace(kept.save, destination=place), Written.heard(result, phase, branch), branch)
@@ -254,29 +253,3 @@ def _common(of_ranks: Sequence[Mapping[str, int]]) -> int | None:
         if all(waiting.get(number) == given for waiting in of_ranks):
             return int(number)
     return None
-
-
-def copy_files(
-    source: Path, files: Mapping[str, int], to: Place, rank: int, progress: Callable[[int], None], buffers: Buffers
-) -> None:
-    """Copy files below a folder durably to another place.
-
-    Args:
-        files: path -> size in bytes.
-    """
-    sink = sink_below(to, rank, progress, buffers)
-    memory = memoryview(bytearray(min(PIECE_BYTES, max(files.values(), default=0))))
-    try:
-        with CheckpointFolder(source) as folder:
-            for path, size in files.items():
-                with folder.opened(path) as file:
-                    stream = sink.open(path, size)
-                    at = 0
-                    while count := file.read_at([memory], at):
-                        stream.append([memory[:count]])
-                        at += count
-                    stream.close()
-        sink.make_durable()
-    except BaseException:
-        sink.abort()
-        raise

@@ -19,9 +19,8 @@ from ckpt.catalog.verify import examine, uncommitted
 from ckpt.errors import StorageError
 from ckpt.format.consistency import MAX_FILE_BYTES
 from ckpt.format.digests import digest_of
-from ckpt.format.manifest import CONFIG_NAME, index_name, storable_metadata, storable_metrics
+from ckpt.format.manifest import CONFIG_NAME, index_name
 from ckpt.format.manifest_parsing import parse_index, parse_manifest
-from ckpt.ranks.merging import total
 from ckpt.ranks.topology import Topology
 from ckpt.saving.checkpoint_root import SaveTarget, StaleStateCheck, saved_then
 from ckpt.saving.manifest_writer import ManifestWriter, write_beside
@@ -95,10 +94,7 @@ class HostFolder(Destination):
 
     def claim(self, topology: Topology) -> None:
         """See `CheckpointRoot.claim`. Lead rank only."""
-        self._notes = {
-            "metrics": storable_metrics(self._target.metrics),
-            "metadata": storable_metadata(self._target.metadata),
-        }
+        self._notes = self._target.storable_notes()
 
     def open(self, topology: Topology) -> None:
         """Make the unpublished folder of every host, on its first rank, and see that its keeper is there."""
@@ -150,7 +146,7 @@ class HostFolder(Destination):
                 found = examine(place, writers=[topology.rank], manifest=record, progress=topology.progress)
                 if found.problems:
                     raise StorageError(f"what was written is not what is read back: {found.problems[0]}")
-        with topology.phase("publish") as phase:
+        with topology.phase("publish"):
             if self._tier.is_head:
                 if not topology.is_lead and self._target.config_text is not None:
                     write_beside(self.folder, CONFIG_NAME, self._target.config_text.encode())
@@ -162,7 +158,9 @@ class HostFolder(Destination):
         self._committed(kept)
         with topology.phase("retention"):
             if self._tier.is_head:
-                self._tier.retain(self._ledger, path, self._target.history, self._pinned)
+                # Memory is the run's own, with what its earlier lives have left; disks may hold what people keep.
+                is_own = self._tier.tier.removes
+                self._ledger.retain(keep=path, history=self._target.history, remove_others=is_own, spare=self._pinned())
         for alarm in alarms if topology.is_lead else ():
             _log.warning("%s", alarm)
         seconds = written.write_s + time.perf_counter() - started
@@ -188,7 +186,7 @@ class HostFolder(Destination):
                 raise TimeoutError(f"it was too slow for {topology.timeout_s:g} s")
             moved(num_bytes)
 
-        with topology.phase("copy") as phase:
+        with topology.phase("copy"):
             failures = {}
             for host in tier.partners:
                 try:
@@ -196,7 +194,6 @@ class HostFolder(Destination):
                         self._copy_file(path, host, progress)
                 except OSError as error:
                     failures[host] = str(error)
-            phase.merge = {"failed": total(len(failures))}
         for host, why in failures.items():
             _log.warning("%s has no copy of rank %d's files on host %d: %s", self.what, topology.rank, host, why)
 

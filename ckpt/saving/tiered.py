@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -346,4 +345,4 @@ def _time_of(path: Place) -> float:
     try:
         return read_manifest(path).timestamp.timestamp()
     except (CheckpointError, OSError):
-        return datetime.min.replace(tzinfo=UTC, year=1970).timestamp()
+        return 0.0

@@ -9,7 +9,7 @@ disks of hosts each host has what its own ranks have written, and copies of what
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,6 @@ class HostTier:
             what=f"the tier {tier.kind} in {self.root}",
             advice="wait for it to end, or give each run a folder of its own",
         )
-        self.removes = tier.removes
         self._silence_s = min(_SILENCE_S, topology.timeout_s / 4)  # or the other ranks would take this one for one that hangs
         self._keeper: OwnKeeper | None = None
         self._peers: dict[int, tuple[Where, Peer]] = {}
@@ -171,18 +170,6 @@ class HostTier:
     def ledger(self, run_id: str) -> Ledger:
         """The catalog of this host's folder."""
         return Ledger(self.root, run_id=str(self.root), saves_as=run_id, keep_last=self.tier.retention)
-
-    def retain(self, ledger: Ledger, keep: Path, history: Mapping[str | None, int], pinned: Callable[[], Set[Path]]) -> None:
-        """Remove what the tier does not keep on this host. On each host's first rank, by the thread that saves.
-
-        Memory is the run's own, with what its earlier lives have left; disks may hold what people keep.
-
-        Args:
-            keep: the newest checkpoint.
-            history: see `Ledger.retain`.
-            pinned: returns those that are still needed.
-        """
-        ledger.retain(keep=keep, history=history, remove_others=self.removes, spare=pinned())
 
     def release(self, ledger: Ledger, folder: Path) -> None:
         """Remove one checkpoint if there are newer ones enough. On each host's first rank; any thread."""
@@ -197,9 +184,9 @@ class HostTier:
         if not newer:
             return
         ledger.claim(self.lock, lambda: progress(1))
-        if not self.removes:
+        if not self.tier.removes:
             ledger.abandon(newer)
-        for commit in newer if self.removes else ():
+        for commit in newer if self.tier.removes else ():
             ledger.remove(commit.path)
 
     def prepare(self) -> Where | None:

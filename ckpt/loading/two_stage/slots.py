@@ -25,6 +25,7 @@ from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT
 from ckpt.memory.budget import more_memory
 from ckpt.memory.device import SideStream, StreamEvent, device_memory_within, pinned
 from ckpt.memory.host import mapped
+from ckpt.ranks.addresses import peer_of
 from ckpt.ranks.topology import Topology
 from ckpt.ranks.waiting import poll_until, unless_timeout
 from ckpt.storage.host_memory import shared
@@ -335,6 +336,4 @@ def _sender_in(hello: bytes) -> int:
 
 
 def _is_of_this_user(made: socket.socket) -> bool:
-    credentials = made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, user, _ = struct.unpack("3i", credentials)
-    return bool(user == os.geteuid())
+    return peer_of(made)[1] == os.geteuid()

@@ -10,7 +10,6 @@ import select
 import signal
 import socket
 import stat
-import struct
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from queue import Empty, LifoQueue
 from typing import Any, NamedTuple
 
 from ckpt.errors import StorageError, telling
+from ckpt.ranks.addresses import peer_of
 from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.files import PIECE_BYTES
 from ckpt.storage.keeper.server import ENDED, HOME, LOG, SOCKET
@@ -42,7 +42,6 @@ from ckpt.storage.keeper.wire import (
 
 _START_S = 30.0
 _CONNECT_S = 10.0
-_PEER = struct.Struct("iII")
 
 _log = logging.getLogger("ckpt")
 
@@ -178,7 +177,7 @@ def _connected(home: Path) -> OwnKeeper | None:
             link.connect(f"/proc/self/fd/{place}/{SOCKET}")
         finally:
             os.close(place)
-        pid, user, _ = _PEER.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        pid, user = peer_of(link)
         if user != os.geteuid():
             raise StorageError(f"the keeper in {home} belongs to another user")
         line = b""

@@ -24,7 +24,6 @@ import selectors
 import signal
 import socket
 import stat
-import struct
 import sys
 import threading
 import time
@@ -38,6 +37,7 @@ from typing import BinaryIO
 
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.places import is_inner_path
+from ckpt.ranks.addresses import peer_of
 from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.files import Same, remove, write_all
 from ckpt.storage.keeper.wire import (
@@ -78,7 +78,6 @@ _FOLDER = re.compile(r"(torchft-)?[0-9a-f]{16}")
 """Names of folders of memory: of a run, by its checkpoint root, and of a replica group."""
 _END_S = 60.0
 _PIECE_BYTES = 4 << 20
-_PEER = struct.Struct("iII")
 
 
 class Keeper:
@@ -159,8 +158,7 @@ class Keeper:
         with closing(link):
             last = b""
             try:
-                _, user, _ = _PEER.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-                if user == os.geteuid():
+                if peer_of(link)[1] == os.geteuid():
                     link.sendall(self._greeting)
                     while piece := link.recv(64):
                         last = (last + piece)[-len(ENDED) :]
