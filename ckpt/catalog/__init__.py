@@ -3,7 +3,7 @@
 Files:
 
     owner                   a locked owner file, so that only one run uses a folder
-    committed               what a manifest's head says of its checkpoint, and the order of commits
+    committed               what a manifest's head says of its checkpoint, the order of commits, and what both catalogs have in common
     ledger                  checkpoint folders: the rename to `checkpoint-<id>` is the commit; the newest is found here (no file `latest`)
     object_ledger, lease    the same in an object store: a conditional put is the commit; a heartbeat instead of a lock
     catalog                 the one or the other, by where the root is

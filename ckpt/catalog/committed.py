@@ -1,18 +1,20 @@
-"""What the first bytes of a manifest say of a committed checkpoint, and the order of commits."""
+"""Committed checkpoints: what the first bytes of their manifests say, their order, and what is the same in all catalogs of them."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Generic, TypeVar
+from types import MappingProxyType
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from ckpt.errors import CheckpointError, CorruptCheckpointError, logger_of, sentence
+from ckpt.catalog.retention import Retention
+from ckpt.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError, logger_of, sentence, telling
 from ckpt.format.manifest import MANIFEST_NAME, MAX_COMMIT_NUMBER, is_fence
 from ckpt.format.manifest_parsing import require_own_digest
 from ckpt.format.places import Place
@@ -230,3 +232,175 @@ def _counted(number: bytes) -> int:
     """Parse a commit number; 0 if no save can have counted up to it."""
     found = int(number) if number.isdigit() and len(number) <= len(str(MAX_COMMIT_NUMBER)) else 0
     return found if found <= MAX_COMMIT_NUMBER else 0
+
+
+class Catalog(Protocol[Where]):
+    """All checkpoints below one root. Any rank may read; only the lead does the rest.
+
+    new --open--> unpublished --record, publish--> committed; `discard_all` ends what is unpublished.
+
+    `ckpt.catalog.ledger.Ledger` says what each method does, `ckpt.catalog.object_ledger.ObjectLedger` what is different in a store.
+    """
+
+    _root: Where
+    _saves_as: str | None
+    _retention: Retention
+    _opened: dict[Where, Any]
+    """Unpublished checkpoint of this object -> what is known of it."""
+
+    def committed(self) -> Sequence[Committed[Where]]: ...
+
+    def newest(self) -> Committed[Where] | None:
+        """Return the checkpoint that was committed last."""
+        return max(self.committed(), key=lambda commit: commit.order, default=None)
+
+    def newer_than(self, checkpoint: Place) -> Sequence[Committed[Where]] | None: ...
+
+    def next_commit(self) -> Commit: ...
+
+    def renamed(self) -> list[str]:
+        """Return the names of copied and renamed checkpoints in the root, which are the user's."""
+        names = [name for name in self._names() if name.startswith(COMMITTED)]
+        return [name for name in names if look(self._root / name) and not look_for(id_in(name), self._root / name)]
+
+    def claim(self, lock: Any, progress: Callable[[], object]) -> None: ...
+
+    def open(self, checkpoint_id: str) -> Where: ...
+
+    def open_at(self, target: Where) -> Where: ...
+
+    def open_again(self, target: Where, nonce: str) -> Where: ...
+
+    def leave(self, unpublished: Where) -> None: ...
+
+    def is_seen(self, unpublished: Where) -> bool: ...
+
+    def record(self, unpublished: Where, manifest: bytes) -> None: ...
+
+    def publish(
+        self,
+        unpublished: Where,
+        checkpoint_id: str,
+        *,
+        refused: Mapping[Where, str] | None = None,
+        replace_others: bool = False,
+        committed: Callable[[Where], None] = ...,
+    ) -> Where: ...
+
+    def require_free(self, target: Where) -> None: ...
+
+    def publish_at(
+        self, unpublished: Where, target: Where, *, replaces: bool = False, committed: Callable[[Where], None] = ...
+    ) -> None: ...
+
+    def living(self) -> Set[str | None]: ...
+
+    def quarantine(self, refused: Mapping[Where, str], *, keep: Where) -> Sequence[Where]: ...
+
+    def abandon(self, newer: Sequence[Committed[Where]]) -> Sequence[Where]: ...
+
+    def discard(self, unpublished: Where) -> None: ...
+
+    def discard_all(self) -> None:
+        """Discard every open save of this object. Never raises."""
+        for unpublished in list(self._opened):
+            self.discard(unpublished)
+
+    def remove(self, checkpoint: Where) -> None: ...
+
+    def retain(
+        self,
+        *,
+        keep: Where,
+        history: Mapping[str | None, int] = MappingProxyType({}),
+        remove_others: bool = False,
+        spare: Set[Where] = frozenset(),
+        progress: Callable[[], object] = lambda: None,
+    ) -> list[Where]:
+        """Remove the checkpoints of a run that its retention does not keep, after `keep` was committed; return what was removed.
+
+        Then take out of those that stay the components that only newer ones keep.
+
+        `keep` is never removed, and counts as the newest. Neither counted nor removed are symbolic links, folders whose manifest does not
+        say the id that is in their name, and checkpoints of other living runs.
+
+        Args:
+            history: run id -> the largest commit number that counts, of the runs that this one goes on from.
+            remove_others: also remove the checkpoints of all other runs.
+            spare: those that stay for now.
+            progress: called between files.
+        """
+        if not self._retention.acts and not remove_others:
+            return []
+        with telling(f"checkpoint root {self._root} cannot be read"):
+            committed, living = self._settled(), self.living()
+        newest = next((commit for commit in committed if self._is(commit.path, keep)), None)
+        found = [commit for commit in committed if commit is not newest and commit.says_id and commit.run_id not in living]
+        ours = [commit for commit in found if commit.run_id == self._saves_as or commit.number <= history.get(commit.run_id, -1)]
+        surplus = [commit for commit in found if commit not in ours] if remove_others else []
+        surplus += self._retention.surplus(ours, newest)
+        removed = [old.path for old in surplus if old.path not in spare and self._remove_surplus(old)]
+        for old, keys in self._retention.outdated([commit for commit in ours if commit not in surplus], newest):
+            with to_be_tried_again(f"{', '.join(keys)} cannot be removed from {old.path}"), suppress(FileNotFoundError):
+                self._take_out(old, keys, progress)
+        return removed
+
+    def _names(self) -> Iterable[str]:
+        """The names in the root."""
+
+    def _settled(self) -> Sequence[Committed[Where]]:
+        """The committed checkpoints that a retention counts, after interrupted replacements are finished."""
+
+    def _is(self, now: Where, named: Where) -> bool:
+        """Whether `named` is the checkpoint at `now`."""
+
+    def _remove_surplus(self, old: Committed[Where]) -> bool:
+        """Remove a checkpoint; return whether it went."""
+
+    def _take_out(self, one: Committed[Where], keys: Sequence[str], progress: Callable[[], object]) -> None: ...
+
+    def _require_not_of_another(self, one: Committed[Where] | None) -> None:
+        """Require that a checkpoint which is to be replaced is not of another run that lives, which would lose it."""
+        if one is not None and one.run_id != self._saves_as and one.run_id in self.living():
+            found = f"{one.path} is of another run, {one.run_id}, which lives and shares the root"
+            raise CheckpointExistsError(f"{found}: save under ids of each run's own, or into another root")
+
+
+class Commit(NamedTuple):
+    """The place of a new checkpoint in the order of commits.
+
+    Attributes:
+        number: greater than that of every checkpoint in the root.
+        timestamp: now, or just after the newest checkpoint if the clock is behind it by less than a day. UTC.
+        behind: the latest time in the root minus the clock; zero or less: the clock is right.
+        runs: the run ids of the checkpoints in the root.
+    """
+
+    number: int
+    timestamp: datetime
+    behind: timedelta
+    runs: frozenset[str | None] = frozenset()
+
+
+def commit_after(found: Sequence[Committed[Where]]) -> Commit:
+    """Return the place in the order of commits of a checkpoint that comes after all of these."""
+    now = datetime.now(UTC)
+    number = 1 + max((commit.number for commit in found), default=0)
+    latest = max((commit.timestamp for commit in found), default=now)
+    credible = [commit.timestamp + timedelta(microseconds=1) for commit in found if not commit.is_ahead]
+    runs = frozenset(commit.run_id for commit in found)
+    return Commit(min(number, MAX_COMMIT_NUMBER), max([now, *credible]), latest - now, runs)
+
+
+@contextmanager
+def warned(what: str, errors: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
+    """Turn one of these errors inside the block into a warning. For clean-up only: the save goes on."""
+    try:
+        yield
+    except errors as error:
+        _log.warning("%s: %s", what, sentence(error))
+
+
+def to_be_tried_again(what: str) -> AbstractContextManager[None]:
+    """See `warned`. What fails is done by the next save."""
+    return warned(f"{what}, the next save tries again", (OSError, CheckpointError))

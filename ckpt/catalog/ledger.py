@@ -30,13 +30,24 @@ import secrets
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckpt.backends.zarr import DOCUMENT
-from ckpt.catalog.committed import COMMITTED, Committed, Where, continues, id_in, look, look_for, placed
+from ckpt.catalog.committed import (
+    COMMITTED,
+    Catalog,
+    Commit,
+    Committed,
+    commit_after,
+    continues,
+    id_in,
+    look,
+    look_for,
+    placed,
+    warned,
+)
 from ckpt.catalog.owner import (
     OWNER_SUFFIX,
     FolderLock,
@@ -59,7 +70,7 @@ from ckpt.errors import (
     sentence,
     telling,
 )
-from ckpt.format.manifest import MANIFEST_NAME, MAX_COMMIT_NUMBER
+from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.format.places import Place
 from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.files import (
@@ -83,32 +94,6 @@ _PART = re.compile(r"(?!\.{1,2}\Z)[^/\0]+")
 _log = logger_of(__name__)
 
 
-class Commit(NamedTuple):
-    """The place of a new checkpoint in the order of commits.
-
-    Attributes:
-        number: greater than that of every checkpoint in the root.
-        timestamp: now, or just after the newest checkpoint if the clock is behind it by less than a day. UTC.
-        behind: the latest time in the root minus the clock; zero or less: the clock is right.
-        runs: the run ids of the checkpoints in the root.
-    """
-
-    number: int
-    timestamp: datetime
-    behind: timedelta
-    runs: frozenset[str | None] = frozenset()
-
-
-def commit_after(found: Sequence[Committed[Where]]) -> Commit:
-    """Return the place in the order of commits of a checkpoint that comes after all of these."""
-    now = datetime.now(UTC)
-    number = 1 + max((commit.number for commit in found), default=0)
-    latest = max((commit.timestamp for commit in found), default=now)
-    credible = [commit.timestamp + timedelta(microseconds=1) for commit in found if not commit.is_ahead]
-    runs = frozenset(commit.run_id for commit in found)
-    return Commit(min(number, MAX_COMMIT_NUMBER), max([now, *credible]), latest - now, runs)
-
-
 def require_valid_id(checkpoint_id: str) -> None:
     """Refuse an id that cannot be part of a name.
 
@@ -121,7 +106,7 @@ def require_valid_id(checkpoint_id: str) -> None:
         )
 
 
-class Ledger:
+class Ledger(Catalog[Path]):
     """All checkpoints below one root. Any rank may read; only the lead opens, publishes, discards and retains.
 
     Args:
@@ -150,7 +135,7 @@ class Ledger:
         self._retention = as_retention(keep_last)
         self._stale_s = stale_s
         self._delete = delete or delete_folder
-        self._owners: dict[Path, Owner] = {}
+        self._opened: dict[Path, Owner] = {}
         self._restored: dict[Path, Path] = {}
 
     def committed(self) -> list[Committed[Path]]:
@@ -166,10 +151,6 @@ class Ledger:
                 if before == names:  # else a save renamed folders meanwhile, which can hide one from us
                     break
         return found
-
-    def newest(self) -> Committed[Path] | None:
-        """Return the checkpoint that was committed last."""
-        return max(self.committed(), key=lambda one: one.order, default=None)
 
     def newer_than(self, checkpoint: Place) -> list[Committed[Path]] | None:
         """Return the checkpoints committed after this one, the oldest first; None: this one is not in the root.
@@ -192,11 +173,6 @@ class Ledger:
             names = [name for name in self._names() if name.startswith((COMMITTED, ".replaced-"))]
             found = [one for name in names if (one := look(self._root / name))]
         return commit_after(found)
-
-    def renamed(self) -> list[str]:
-        """Return the names of copied and renamed checkpoints in the root, which are the user's."""
-        names = [name for name in self._names() if name.startswith(COMMITTED)]
-        return [name for name in names if look(self._root / name) and not look_for(id_in(name), self._root / name)]
 
     def claim(self, lock: FolderLock, progress: Callable[[], object]) -> None:
         """Create the root if needed, and acquire its lock, or check that it is still held. Lead rank only.
@@ -229,14 +205,14 @@ class Ledger:
         with self._told_of_root():
             _make_folder(self._root)
             self._clean_up()
-            self._require_not_of_another(checkpoint_id)
+            self._require_not_of_another(look_for(checkpoint_id, self._root / f"{COMMITTED}{checkpoint_id}"))
             folder = self._aside("unpublished", checkpoint_id)
             self._make(folder)
         return folder
 
     def _make(self, folder: Path, *, is_new: bool = True) -> None:
         """Make an unpublished folder that this process owns."""
-        self._owners[folder] = Owner(folder, self._run_id)
+        self._opened[folder] = Owner(folder, self._run_id)
         try:
             folder.mkdir(exist_ok=not is_new)
         except OSError:
@@ -267,7 +243,7 @@ class Ledger:
 
     def leave(self, unpublished: Path) -> None:
         """Give up a folder, and leave it with its owner file, which names its owner: `open_again` goes on from its files."""
-        if (owner := self._owners.pop(unpublished, None)) is not None:
+        if (owner := self._opened.pop(unpublished, None)) is not None:
             owner.let_go()
 
     def is_seen(self, unpublished: Path) -> bool:
@@ -304,7 +280,7 @@ class Ledger:
         """
         target = self._root / f"{COMMITTED}{checkpoint_id}"
         with self._publishing(unpublished, target):
-            self._require_not_of_another(checkpoint_id)
+            self._require_not_of_another(look_for(checkpoint_id, self._root / f"{COMMITTED}{checkpoint_id}"))
             aside = self._make_way(target, checkpoint_id, refused or {})
             try:
                 self._rename(unpublished, target)
@@ -318,12 +294,6 @@ class Ledger:
         if aside is not None and aside.name.startswith(".replaced-"):
             self._retire(aside, target, checkpoint_id, self._delete, others=replace_others)
         return target
-
-    def _require_not_of_another(self, checkpoint_id: str) -> None:
-        """Require that no living run has a checkpoint of this id, which it would lose."""
-        one = look_for(checkpoint_id, self._root / f"{COMMITTED}{checkpoint_id}")
-        if one is not None and one.run_id in self.living():
-            raise of_a_living_run(one)
 
     def living(self) -> Set[str | None]:
         """Return the run ids of the other runs that save in this root, and may be alive."""
@@ -469,53 +439,16 @@ class Ledger:
         else:
             self.leave(unpublished)
 
-    def discard_all(self) -> None:
-        """Discard every open save of this object. Never raises."""
-        for unpublished in list(self._owners):
-            self.discard(unpublished)
-
     def remove(self, checkpoint: Path) -> None:
         """Remove a checkpoint below the root, whatever its name: rename it, then delete it. If that fails, it stays, with a warning."""
         self._remove(checkpoint, checkpoint, self._delete)
 
-    def retain(
-        self,
-        *,
-        keep: Path,
-        history: Mapping[str | None, int] = MappingProxyType({}),
-        remove_others: bool = False,
-        spare: Set[Path] = frozenset(),
-        progress: Callable[[], object] = lambda: None,
-    ) -> list[Path]:
-        """Remove the checkpoints of a run that its retention does not keep, after `keep` was committed; return what was removed.
+    def _settled(self) -> list[Committed[Path]]:
+        self._settle_replaced(self._names())
+        return [commit for commit in self.committed() if not commit.path.is_symlink()]
 
-        Then take out of those that stay the components that only newer ones keep.
-
-        `keep` is never removed, and counts as the newest. Neither counted nor removed are symbolic links, folders whose manifest does not
-        say the id that is in their name, and checkpoints of other living runs.
-
-        Args:
-            history: run id -> the largest commit number that counts, of the runs that this one goes on from.
-            remove_others: also remove the checkpoints of all other runs.
-            spare: those that stay for now.
-            progress: called between files.
-        """
-        if not self._retention.acts and not remove_others:
-            return []
-        with telling(f"checkpoint root {self._root} cannot be read"):
-            self._settle_replaced(self._names())
-            committed, living = self.committed(), self.living()
-        newest = next((c for c in committed if self._is(c.path, keep)), None)
-        found = [c for c in committed if c is not newest and c.says_id and not c.path.is_symlink()]
-        found = [c for c in found if c.run_id not in living]
-        ours = [c for c in found if c.run_id == self._saves_as or c.number <= history.get(c.run_id, -1)]
-        surplus = [c for c in found if c not in ours] if remove_others else []
-        surplus += self._retention.surplus(ours, newest)
-        removed = [old.path for old in surplus if old.path not in spare and self._remove(old.path, old.path, self._delete)]
-        for old, keys in self._retention.outdated([c for c in ours if c not in surplus], newest):
-            with warned(f"{', '.join(keys)} cannot be removed from {old.path}, the next save tries again", (OSError, CheckpointError)):
-                self._take_out(old, keys, progress)
-        return removed
+    def _remove_surplus(self, old: Committed[Path]) -> bool:
+        return self._remove(old.path, old.path, self._delete)
 
     def _take_out(self, one: Committed[Path], keys: Sequence[str], progress: Callable[[], object]) -> None:
         """Take components out of a checkpoint, or finish that after a kill. Their folders are renamed out of it, and then deleted.
@@ -584,7 +517,7 @@ class Ledger:
                 continue
             if match["kind"] == "removed":
                 self._finish_removal(path, self._home_of(path, match["id"]), delete_folder)
-            elif match["kind"] == "unpublished" and path not in self._owners:
+            elif match["kind"] == "unpublished" and path not in self._opened:
                 with warned(f"cannot clean up {path}"), abandoned(path, self._run_id, now, self._stale_s) as dead:
                     # A kill after an exchange leaves the old checkpoint under this name.
                     if dead and (not path.exists() or self._remove(path, self._home_of(path, match["id"]))):
@@ -690,7 +623,7 @@ class Ledger:
         delete(doomed)
 
     def _release(self, unpublished: Path) -> None:
-        owner = self._owners.pop(unpublished, None)
+        owner = self._opened.pop(unpublished, None)
         if owner is not None:
             with warned(f"cannot remove {owner_file(unpublished)}"):
                 owner.release()
@@ -742,12 +675,6 @@ def _make_folder(path: Path) -> None:
         sync_folder(folder.parent)
 
 
-def of_a_living_run(one: Committed[Any]) -> CheckpointExistsError:
-    """The error of a save under the id of a checkpoint that another run of the same root needs."""
-    found = f"{one.path} is of another run, {one.run_id}, which lives and shares the root"
-    return CheckpointExistsError(f"{found}: save under ids of each run's own, or into another root")
-
-
 def why_of_another_history(one: Committed[Any], name: str) -> str:
     """Why a checkpoint that was saved under this name is quarantined."""
     by = f"run {one.run_id}" if one.run_id is not None else "an unknown run"
@@ -784,12 +711,3 @@ def _named(target: Path) -> Iterator[None]:
         if error.filename is not None and Path(error.filename).parent == target.parent:
             error.filename = str(target)
         raise
-
-
-@contextmanager
-def warned(what: str, errors: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
-    """Turn one of these errors inside the block into a warning. For clean-up only: the save goes on."""
-    try:
-        yield
-    except errors as error:
-        _log.warning("%s: %s", what, sentence(error))

@@ -22,17 +22,27 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
-from functools import partial
-from types import MappingProxyType
 from typing import Any
 
-from ckpt.catalog.committed import COMMITTED, Committed, committed_in, id_in, look, look_for, placed
+from ckpt.catalog.committed import (
+    COMMITTED,
+    Catalog,
+    Commit,
+    Committed,
+    commit_after,
+    committed_in,
+    id_in,
+    look,
+    look_for,
+    placed,
+    to_be_tried_again,
+)
 from ckpt.catalog.lease import Lease, living_runs
-from ckpt.catalog.ledger import Commit, commit_after, of_a_living_run, require_valid_id, warned, why_of_another_history
+from ckpt.catalog.ledger import require_valid_id, why_of_another_history
 from ckpt.catalog.owner import OWNER_SUFFIX, about_process, has_ended
 from ckpt.catalog.removing import left_over, without
 from ckpt.catalog.retention import Retention, as_retention
@@ -116,7 +126,7 @@ class _Listed:
         self.known.pop(checkpoint, None)
 
 
-class ObjectLedger:
+class ObjectLedger(Catalog[ObjectPath]):
     """All checkpoints below one root in an object store. See `ckpt.catalog.ledger.Ledger`, whose methods these are.
 
     Args: those of `Ledger`, without `delete`: a thousand objects are deleted by one request.
@@ -137,7 +147,7 @@ class ObjectLedger:
         self._retention = as_retention(keep_last)
         self._stale_s = stale_s
         self._store = store_of(root)
-        self._attempts: dict[ObjectPath, _Attempt] = {}
+        self._opened: dict[ObjectPath, _Attempt] = {}
         self._lock: Lease | None = None
         self._listed = _Listed()
 
@@ -151,10 +161,6 @@ class ObjectLedger:
             self._listed = self._list()
             return self._committed_among(self._listed)
 
-    def newest(self) -> Committed[ObjectPath] | None:
-        """Return the checkpoint that was committed last."""
-        return max(self.committed(), key=lambda one: one.order, default=None)
-
     def newer_than(self, checkpoint: Place) -> list[Committed[ObjectPath]] | None:
         """Return the checkpoints committed after this one, the oldest first; None: this one is not in the root."""
         committed = self.committed()
@@ -165,12 +171,6 @@ class ObjectLedger:
         """Return number and time for a checkpoint that will be published, after those that there were at its `open`. Lead rank only."""
         with telling(f"checkpoint root {self._root} cannot be read"):
             return commit_after(self._committed_among(self._listed))
-
-    def renamed(self) -> list[str]:
-        """Return the names of copied and renamed checkpoints in the root, which are the user's."""
-        folders, _ = self._store.names(self._root.key)
-        names = [name for name in folders if name.startswith(COMMITTED)]
-        return [name for name in names if look(self._root / name) and not look_for(id_in(name), self._root / name)]
 
     def claim(self, lock: Lease, progress: Callable[[], object]) -> None:
         """Acquire the root's lock, or check that it is still held. Lead rank only. The first time, see that the store keeps conditions.
@@ -209,7 +209,7 @@ class ObjectLedger:
 
     def record(self, unpublished: ObjectPath, manifest: bytes) -> None:
         """Take the manifest that `publish` commits."""
-        self._attempts[unpublished].manifest = manifest
+        self._opened[unpublished].manifest = manifest
 
     def publish(
         self,
@@ -228,7 +228,7 @@ class ObjectLedger:
         """
         target = self._at(checkpoint_id)
         with telling(f"{target.name} cannot be published in {self._root}"):
-            attempt = self._attempts[unpublished]
+            attempt = self._opened[unpublished]
             kept = attempt.replaces and self._keep_old(attempt, checkpoint_id, refused or {}, replace_others)
             self._commit(attempt)
         committed(target)
@@ -270,7 +270,7 @@ class ObjectLedger:
 
     def leave(self, unpublished: ObjectPath) -> None:
         """Give up an attempt, without its objects and its note: the next one goes on from them."""
-        if (attempt := self._attempts.pop(unpublished, None)) is not None:
+        if (attempt := self._opened.pop(unpublished, None)) is not None:
             _IN_FLIGHT.discard(attempt.note)
 
     def publish_at(
@@ -290,7 +290,7 @@ class ObjectLedger:
             CheckpointExistsError: a checkpoint has come there.
             StorageError: the store refuses.
         """
-        attempt = self._attempts[unpublished]
+        attempt = self._opened[unpublished]
         with telling(f"{target} cannot be published"):
             if not replaces:
                 self.require_free(target)
@@ -302,7 +302,7 @@ class ObjectLedger:
 
     def living(self) -> Set[str | None]:
         """Return the run ids of the other runs that save in this root, and may be alive."""
-        self._listed = self._listed if self._attempts else self._list()
+        self._listed = self._listed if self._opened else self._list()
         own = self._lock.name if self._lock is not None else ""
         found: set[str | None] = {*living_runs(self._root, self._listed.owners, self._stale_s, own)}
         return found - {self._saves_as}
@@ -312,7 +312,7 @@ class ObjectLedger:
         moved = []
         for path, reason in refused.items():
             if path != keep and path.parent == self._root:
-                with _warned(f"cannot move {path} into quarantine"), suppress(FileNotFoundError):
+                with to_be_tried_again(f"cannot move {path} into quarantine"), suppress(FileNotFoundError):
                     moved += self._set_aside(path, "quarantined", reason)
         return moved
 
@@ -329,18 +329,13 @@ class ObjectLedger:
 
         Where the store has not answered the commit, it may be one: the next `open` looks, and changes the manifest before it removes.
         """
-        attempt = self._attempts.pop(unpublished, None)
+        attempt = self._opened.pop(unpublished, None)
         if attempt is not None:
             _IN_FLIGHT.discard(attempt.note)
         if attempt is not None and not attempt.is_tried:
-            with _warned(f"cannot remove {unpublished}"):
+            with to_be_tried_again(f"cannot remove {unpublished}"):
                 self._remove_objects(unpublished)
                 self._store.delete([attempt.note])
-
-    def discard_all(self) -> None:
-        """Discard every open save of this object. Never raises."""
-        for unpublished in list(self._attempts):
-            self.discard(unpublished)
 
     def remove(self, checkpoint: ObjectPath) -> None:
         """Remove a checkpoint: a note of it, its manifest, its objects, the note. If that fails, the next save goes on, with a warning."""
@@ -349,7 +344,7 @@ class ObjectLedger:
     def _remove(self, checkpoint: ObjectPath, is_doomed: Callable[[Committed[ObjectPath]], bool]) -> bool:
         """See `remove`. The manifest as it is now decides whether it is the checkpoint that is to go; return whether it went."""
         went = False
-        with _warned(f"cannot remove {checkpoint}"), suppress(FileNotFoundError):
+        with to_be_tried_again(f"cannot remove {checkpoint}"), suppress(FileNotFoundError):
             data, _ = self._store.get((checkpoint / MANIFEST_NAME).key)
             went = is_doomed(committed_in(bytes(data[:_HEAD_BYTES]), checkpoint)) and self._remove_what_says(checkpoint, data)
         return went
@@ -368,36 +363,26 @@ class ObjectLedger:
         self._listed.forget(checkpoint)
         return True
 
-    def retain(
-        self,
-        *,
-        keep: ObjectPath,
-        history: Mapping[str | None, int] = MappingProxyType({}),
-        remove_others: bool = False,
-        progress: Callable[[], object] = lambda: None,
-    ) -> list[ObjectPath]:
-        """Remove the checkpoints of a run that its retention does not keep. See `Ledger.retain`."""
-        if not self._retention.acts and not remove_others:
-            return []
-        with telling(f"checkpoint root {self._root} cannot be read"):
-            committed, living = self._committed_among(self._listed), self.living()
-        newest = next((commit for commit in committed if commit.path == keep), None)
-        found = [commit for commit in committed if commit is not newest and commit.says_id and commit.run_id not in living]
-        ours = [commit for commit in found if commit.run_id == self._saves_as or commit.number <= history.get(commit.run_id, -1)]
-        surplus = [commit for commit in found if commit not in ours] if remove_others else []
-        surplus += self._retention.surplus(ours, newest)
-        removed = [old.path for old in surplus if self._remove(old.path, partial(_is_of_run, old.run_id))]
-        for old, keys in self._retention.outdated([commit for commit in ours if commit not in surplus], newest):
-            if not {*keys} <= {*old.removed}:
-                with _warned(f"{', '.join(keys)} cannot be removed from {old.path}"), suppress(FileNotFoundError):
-                    self._take_out(old, keys, progress)
-        return removed
+    def _names(self) -> Iterable[str]:
+        return self._store.names(self._root.key)[0]
+
+    def _settled(self) -> list[Committed[ObjectPath]]:
+        return self._committed_among(self._listed)
+
+    def _is(self, now: ObjectPath, named: ObjectPath) -> bool:
+        return now == named
+
+    def _remove_surplus(self, old: Committed[ObjectPath]) -> bool:
+        # Another run that shares the root may have replaced it.
+        return self._remove(old.path, lambda now: now.run_id == old.run_id)
 
     def _take_out(self, one: Committed[ObjectPath], keys: Sequence[str], progress: Callable[[], object]) -> None:
         """Take components out of a checkpoint: a note of it, its manifest if nobody has changed it, objects, the note.
 
         A sweep finishes what a kill has interrupted, by the note.
         """
+        if {*keys} <= {*one.removed}:
+            return
         at = (one.path / MANIFEST_NAME).key
         data, tag = self._store.get(at)
         manifest = parse_manifest(bytes(data), str(one.path / MANIFEST_NAME))
@@ -472,7 +457,7 @@ class ObjectLedger:
         note = self._note_of(target, nonce)
         self._store.put(note, self._noted(target, nonce, old))
         _IN_FLIGHT.add(note)
-        self._attempts[target / nonce] = _Attempt(target, nonce, note, expected, old, replaces)
+        self._opened[target / nonce] = _Attempt(target, nonce, note, expected, old, replaces)
         return target / nonce
 
     def _note_of(self, checkpoint: ObjectPath, nonce: str) -> str:
@@ -496,7 +481,7 @@ class ObjectLedger:
                 tag = self._store.create(key, attempt.manifest)
             else:
                 tag = self._store.replace(key, attempt.manifest, attempt.expected)
-            is_ours = tag is not None or self._names(attempt)
+            is_ours = tag is not None or self._is_named(attempt)
         except OSError as error:
             raise StorageError(
                 f"the store has not answered the commit of {attempt.checkpoint}, which is committed, or not, but whole if it is: a list of "
@@ -506,7 +491,7 @@ class ObjectLedger:
             attempt.is_tried = False
             raise self._changed(attempt)
 
-    def _names(self, attempt: _Attempt) -> bool:
+    def _is_named(self, attempt: _Attempt) -> bool:
         """Whether the manifest names this attempt: it was committed by a put whose answer was lost, and a mark was put into it since."""
         with suppress(FileNotFoundError):
             match = _DATA.search(bytes(self._store.get((attempt.checkpoint / MANIFEST_NAME).key)[0][:_HEAD_BYTES]))
@@ -521,11 +506,11 @@ class ObjectLedger:
 
     def _finish(self, attempt: _Attempt, *, kept: bool) -> None:
         """After the commit: remove what was replaced, then the note. What fails here is done by the next sweep."""
-        with _warned(f"cannot remove what {attempt.checkpoint} has replaced"):
+        with to_be_tried_again(f"cannot remove what {attempt.checkpoint} has replaced"):
             if attempt.old is not None and not kept:
                 self._remove_objects(attempt.checkpoint / attempt.old)
             self._store.delete([attempt.note])
-        self._attempts.pop(attempt.checkpoint / attempt.nonce, None)
+        self._opened.pop(attempt.checkpoint / attempt.nonce, None)
         _IN_FLIGHT.discard(attempt.note)
 
     def _keep_old(
@@ -573,11 +558,6 @@ class ObjectLedger:
             _log.warning("%s is now %s: %s", checkpoint, aside, reason)
         return aside
 
-    def _require_not_of_another(self, one: Committed[ObjectPath]) -> None:
-        """Require that a checkpoint which is to be replaced is not of another run that lives, which would lose it."""
-        if one.run_id != self._saves_as and one.run_id in self.living():
-            raise of_a_living_run(one)
-
     def _require_conditions(self) -> None:
         """Require that the store refuses a put whose condition does not hold. Some stores take it and overwrite: nothing is safe there."""
         probe = (self._root / f"{PROBE}{secrets.token_hex(8)}").key
@@ -589,7 +569,7 @@ class ObjectLedger:
                     "other's checkpoints unseen; nothing is saved there. Use a store, or a version of it, that keeps conditions"
                 )
         finally:
-            with _warned(f"cannot remove {probe}"):
+            with to_be_tried_again(f"cannot remove {probe}"):
                 self._store.delete([probe])
 
     def _sweep(self) -> None:
@@ -600,7 +580,7 @@ class ObjectLedger:
         names = [name for name in self._listed.notes if (self._root / name).key not in _IN_FLIGHT]
         living = self.living() if names else frozenset()
         for name in names:
-            with _warned(f"cannot clean up after {name}"):
+            with to_be_tried_again(f"cannot clean up after {name}"):
                 self._sweep_one(name, living)
 
     def sweep_all(self) -> None:
@@ -677,15 +657,5 @@ class ObjectLedger:
         self._store.delete([found.key for found in self._store.below(place.key)])
 
 
-def _is_of_run(run_id: str | None, one: Committed[ObjectPath]) -> bool:
-    """Whether a checkpoint is still that of a run; another one that shares the root may have replaced it."""
-    return one.run_id == run_id
-
-
 def _is_nonce(name: str) -> bool:
     return re.fullmatch(r"[0-9a-f]{16}", name) is not None
-
-
-def _warned(what: str) -> AbstractContextManager[None]:
-    """See `warned`. What fails is done by the next sweep."""
-    return warned(f"{what}, the next save tries again", (OSError, CheckpointError))

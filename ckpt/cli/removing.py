@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 from rich.filesize import decimal
 
-from ckpt.catalog.catalog import Catalog, catalog_at
-from ckpt.catalog.committed import Committed, look
+from ckpt.catalog.catalog import catalog_at
+from ckpt.catalog.committed import Catalog, Committed, look
 from ckpt.catalog.incremental import disk_use
 from ckpt.catalog.ledger import require_removable
 from ckpt.cli.arguments import argued, argument, message_of

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.distributed import Store
@@ -38,12 +38,13 @@ from ckpt.memory.device import Device
 from ckpt.ranks.merging import least, most
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import tied_names
+from ckpt.storage.files import Closed
 from ckpt.storage.host_memory import can_be_shared
 
 _SECONDS = ("offload_s", "gather_s", "transfer_s", "reload_s", "blocked_s")
 
 
-class VersionedEngine(CheckpointEngineWithCache):
+class VersionedEngine(CheckpointEngineWithCache, Closed):
     """An engine of any transport: its members, the host memory of both ends, and the update.
 
     Trainers call `send_weights`, rollouts `receive_weights` or `receive_into`; colocated, each rank calls one and then the other. If one
@@ -247,12 +248,6 @@ class VersionedEngine(CheckpointEngineWithCache):
         self.pool = None
         for receive_buffer in self.receive_buffers:
             receive_buffer.let_go()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _get_ready(self, topology: Topology) -> None:
         """Last part of the join. Collective."""

@@ -32,8 +32,8 @@ from torchtitan.tools import filesystem
 from torchtitan.tools.utils import GarbageCollection
 
 from ckpt.catalog.catalog import catalog_at
-from ckpt.catalog.committed import look
-from ckpt.catalog.ledger import is_removable, warned
+from ckpt.catalog.committed import look, warned
+from ckpt.catalog.ledger import is_removable
 from ckpt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ConfigurationError
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.format.places import ObjectPath, Place, is_address, place_of

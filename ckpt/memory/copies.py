@@ -12,12 +12,13 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Self, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from ckpt.format.dtypes import as_integers, contiguous, raw_bytes
 from ckpt.memory.device import SideStream, StreamEvent, device_memory_within, pinned, telling_of_room
+from ckpt.storage.files import Closed
 from ckpt.storage.wanted_bytes import WantedBytes
 
 HALVES = 2
@@ -182,7 +183,7 @@ class _Started(NamedTuple):
         return [host for host in self.hosts if host is not None]
 
 
-class Filling:
+class Filling(Closed):
     """Copies bytes to the device tensors of one load while the next bytes are read. Used by one thread. A context manager.
 
     Bytes are copied straight to a tensor where they are contiguous there, too; all others through a bucket on the device, and from
@@ -199,12 +200,6 @@ class Filling:
         self._count = 0
         self._streams = Streams(role)
         self._buckets: dict[torch.device, torch.Tensor] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def begin(self, devices: Iterable[torch.device]) -> None:
         """Create the streams now, which waits for all work queued on the devices, instead of at the first bytes."""

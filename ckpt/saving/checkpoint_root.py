@@ -21,9 +21,10 @@ import torch
 
 from ckpt.backends.base import Backend, Previous
 from ckpt.catalog import verify
-from ckpt.catalog.catalog import Catalog, Lock, catalog_at, lock_at
+from ckpt.catalog.catalog import Lock, catalog_at, lock_at
+from ckpt.catalog.committed import Catalog, Commit
 from ckpt.catalog.incremental import previous_of
-from ckpt.catalog.ledger import ROOT_OWNER, Commit, run_owner
+from ckpt.catalog.ledger import ROOT_OWNER, run_owner
 from ckpt.catalog.retention import Retention
 from ckpt.errors import CorruptCheckpointError, StorageError
 from ckpt.format.manifest import CheckpointManifest, storable_metadata, storable_metrics

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ckpt.backends.base import Backend, Contents, no_contents
-from ckpt.catalog.ledger import Commit
+from ckpt.catalog.committed import Commit
 from ckpt.errors import StorageError
 from ckpt.format.consistency import MAX_FILE_BYTES
 from ckpt.format.digests import digest_of
@@ -70,7 +70,7 @@ class ManifestWriter:
         """Join the arrays, write the config and, last, the manifest; return the bytes that this adds.
 
         Args:
-            record: takes the bytes of the manifest: see `ckpt.catalog.catalog.Catalog.record`.
+            record: takes the bytes of the manifest: see `ckpt.catalog.committed.Catalog.record`.
 
         Raises:
             StorageError: the file of some rank is not visible here.

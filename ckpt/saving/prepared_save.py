@@ -332,7 +332,7 @@ def require_reachable(root: Place, is_seen: Callable[[], bool], topology: Topolo
     """Wait at most 30 s until this rank sees what the lead has opened; network file systems show it late, a disk of another host never.
 
     Args:
-        is_seen: see `ckpt.catalog.catalog.Catalog.is_seen`.
+        is_seen: see `ckpt.catalog.committed.Catalog.is_seen`.
     """
     deadline = time.monotonic() + min(topology.timeout_s / 2, 30.0)
     while not is_seen():

@@ -7,8 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from ckpt.catalog.catalog import Catalog
-from ckpt.catalog.committed import Committed, runs_of
+from ckpt.catalog.committed import Catalog, Committed, runs_of
 from ckpt.catalog.incremental import linked_with
 from ckpt.catalog.retention import Retention
 from ckpt.errors import (

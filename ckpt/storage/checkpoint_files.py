@@ -17,11 +17,11 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, Self
+from typing import Any, BinaryIO, Protocol
 
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.places import ObjectPath, Place, is_inner_path
-from ckpt.storage.files import read_once
+from ckpt.storage.files import Closed, read_once
 from ckpt.storage.objects.files import ObjectFiles
 from ckpt.storage.objects.store import store_of
 
@@ -37,7 +37,7 @@ _UNAVAILABLE = (errno.ENOSYS, errno.EPERM, errno.EAGAIN)
 """Errors of openat2 that mean "walk the path instead": a kernel before 5.6, a sandbox, a rename during the call."""
 
 
-class CheckpointFolder:
+class CheckpointFolder(Closed):
     """The files of one checkpoint. A context manager; used by one thread at a time until the first file is open, then by any.
 
     Args:
@@ -52,12 +52,6 @@ class CheckpointFolder:
         self.root = root
         self._fd = -1
         self._release: weakref.finalize[Any, Any] | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the folder, not the files. It may be used again."""
@@ -224,18 +218,12 @@ class CheckpointFolder:
         return CorruptCheckpointError(f"{self.root / path} is not a regular file, and is not opened", file=path)
 
 
-class LocalFile:
+class LocalFile(Closed):
     """A descriptor of a regular file, which it closes. See `ckpt.storage.checkpoint_files.OpenedFile`."""
 
     def __init__(self, fd: int, *, once: bool = False) -> None:
         self._fd = fd
         self._read = read_once if once else os.preadv
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def size(self) -> int:
@@ -333,7 +321,7 @@ def _syscall() -> Any:
 _SYSCALL = _syscall()
 
 
-class OpenedFile(Protocol):
+class OpenedFile(Closed, Protocol):
     """A file, open for reading. A context manager; any thread may read.
 
     Attributes:
@@ -347,10 +335,6 @@ class OpenedFile(Protocol):
     @property
     def version(self) -> tuple[object, ...]: ...
 
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
     def read_at(self, buffers: Sequence[memoryview], offset: int) -> int:
         """Fill buffers in turn from an offset; return the number of bytes, which may be less than they hold. 0: the file ends there."""
 
@@ -358,7 +342,7 @@ class OpenedFile(Protocol):
         """Close the file."""
 
 
-class Files(Protocol):
+class Files(Closed, Protocol):
     """The files of one checkpoint. A context manager.
 
     All methods take paths relative to its place, with `/` between parts, and raise:
@@ -369,10 +353,6 @@ class Files(Protocol):
 
     @property
     def root(self) -> Place: ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
     def close(self) -> None:
         """Let go of the place, not of opened files. It may be used again."""

@@ -33,7 +33,7 @@ from contextlib import suppress
 from functools import partial
 from mmap import mmap
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ from ckpt.format.digests import BlockDigests, block_digest_of
 from ckpt.format.places import Place
 from ckpt.format.records import ALIGNMENT, ChunkExtent
 from ckpt.storage.checkpoint_files import CheckpointFolder, files_below
+from ckpt.storage.files import Closed
 from ckpt.storage.host_memory import NOTHING_HELD, HeldFiles, MemoryFile, can_be_shared, mapped, mapped_at, shared
 from ckpt.storage.objects.files import ObjectFiles
 from ckpt.storage.wanted_bytes import (
@@ -160,7 +161,7 @@ class DeviceFilling(Protocol):
         """Copy the bytes [start, stop) of a chunk from `memory` to the parts that want them."""
 
 
-class ExtentReader:
+class ExtentReader(Closed):
     """Reads raw chunks of one checkpoint, for one rank and one load. A context manager: it keeps files open.
 
     Args:
@@ -206,12 +207,6 @@ class ExtentReader:
         self._progress = progress
         self._files: OrderedDict[str, int] = OrderedDict()
         self._scratch = np.empty(0, np.uint8)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the files and free the scratch buffer."""

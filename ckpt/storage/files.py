@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
 from ckpt.errors import free_bytes, needing
 from ckpt.format.places import Place
@@ -41,6 +41,18 @@ MANY_FILES = 64
 
 _SYNCFS_TELLS = (5, 8)
 """The first Linux whose `syncfs` reports earlier failed writes. Older ones return 0 and lose the bytes."""
+
+
+class Closed(Protocol):
+    """A context manager whose end is `close`."""
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 @contextmanager

@@ -15,7 +15,8 @@ import torch.profiler
 from hydra.utils import instantiate
 
 from ckpt import CheckpointCoordinator, StateComponent
-from ckpt.catalog.catalog import Catalog, catalog_at
+from ckpt.catalog.catalog import catalog_at
+from ckpt.catalog.committed import Catalog
 from ckpt.cli.config_text import values_of
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.places import place_of, step_of

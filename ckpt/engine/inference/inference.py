@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import tee
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import zmq
@@ -28,12 +28,13 @@ from ckpt.format.dtypes import raw_bytes
 from ckpt.memory.device import device_memory, wait_for
 from ckpt.memory.host import mapped, segment_of, shared_memory
 from ckpt.ranks.waiting import in_thread
+from ckpt.storage.files import Closed
 
 Request = Callable[[Mapping[str, str], WeightVersion], None]
 """Makes an inference engine update itself, given {name of a worker: address of its weights}; may return before the update is done."""
 
 
-class InferenceOutlet:
+class InferenceOutlet(Closed):
     """A sink that is an inference engine of this host: `engine.receive_into(outlet)`, or `Sinks(outlet, live)` beside a live model.
 
     One rollout rank serves all workers of one inference engine, each of which takes its own part of the whole tensors.
@@ -125,12 +126,6 @@ class InferenceOutlet:
         self._let_go(self._workers.values())
         if self._farewell.end():
             self._context.term()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _serve(self, lines: Sequence[WorkerLine], asked: Future[Any], weights: Iterable[NamedTensor]) -> None:
         def raise_failure() -> None:

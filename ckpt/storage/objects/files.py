@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from threading import Lock
-from typing import Any, BinaryIO, Protocol, Self, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.places import ObjectPath, is_inner_path
+from ckpt.storage.files import Closed
 from ckpt.storage.objects.store import fill, store_of
 
 RANGE_BYTES = 8 << 20
@@ -44,7 +45,7 @@ def side_by_side(call: Callable[[_Item], _Result], items: Iterable[_Item]) -> li
         return list(threads.map(call, items))
 
 
-class ObjectFiles:
+class ObjectFiles(Closed):
     """The objects below one address. See `ckpt.storage.checkpoint_files.Files`."""
 
     def __init__(self, root: ObjectPath) -> None:
@@ -54,12 +55,6 @@ class ObjectFiles:
         self._num_asked = 0
         self._listing = Lock()
         self._ahead = _Ahead((), self._range)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Forget what was listed, and what was asked for and not read. Connections are the store's."""
@@ -250,18 +245,12 @@ def _is_in(at: int, path: str, one: Range) -> bool:
     return one[0] == path and one[1] <= at < one[2]
 
 
-class ObjectFile:
+class ObjectFile(Closed):
     """One object. See `ckpt.storage.checkpoint_files.OpenedFile`."""
 
     def __init__(self, files: ObjectFiles, path: str) -> None:
         self._files = files
         self._path = path
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def size(self) -> int:

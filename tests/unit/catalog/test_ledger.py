@@ -95,7 +95,7 @@ def age(path: Path, seconds: float) -> None:
 
 def die(ledger: Ledger) -> None:
     """Do to this process' claims what its death would do: locks open, heartbeats stop, files stay."""
-    for claim in list(ledger._owners.values()):
+    for claim in list(ledger._opened.values()):
         claim.let_go()
 
 

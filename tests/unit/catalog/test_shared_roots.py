@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from ckpt import CheckpointCoordinator, StateComponent
-from ckpt.catalog import ledger
+from ckpt.catalog import committed, ledger
 from ckpt.catalog.ledger import ROOT_OWNER
 from ckpt.catalog.retention import Retention
 from ckpt.dist_checkpointing.serialization import load as load_sharded
@@ -72,7 +72,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[timedelta]:
         def now(cls, tz: Any = None) -> Self:
             return super().now(tz) + ahead[0]
 
-    for module in (ledger, manifest_writer):
+    for module in (committed, manifest_writer):
         monkeypatch.setattr(module, "datetime", Changed)
     return ahead
 
