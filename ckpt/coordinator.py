@@ -24,7 +24,7 @@ from ckpt.memory.budget import MemoryBudget
 from ckpt.memory.device import Device
 from ckpt.ranks.sigterm import sigterm_noted
 from ckpt.ranks.topology import Topology
-from ckpt.saving.arguments import (
+from ckpt.run.arguments import (
     as_checkpoint_id,
     as_location,
     as_run,
@@ -34,16 +34,16 @@ from ckpt.saving.arguments import (
     check_flags,
     shared_out,
 )
+from ckpt.run.run_history import RunHistory
+from ckpt.run.tiered import TieredRun
+from ckpt.run.weights_to_rollouts import IN_MEMORY, Publisher, WeightSender
 from ckpt.saving.background.background import Background
 from ckpt.saving.checkpoint_root import KnownRoots, StaleStateCheck
 from ckpt.saving.host_cache import host_cache_of
 from ckpt.saving.prepared_save import SaveReport
-from ckpt.saving.run_history import RunHistory
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.saving.saver import Saver
-from ckpt.saving.tiered import TieredRun
 from ckpt.saving.tiers import Tier
-from ckpt.saving.weights_to_rollouts import IN_MEMORY, Publisher, WeightSender
 from ckpt.state.overlap import Optimizers
 from ckpt.state.pattern_check import Diagnosis
 from ckpt.state.provider import Provider, components_of, groups_of

@@ -30,7 +30,7 @@ from ckpt.loading.report import ComponentReport, LoadReport
 from ckpt.memory.device import Device, device_of
 from ckpt.ranks.merging import most
 from ckpt.ranks.sigterm import TOLD_TO_END
-from ckpt.saving.arguments import (
+from ckpt.run.arguments import (
     SETTINGS,
     as_backend,
     as_checkpoint_id,

@@ -19,7 +19,7 @@ from ckpt.loading.loader import Loader
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.memory.device import device_of
 from ckpt.ranks.topology import Topology
-from ckpt.saving.arguments import as_backend, as_location, as_run, as_strategy, check_flags
+from ckpt.run.arguments import as_backend, as_location, as_run, as_strategy, check_flags
 from ckpt.saving.new_folder import save_into_new_folder
 from ckpt.saving.prepared_save import SaveReport
 from ckpt.state.address import local_tensor

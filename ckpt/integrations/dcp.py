@@ -51,7 +51,7 @@ from ckpt.loading.state_matching import SavedCopy
 from ckpt.loading.strategy import LoadingStrategy, ReadRequest, StoredCheckpoint
 from ckpt.memory.device import device_of, wait_for_all
 from ckpt.ranks.topology import Topology
-from ckpt.saving.arguments import as_backend, as_location, as_strategy, as_topology
+from ckpt.run.arguments import as_backend, as_location, as_strategy, as_topology
 from ckpt.saving.new_folder import save_into_new_folder
 from ckpt.state.collect import RankState
 from ckpt.state.flatten import Leaves, flatten, holds_tensor, is_attribute, key_of, path_to_json, rows_of, unflatten

@@ -35,7 +35,7 @@ from ckpt.integrations.huggingface_accelerate import require_covered
 from ckpt.memory.device import device_of
 from ckpt.ranks.merging import Alike, alike, first_difference
 from ckpt.ranks.sigterm import TOLD_TO_END
-from ckpt.saving.arguments import as_checkpoint_id, as_location, as_topology
+from ckpt.run.arguments import as_checkpoint_id, as_location, as_topology
 from ckpt.state.statefuls import OptimizerState, RNGState
 from ckpt.storage.stored import has_manifest, read_manifest
 

@@ -31,7 +31,7 @@ from ckpt.loading.strategy import LoadingStrategy
 from ckpt.memory.device import device_of
 from ckpt.ranks.merging import most
 from ckpt.ranks.topology import Topology
-from ckpt.saving.arguments import as_backend, as_location, as_run, as_strategy
+from ckpt.run.arguments import as_backend, as_location, as_run, as_strategy
 from ckpt.saving.new_folder import save_into_new_folder
 from ckpt.saving.saver import SavedRun
 from ckpt.state.collect import RankState, collect

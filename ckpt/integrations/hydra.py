@@ -24,7 +24,7 @@ from ckpt.api.checkpointer import Checkpointer
 from ckpt.backends.registry import BACKENDS
 from ckpt.coordinator import CheckpointCoordinator
 from ckpt.memory.device import KNOWN, Device
-from ckpt.saving.arguments import STRATEGIES
+from ckpt.run.arguments import STRATEGIES
 from ckpt.saving.save_settings import MODES, SaveSettings
 
 

@@ -52,7 +52,7 @@ from ckpt.loading.strategy import LoadingStrategy
 from ckpt.memory.device import device_of
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
-from ckpt.saving.arguments import as_backend, as_location, as_strategy
+from ckpt.run.arguments import as_backend, as_location, as_strategy
 from ckpt.saving.new_folder import FolderSaves, as_folder_settings
 from ckpt.saving.save_settings import SaveSettings, setting
 from ckpt.state.collect import RankState, collect

@@ -38,7 +38,7 @@ from ckpt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFou
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.format.places import ObjectPath, Place, is_address, place_of
 from ckpt.integrations.dcp import CkptReader, CkptWriter
-from ckpt.saving.arguments import as_location, as_strategy, as_topology
+from ckpt.run.arguments import as_location, as_strategy, as_topology
 from ckpt.storage.checkpoint_files import names_below
 
 _STEP = re.compile(r"step-([0-9]+)")

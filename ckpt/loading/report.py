@@ -10,13 +10,12 @@ from typing import Any, TypeVar
 
 from ckpt.errors import CheckpointError, leave_out, printable
 from ckpt.format.places import step_of
+from ckpt.storage.objects.store import transfer_figures
 
 Refusal = TypeVar("Refusal", bound=CheckpointError)
 
 MAX_NAMED = 5
 """Keys that a sentence names; of the others it gives the number."""
-_SLOWEST_NAMED_AFTER_S = 2.0
-"""Shorter saves and loads do not name the rank that took longest."""
 
 
 class Status(Enum):
@@ -170,21 +169,6 @@ class LoadReport:
             ema: skipped: not in the checkpoint
         """
         return "\n".join(printable(str(component)) for component in self.components)
-
-
-def transfer_figures(
-    num_bytes: int, seconds: float, requests: Mapping[str, Sequence[int]], slowest_rank: int | None
-) -> str:
-    """The figures of a save or a load, as all lines about one have them.
-
-    Example:
-        >>> transfer_figures(5_000_000_000, 2.5, {"put": (12, 5_000_000_000)}, 3)
-        '2.500 s, 5000.0 MB, 2.00 GB/s, 12 put, rank 3 slowest'
-    """
-    rate = num_bytes / seconds / 1e9 if seconds > 0 else 0.0
-    counts = "".join(f", {number:,} {kind}" for kind, (number, _) in requests.items())
-    slowest = f", rank {slowest_rank} slowest" if slowest_rank is not None and seconds > _SLOWEST_NAMED_AFTER_S else ""
-    return f"{seconds:.3f} s, {num_bytes / 1e6:.1f} MB, {rate:.2f} GB/s{counts}{slowest}"
 
 
 def refusal(kind: type[Refusal], key: str, *sentence: str) -> Refusal:

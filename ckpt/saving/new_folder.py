@@ -23,11 +23,10 @@ from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.format.places import Place
 from ckpt.ranks.merging import Alike, alike
 from ckpt.ranks.topology import Topology
-from ckpt.saving.arguments import as_saves
 from ckpt.saving.background.background import Background
 from ckpt.saving.manifest_writer import ManifestWriter
 from ckpt.saving.prepared_save import Destination, PreparedSave, SaveReport, Written, require_reachable
-from ckpt.saving.save_settings import OF_A_ROOT, SaveSettings, setting
+from ckpt.saving.save_settings import OF_A_ROOT, SaveSettings, as_saves, setting
 from ckpt.saving.saver import Planner, SavedRun
 from ckpt.saving.writing import RankWritePlan
 from ckpt.state.collect import RankState

@@ -28,7 +28,6 @@ from ckpt.errors import StorageError
 from ckpt.format.box import Box
 from ckpt.format.dtypes import contiguous, raw_bytes, torch_dtype
 from ckpt.format.places import ObjectPath, Place, place_of
-from ckpt.loading.report import transfer_figures
 from ckpt.memory.copies import Halves, Staging
 from ckpt.memory.device import Device
 from ckpt.planning.plan import SavePlan
@@ -36,7 +35,7 @@ from ckpt.ranks.merging import slowest, total
 from ckpt.ranks.topology import Phase, Topology
 from ckpt.saving.writing import Item, Pack, PlainFiles, RankWritePlan, Staged, Write, WriteJob, WriteResult
 from ckpt.state.collect import RankState
-from ckpt.storage.objects.store import Counts
+from ckpt.storage.objects.store import Counts, transfer_figures
 
 
 class ByteSource(Protocol):

@@ -114,3 +114,12 @@ class SaveSettings:
 def setting(name: str, value: Any) -> Argument:
     """A setting of saves, as a message names it."""
     return Argument(f"saves.{name}", value, f"saves.{name}={value}")
+
+
+def as_saves(given: SaveSettings | str, called: str = "saves") -> SaveSettings:
+    """Return the settings of saves: those given, or the defaults of a mode, "sync" or "async". `called`: the caller's argument."""
+    if isinstance(given, str) and given in MODES:
+        return SaveSettings(mode=given)
+    if not isinstance(given, SaveSettings):
+        raise unlike(called, given, f"one of {', '.join(MODES)}, or a SaveSettings, such as SaveSettings(mode='async')", "saves")
+    return given

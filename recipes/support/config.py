@@ -31,7 +31,7 @@ from ckpt.cli.config_text import by_dotted_key
 from ckpt.errors import ConfigurationError, import_failure
 from ckpt.format.places import as_place, local_path
 from ckpt.memory.device import Device
-from ckpt.saving.arguments import as_backend, as_settings, as_strategy
+from ckpt.run.arguments import as_backend, as_settings, as_strategy
 from ckpt.saving.host_cache import memories_of
 from ckpt.saving.save_settings import OF_A_ROOT, SaveSettings
 from ckpt.state.sharing import check_component

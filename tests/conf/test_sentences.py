@@ -28,8 +28,8 @@ from ckpt.errors import (
 )
 from ckpt.memory.budget import MemoryBudget, Needs
 from ckpt.ranks.agreement import PhaseOutcome, conclude
+from ckpt.run.weights_to_rollouts import IN_MEMORY
 from ckpt.saving.save_settings import SaveSettings
-from ckpt.saving.weights_to_rollouts import IN_MEMORY
 from ckpt.state.pattern_check import Diagnosis, PatternVerdict, act_on
 from ckpt.state.sharing import Sharing, SharingPattern, StateComponent
 from ckpt.storage.metadata import other_format

@@ -11,7 +11,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from configparser import ConfigParser
 from configparser import Error as ConfigParserError
 from contextlib import contextmanager, suppress
@@ -34,6 +34,8 @@ READ_S = 60
 REQUEST_S = 3600
 """A whole request may take this: 64 MiB at 2 MB/s take 32 s, and how long they may take depends on the network."""
 
+_SLOWEST_NAMED_AFTER_S = 2.0
+"""Shorter saves and loads do not name the rank that took longest."""
 _LONGEST_S = 1e6
 _AGAIN_S = 0.1
 _STATUS = re.compile(r"\b([45]\d\d) ([A-Z][A-Za-z ]+)")
@@ -316,6 +318,21 @@ def all_of(counts: Iterable[Counts]) -> Counts:
         for operation, row in count.items():
             total[operation] = [a + b for a, b in zip(total.get(operation, [0, 0]), row, strict=True)]
     return {operation: total[operation] for operation in sorted(total)}
+
+
+def transfer_figures(
+    num_bytes: int, seconds: float, requests: Mapping[str, Sequence[int]], slowest_rank: int | None
+) -> str:
+    """The figures of a save or a load, as all lines about one have them.
+
+    Example:
+        >>> transfer_figures(5_000_000_000, 2.5, {"put": (12, 5_000_000_000)}, 3)
+        '2.500 s, 5000.0 MB, 2.00 GB/s, 12 put, rank 3 slowest'
+    """
+    rate = num_bytes / seconds / 1e9 if seconds > 0 else 0.0
+    counts = "".join(f", {number:,} {kind}" for kind, (number, _) in requests.items())
+    slowest = f", rank {slowest_rank} slowest" if slowest_rank is not None and seconds > _SLOWEST_NAMED_AFTER_S else ""
+    return f"{seconds:.3f} s, {num_bytes / 1e6:.1f} MB, {rate:.2f} GB/s{counts}{slowest}"
 
 
 def retry_for(seconds: float) -> None:

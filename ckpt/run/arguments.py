@@ -29,7 +29,7 @@ from ckpt.planning.plan import CHUNK_MAX_BYTES
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
 from ckpt.saving.host_cache import copies_of, memories_of
-from ckpt.saving.save_settings import MODES, SaveSettings
+from ckpt.saving.save_settings import SaveSettings, as_saves
 from ckpt.saving.saver import SavedRun
 from ckpt.saving.tiers import Tier
 from ckpt.state.sharing import SharingPattern, StateComponent
@@ -137,15 +137,6 @@ def as_groups(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
         are_ranks = isinstance(group, Collection) and all(isinstance(rank, int) for rank in group)
         if not isinstance(name, str) or not (are_ranks or isinstance(group, dist.ProcessGroup)):
             raise unlike(f"process_groups[{name!r}]", group, expected)
-    return given
-
-
-def as_saves(given: SaveSettings | str, called: str = "saves") -> SaveSettings:
-    """Return the settings of saves: those given, or the defaults of a mode, "sync" or "async". `called`: see `as_backend`."""
-    if isinstance(given, str) and given in MODES:
-        return SaveSettings(mode=given)
-    if not isinstance(given, SaveSettings):
-        raise unlike(called, given, f"one of {', '.join(MODES)}, or a SaveSettings, such as SaveSettings(mode='async')", "saves")
     return given
 
 
