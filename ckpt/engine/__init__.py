@@ -14,6 +14,7 @@ Files, in the order in which data travels:
     elastic/                rollouts that join and leave during a run
     inference/              the worker processes of an inference engine
     verl_plugin             the engines in verl's registry
+    nemo_rl_plugin          an engine as a refit transport of NeMo-RL
 """
 
 from ckpt.engine.base import (

@@ -171,6 +171,8 @@ class Members:
                     self.store.set(f"ended/{self.rank}", str(self._num_ended))
 
     def _join(self, place: Place, host: str | None, get_ready: Callable[[Topology], None]) -> None:
+        if not self.is_master:
+            self._meeting = None  # from a call of `prepare` that did not know its rank yet
         self.store = store = place.store or self._store_of(place.master)
         self.cancelled.clear()
         self._num_ended = 0
