@@ -17,13 +17,14 @@ from ckpt import CheckpointCoordinator, Checkpointer, StateComponent
 from ckpt.cli.listing import ListKeys, list_checkpoints
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
-from ckpt.saving.tiers import Tier, local, memory, memory_of, partners_of
+from ckpt.saving.tiers import Tier, local, memory, memory_of, partners_of, remote
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.storage.keeper.hosts import HERE, THERE
 from tests.support.ranks import run_ranks
 from tests.support.states import BACKENDS, Fitted, coordinator, random_bits, require_equal_states
 
 _ROWS = 48
+ROOT = "root"
 
 
 def _tensors(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -205,13 +206,51 @@ def test_what_is_newer_than_the_checkpoint_that_a_run_goes_back_to_is_set_aside_
         (lambda: [memory(every=0)], "memory.every is 0; expected a whole number of at least 1"),
         (lambda: [memory(keep_last=0)], "keep_last is 0; expected a whole number of at least 1, or None to keep every checkpoint"),
         (lambda: memory(), "tiers is a Tier; expected a list of tiers"),
-        (lambda: ["memory"], "tiers[0] is 'memory'; expected what memory() or local() returns"),
+        (lambda: ["memory"], "tiers[0] is 'memory'; expected what memory() or local() returns, or remote() for the last one"),
+        (lambda: [remote("s3://bucket/run"), memory()], "tiers[0] is a Root; expected what memory() or local() returns"),
+        (lambda: [remote("s3:/bucket")], "url of remote() is"),
+        (lambda: [remote("s3://bucket/run", every=0)], "remote.every is 0; expected a whole number of at least 1"),
+        (lambda: [remote("s3://bucket/run", every=5)], "folder is "),
+        (lambda: [remote(ROOT, every=5)], "every is 4, and remote() in tiers says 5: give it once"),
+        (lambda: [remote(ROOT, keep_last=1)], "retention is keep_last=2, and remote() in tiers says keep_last=1: give it once"),
     ],
 )
-def test_a_mistake_is_one_sentence(tmp_path: Path, tiers: Callable[[], Any], sentence: str) -> None:
+def test_a_mistake_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiers: Callable[[], Any], sentence: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigurationError) as caught:
-        _loop(tmp_path, torch.nn.Linear(2, 2), tiers=tiers())
+        Checkpointer(ROOT, model=torch.nn.Linear(2, 2), every=4, keep_last=2, tiers=tiers())
     assert str(caught.value).startswith(sentence), caught.value
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_list_of_tiers_ends_with_the_checkpoint_root(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    tiers = [memory(path=tmp_path), remote(tmp_path / "root", every=2, keep_last=1, keep_every=4)]
+    with Checkpointer(model=model, tiers=tiers, save_rng=False) as checkpoints:
+        for step in range(1, 8):
+            assert checkpoints.step(step) and checkpoints.coordinator._tiered is not None
+            checkpoints.coordinator._tiered.wait()
+            assert (checkpoints.find_latest() is None) == (step == 1)
+    assert [saved.step for saved in checkpoints.list()] == [4, 7]
+    part = StateComponent("model", model, "replicated")
+    with CheckpointCoordinator([part], None, None, tiers=tiers, backend="zarr", strategy="direct", device="cpu") as made:
+        made.load_checkpoint()
+        for step in (8, 9, 10, 11):
+            made.save_checkpoint(checkpoint_id=step)
+            assert made._tiered is not None
+            made._tiered.wait()
+        assert [path.name[-2:] for path in sorted((tmp_path / "root").glob("checkpoint-*"))] == ["04", "08", "10"]
+
+
+def test_the_checkpoint_root_may_be_the_only_tier(tmp_path: Path) -> None:
+    with Checkpointer(model=torch.nn.Linear(2, 2), tiers=[remote(tmp_path, every=2)]) as checkpoints:
+        assert [checkpoints.step(step) for step in (1, 2)] == [False, True] and not checkpoints.coordinator.has_tiers
+    with pytest.raises(ConfigurationError, match="folder is None; expected the path of a folder"):
+        Checkpointer(model=torch.nn.Linear(2, 2), tiers=[])
+    with pytest.raises(ConfigurationError, match="did you mean the first argument?"):
+        Checkpointer(folder=str(tmp_path), model=torch.nn.Linear(2, 2))
 
 
 def test_a_host_without_room_is_refused_before_a_byte_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
