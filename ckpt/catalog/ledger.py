@@ -35,6 +35,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ckpt.backends.base import DATABASE
 from ckpt.backends.zarr import DOCUMENT
 from ckpt.catalog.committed import COMMITTED, Committed, Where, continues, id_in, look, look_for, placed
 from ckpt.catalog.owner import (
@@ -701,7 +702,7 @@ def _files_of_user(checkpoint: Path) -> list[str]:
     if checkpoint.is_symlink() or not (checkpoint / MANIFEST_NAME).is_file():
         return []  # its deletion has begun
     manifest = read_manifest(checkpoint)
-    made = {file.partition("/")[0] for file in manifest.files} | {MANIFEST_NAME, DOCUMENT, *manifest.components}
+    made = {file.partition("/")[0] for file in manifest.files} | {MANIFEST_NAME, DOCUMENT, DATABASE, *manifest.components}
     return sorted({*os.listdir(checkpoint)} - made)
 
 
