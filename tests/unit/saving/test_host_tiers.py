@@ -14,12 +14,15 @@ import torch
 
 import ckpt
 from ckpt import CheckpointCoordinator, Checkpointer, StateComponent
+from ckpt.catalog import verify
 from ckpt.cli.listing import ListKeys, list_checkpoints
 from ckpt.errors import ConfigurationError
+from ckpt.format.places import ObjectPath
 from ckpt.ranks.topology import Topology
 from ckpt.saving.tiers import Tier, local, memory, memory_of, partners_of, remote
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.storage.keeper.hosts import HERE, THERE
+from ckpt.storage.objects.store import CountedRequests
 from tests.support.ranks import run_ranks
 from tests.support.states import BACKENDS, Fitted, coordinator, random_bits, require_equal_states
 
@@ -262,16 +265,55 @@ def test_a_host_without_room_is_refused_before_a_byte_moves(tmp_path: Path, monk
     assert not [*tmp_path.glob("**/checkpoint-*"), *tmp_path.glob("**/.unpublished*")]
 
 
-def _save_again(topology: Topology, folder: Path) -> list[int]:
-    """Save twice with state that does not change; return the bytes that the keeper of the other host wrote for the second save."""
-    made, _ = _run(topology, folder, 1, [_memory(topology, folder, copies=1)], incremental=True)
-    with made:
-        for step in (1, 2):
-            made.save_checkpoint(checkpoint_id=step, goes_home=False)
-        newest = next(_of_host(topology, folder, "012").glob("ckpt-*/*/checkpoint-00000002"))
-        return [path.stat().st_nlink for path in newest.rglob("c/*") if path.is_file()]
+_FROZEN, _TRAINED = 400_000, 20_000
+_SMALL = 30_000
+"""Manifest, indexes, plain values and the like."""
 
 
-def test_what_did_not_change_is_linked_on_all_hosts(tmp_path: Path) -> None:
-    links = run_ranks(2, _save_again, tmp_path, nodes=[1, 1])
-    assert all(links) and {number for of_rank in links for number in of_rank} <= {1, 2}
+def _new_bytes(root: Path, before: str, after: str) -> int:
+    """Bytes of the files of a checkpoint that an earlier one does not share."""
+    old = {path.stat().st_ino for path in (root / f"checkpoint-{before}").rglob("*")}
+    found = [path.stat() for path in (root / f"checkpoint-{after}").rglob("*") if path.is_file()]
+    assert sum(each.st_size for each in found) > _FROZEN
+    return sum(each.st_size for each in found if each.st_ino not in old)
+
+
+def _save_again(topology: Topology, folder: Path, backend: str, root: Path | None) -> tuple[list[int], int]:
+    """Save, with a part of the state that does not change.
+
+    Returns:
+        the bytes that the last save has added to each tier of this host and to the root, and those of the store's puts for it.
+    """
+    host, home = _of_host(topology, folder, "012"), root or ObjectPath("memory", "tiers", folder.name)
+    frozen, trained = (random_bits((size // 4,), torch.float32, topology.rank + size) for size in (_FROZEN, _TRAINED))
+    parts = [
+        StateComponent(key, Fitted({"w": ShardedTensor.from_rank_offsets("w", mine, (0, topology.rank, topology.world_size))}), "sharded")
+        for key, mine in (("frozen", frozen), ("trained", trained))
+    ]
+    copies = topology.world_size - 1
+    tiers = [_memory(topology, folder, copies=copies, keep_last=2), local(host / "disk", copies=copies, keep_last=2)]
+    with coordinator(topology, home, parts, tiers=tiers, backend=backend, incremental=True) as made:
+        for step in (1, 2, 3):
+            asked = CountedRequests(home)
+            made.save_checkpoint(checkpoint_id=f"{step}")
+            assert made._tiered is not None
+            made._tiered.wait()
+            trained.add_(1)
+        assert made.last_save is not None and made.last_save.written_bytes < 2 * topology.world_size * _TRAINED + _SMALL
+        roots = [next(host.glob("ckpt-*/*/")), host / "disk", *([root] if root else [])]
+        for each in roots[:2]:
+            assert sorted(path.name for path in each.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"], "each host keeps two"
+        return [_new_bytes(each, "2", "3") for each in roots], asked.made().get("put", [0, 0])[1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_did_not_change_moves_to_no_tier_and_no_host_again(tmp_path: Path, backend: str) -> None:
+    for added, _ in run_ranks(2, _save_again, tmp_path, backend, tmp_path / "root", nodes=[1, 1]):
+        assert len(added) == 3 and all(_TRAINED < each < 4 * _TRAINED + _SMALL for each in added), added
+    assert not verify.examine(tmp_path / "root" / "checkpoint-3").problems
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_did_not_change_is_put_into_a_store_once(tmp_path: Path, backend: str) -> None:
+    _, put = _save_again(Topology.alone(), tmp_path, backend, None)
+    assert _TRAINED < put < 2 * _TRAINED + _SMALL
