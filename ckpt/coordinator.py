@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Self
@@ -45,7 +45,7 @@ from ckpt.saving.save_settings import SaveSettings
 from ckpt.saving.saver import Saver
 from ckpt.saving.tiered import TieredRun
 from ckpt.saving.tiers import Root, Tier
-from ckpt.saving.weights_to_rollouts import IN_MEMORY, Publisher, WeightSender
+from ckpt.saving.weights_to_rollouts import IN_MEMORY, InMemory, Publisher, WeightSender
 from ckpt.state.overlap import Optimizers
 from ckpt.state.pattern_check import Diagnosis
 from ckpt.state.provider import Provider, components_of, groups_of
@@ -185,10 +185,10 @@ class CheckpointCoordinator:
             files_of=files_of,
         )
         self._publisher: Publisher | None = None
-        if self._host_cache is not None:
+        if self._host_cache is not None or self._tiered is not None:
             patterns = self._saver.patterns
             settled = self._background.wait_until_over if self._background is not None else lambda: None
-            self._publisher = Publisher(run.topology, self._host_cache, patterns, settled)
+            self._publisher = Publisher(run.topology, self._in_memory, patterns, settled)
 
         # Last: an error before leaves no hooks behind.
         self._optimizers = Optimizers(run.components if saves.is_async else ())
@@ -279,6 +279,12 @@ class CheckpointCoordinator:
         self._background.begin(prepared, started, self._optimizers.watch() if self._saves.overlap else None)
         return str(path)
 
+    def _in_memory(self) -> AbstractContextManager[InMemory | None]:
+        """The newest save in memory, inside the block."""
+        if self._host_cache is not None:
+            return self._host_cache.reading()
+        return nullcontext(None if self._tiered is None else self._tiered.in_memory())
+
     async def publish(self, engine: WeightSender, step: int, component: str = "model") -> dict[str, Any]:
         """Send the weights of the newest save to rollouts, from host memory: it reads no file and copies from no device.
 
@@ -300,7 +306,7 @@ class CheckpointCoordinator:
         if self._publisher is None:
             raise MissingStateError(
                 f"{component} of step {step} cannot be published: this coordinator keeps nothing in memory for that. ",
-                "Give it ", IN_MEMORY, ", and no tiers",
+                "Give it ", IN_MEMORY, ", or memory() as the first of tiers",
             )
         return await self._publisher.publish(engine, step, component)
 

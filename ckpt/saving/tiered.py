@@ -22,6 +22,7 @@ from ckpt.saving.drains import Drains, Later
 from ckpt.saving.host_folder import HostFolder, Kept
 from ckpt.saving.prepared_save import Destination, SaveReport
 from ckpt.saving.tiers import HostTier, Tier
+from ckpt.saving.weights_to_rollouts import StepInMemory
 from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.keeper.hosts import SCHEME, HostsStore, nearest_first
 from ckpt.storage.objects.store import given_store
@@ -93,6 +94,12 @@ class TieredRun:
     def folder_of(self, target: SaveTarget) -> Path:
         """Where a save lies on this host once it is committed."""
         return self._tiers[0].root / target.path.name
+
+    def in_memory(self) -> StepInMemory | None:
+        """The newest save in the memory of the hosts, on this one; None: there is none, or the first tier is no memory."""
+        kept = self._newest
+        is_memory = self._tiers[0].tier.removes
+        return StepInMemory(kept.target.checkpoint_id, kept.folder) if kept is not None and is_memory else None
 
     def _host_folder(
         self, target: SaveTarget, tier: HostTier, committed: Callable[[Kept], None], saved_at: str | None
