@@ -473,16 +473,19 @@ class CheckpointCoordinator:
         path = None if checkpoint_path is None else as_location("checkpoint_path", checkpoint_path)
         self.maybe_finalize(blocking=True)
         self._history.newer = []
-        of_tier: LoadReport | None = None
         if path is not None:
             self.last_load = load(path, may_be_old=True)
             self._history.leave_newer(self.last_load)
             if self._tiered is not None and self._saves.overwrite and self._roots.is_home(path.parent):
                 self._tiered.abandon_newer(path)
         else:
-            of_tier = self._tiered.load_newest(load) if self._tiered is not None else None
-            self.last_load = of_tier or self._history.load_newest(load, {c.key for c in self._loader.components} - {*leave_out})
-        self._history.go_on_from(self.last_load, is_of_tier=of_tier is not None)
+            needed = {c.key for c in self._loader.components} - {*leave_out}
+            if self._tiered is not None:
+                self._tiered.begin_load()
+                self.last_load = self._history.load_newest(load, needed, partial(self._tiered.load_newest, load))
+            else:
+                self.last_load = self._history.load_newest(load, needed)
+        self._history.go_on_from(self.last_load)
 
     def require_no_newer(self) -> None:
         """Refuse at once what the next save into output_dir would refuse: to come after checkpoints newer than the loaded one.

@@ -16,13 +16,14 @@ import ckpt
 from ckpt import CheckpointCoordinator, Checkpointer, StateComponent
 from ckpt.catalog import verify
 from ckpt.cli.listing import ListKeys, list_checkpoints
-from ckpt.errors import ConfigurationError
+from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.format.places import ObjectPath
 from ckpt.ranks.topology import Topology
 from ckpt.saving.tiers import Tier, local, memory, memory_of, partners_of, remote
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.storage.keeper.hosts import HERE, THERE
 from ckpt.storage.objects.store import CountedRequests
+from ckpt.storage.stored import read_manifest_bytes
 from tests.support.ranks import run_ranks
 from tests.support.states import BACKENDS, Fitted, coordinator, random_bits, require_equal_states
 
@@ -164,6 +165,35 @@ def test_the_newest_of_all_tiers_is_restored(tmp_path: Path, capsys: pytest.Capt
             raise InterruptedError
     with _loop(tmp_path, model, tiers=tiers) as checkpoints:
         assert found == [5, 4, 3, 0] and checkpoints.restore() == 0
+
+
+def test_below_a_damaged_checkpoint_of_the_root_the_hosts_are_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(2, 2)
+    disk = local(tmp_path / "disk", every=3, keep_last=2)
+    with pytest.raises(InterruptedError), _loop(tmp_path, model, tiers=[memory(path=tmp_path), disk]) as checkpoints:
+        for step in range(1, 9):
+            torch.nn.init.constant_(model.weight, step)
+            checkpoints.step(step)
+            assert checkpoints.coordinator._tiered is not None
+            checkpoints.coordinator._tiered.wait()
+        raise InterruptedError
+    shutil.rmtree(next(tmp_path.glob("ckpt-*")))  # now 3 and 6 are on the disk, 4 and 8 in the root
+    for damaged in (tmp_path / "root" / "checkpoint-00000008" / "model").rglob("c/*"):
+        damaged.write_bytes(bytes(damaged.stat().st_size))
+    reads: list[Path] = []
+    monkeypatch.setattr("ckpt.saving.tiered.read_manifest_bytes", lambda path: [reads.append(path), read_manifest_bytes(path)][1])
+    found = []
+    for lost in (None, tmp_path / "disk" / "checkpoint-00000006", tmp_path / "root" / "checkpoint-00000004", tmp_path / "disk"):
+        if lost is not None:
+            shutil.rmtree(lost)
+        with pytest.raises((InterruptedError, CorruptCheckpointError)), _loop(tmp_path, model, tiers=[disk]) as checkpoints:
+            torch.nn.init.zeros_(model.weight)
+            found.append(int(restored := checkpoints.restore()))
+            assert model.weight.eq(found[-1]).all() and restored.report is not None
+            assert [Path(path).name[-1] for path in restored.report.fell_back_from] == ["8"]
+            raise InterruptedError
+    assert found == [6, 4, 3]
+    assert sorted(path.name[-1] for path in reads) == ["3", "3", "3", "6"], "each manifest is read once in a search"
 
 
 def test_a_copy_that_ends_beside_a_save_removes_nothing_but_what_waited_for_it(tmp_path: Path) -> None:
