@@ -88,7 +88,7 @@ class CheckpointCoordinator:
             take the place of those in `keep_last`, `saves` and `loads`.
 
     Attributes:
-        memory: what checkpointing may take of host memory, in one line, which `Checkpointer` logs and recipes print.
+        memory: what checkpointing may take of host memory, and tiers of hosts, in one line, which `Checkpointer` logs and recipes print.
         config_text: as given; a new value goes into the next checkpoint. Equal on all ranks.
         last_save: report of the newest save that is known to be committed.
         reports: of all saves that are known to be committed, in order.
@@ -192,6 +192,9 @@ class CheckpointCoordinator:
 
         # Last: an error before leaves no hooks behind.
         self._optimizers = Optimizers(run.components if saves.is_async else ())
+        if on_hosts:
+            of_host = Optimizers(run.components).foreseen_bytes(run.topology.world_size) * len(run.topology.nodes[run.topology.node_rank])
+            self.memory = "; ".join([self.memory, *(tier.takes(of_host) for tier in on_hosts)])
         if self._background is not None and self._host_cache is None:
             self._background.warm_up(self._optimizers.foreseen_bytes(run.topology.world_size))
         if saves.overlap and self._background is not None:

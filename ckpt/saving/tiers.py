@@ -72,6 +72,12 @@ class Tier:
         """Whether its folder goes with the job: memory does."""
         return self.kind == "memory"
 
+    def takes(self, num_bytes: int) -> str:
+        """What it takes of a host, as a clause, if the ranks of one write about so many bytes in a save; 0: they are not known."""
+        saves = (1 + self.copies) * ((self.retention.keep_last or 1) + 1)
+        about = f"about {saves * num_bytes >> 20} MiB of each host: " if num_bytes else ""
+        return f"the tier {self.kind} takes {about}{saves} times what the ranks of one write in a save"
+
     def is_due(self, target: SaveTarget) -> bool:
         """Whether a save is due here, by the step in its name; one that has another name is due everywhere."""
         step = step_of(target.checkpoint_id)

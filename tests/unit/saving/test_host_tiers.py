@@ -286,6 +286,21 @@ def test_the_checkpoint_root_may_be_the_only_tier(tmp_path: Path) -> None:
         Checkpointer(folder=str(tmp_path), model=torch.nn.Linear(2, 2))
 
 
+def test_what_tiers_take_of_a_host_is_said_before_the_first_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(1024, 1024, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tiers = [memory(path=tmp_path, keep_last=2), local(tmp_path / "disk")]
+    with caplog.at_level("INFO", "ckpt"), _loop(tmp_path, model, optimizer=optimizer, tiers=tiers) as checkpoints:
+        said = "the tier memory takes about 36 MiB of each host: 3 times what the ranks of one write in a save; the tier local takes about"
+        assert said in caplog.text
+        model(torch.ones(1024)).sum().backward()
+        optimizer.step()
+        checkpoints.save(1)
+        assert "the tier memory takes up to 36 MiB of each host" in caplog.text
+    with _loop(tmp_path / "more", model, tiers=tiers[:1]) as checkpoints:
+        assert checkpoints.coordinator.memory.endswith("; the tier memory takes 3 times what the ranks of one write in a save")
+
+
 def test_a_host_without_room_is_refused_before_a_byte_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpt.saving.tiers.free_bytes", lambda _: 1000)
     checkpoints = _loop(tmp_path, torch.nn.Linear(200, 200), tiers=[memory(path=tmp_path, keep_s=1.0)])
