@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Self
@@ -32,18 +32,20 @@ from ckpt.run.arguments import (
     as_strategy,
     as_tiers,
     check_flags,
+    given_once,
+    root_given_once,
     shared_out,
 )
 from ckpt.run.run_history import RunHistory
 from ckpt.run.tiered import TieredRun
-from ckpt.run.weights_to_rollouts import IN_MEMORY, Publisher, WeightSender
+from ckpt.run.weights_to_rollouts import IN_MEMORY, InMemory, Publisher, WeightSender
 from ckpt.saving.background.background import Background
 from ckpt.saving.checkpoint_root import KnownRoots, StaleStateCheck
 from ckpt.saving.host_cache import host_cache_of
 from ckpt.saving.prepared_save import SaveReport
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.saving.saver import Saver
-from ckpt.saving.tiers import Tier
+from ckpt.saving.tiers import Root, Tier
 from ckpt.state.overlap import Optimizers
 from ckpt.state.pattern_check import Diagnosis
 from ckpt.state.provider import Provider, components_of, groups_of
@@ -65,7 +67,8 @@ class CheckpointCoordinator:
         process_groups: name -> torch process group, or the global ranks of this rank's instance of it; None: no groups.
         topology: ranks, nodes and the agreement between them. None: the ranks of torch's default process group, or this process alone
             where torch.distributed is not initialized.
-        output_dir: the checkpoint root, a folder, which the first save makes, or an address in an object store, such as s3://bucket/run.
+        output_dir: the checkpoint root, a folder, which the first save makes, or an address in an object store, such as s3://bucket/run;
+            None: `tiers` has it.
         backend: writes the storage format; or "zarr", "tensorstore" or "kimi-engine" for one with its defaults.
         strategy: spreads a load over ranks; or "direct" or "two-stage".
         device: where the tensors live; or its type, such as "cpu".
@@ -74,7 +77,8 @@ class CheckpointCoordinator:
             too. Other runs' checkpoints stay, and do not count; nor do copied and renamed ones.
         config_text: stored as config.yaml in each checkpoint; its hash goes into the manifest.
         tiers: places on the hosts that saves go to first, the fastest first: `ckpt.saving.tiers.memory` and `local`. A save is committed
-            in the first one, and copied to the others, and to output_dir, beside training. A load takes the newest of all.
+            in the first one, and copied to the others, and to output_dir, beside training. A load takes the newest of all. The last one
+            may be `ckpt.saving.tiers.remote`, which is output_dir, and says which saves go there, and which stay.
         saves: how saves behave: "sync", "async", or a `ckpt.saving.save_settings.SaveSettings`.
         loads: how loads behave: a `ckpt.loading.load_settings.LoadSettings`; None: its defaults.
         memory_budget_mib: host memory of each rank that checkpointing takes beside the state, in MiB, equal on all ranks; None: no limit.
@@ -84,7 +88,7 @@ class CheckpointCoordinator:
             take the place of those in `keep_last`, `saves` and `loads`.
 
     Attributes:
-        memory: what checkpointing may take of host memory, in one line, which `Checkpointer` logs and recipes print.
+        memory: what checkpointing may take of host memory, and tiers of hosts, in one line, which `Checkpointer` logs and recipes print.
         config_text: as given; a new value goes into the next checkpoint. Equal on all ranks.
         last_save: report of the newest save that is known to be committed.
         reports: of all saves that are known to be committed, in order.
@@ -109,7 +113,7 @@ class CheckpointCoordinator:
         state_components: Iterable[StateComponent],
         process_groups: Mapping[str, Any] | None,
         topology: Topology | None,
-        output_dir: str | Place,
+        output_dir: str | Place | None = None,
         *,
         backend: Backend | str,
         strategy: LoadingStrategy | str,
@@ -119,12 +123,14 @@ class CheckpointCoordinator:
         loads: LoadSettings | None = None,
         memory_budget_mib: int | MemoryBudget | None = None,
         config_text: str | None = None,
-        tiers: Sequence[Tier] | Mapping[str, Tier] | None = None,
+        tiers: Sequence[Tier | Root] | Mapping[str, Tier | Root | None] | None = None,
         **settings: Any,
     ) -> None:
-        self.output_dir = as_location("output_dir", output_dir)
+        on_hosts, self._root = as_tiers(tiers)
+        self.output_dir = root_given_once("output_dir", output_dir, self._root.place)
         strategy = as_strategy(strategy)
         retention, saves, loads = as_settings(keep_last, saves, loads, settings)
+        retention = given_once("retention", retention, self._root.retention, Retention())
         if not isinstance(config_text, str | None):
             raise unlike("config_text", config_text, "a string, or None")
         run = as_run(state_components, process_groups, topology, backend, device)
@@ -143,7 +149,7 @@ class CheckpointCoordinator:
         self._is_to_end = False
         self._background = Background(run, saves, memory.staging) if saves.is_async else None
         # A tier has the save in memory already.
-        self._host_cache = None if tiers else host_cache_of(run.backend, saves, memory.staging)
+        self._host_cache = None if on_hosts else host_cache_of(run.backend, saves, memory.staging)
         self._roots = KnownRoots(
             self.output_dir,
             run_id=secrets.token_hex(8),
@@ -155,8 +161,8 @@ class CheckpointCoordinator:
         )
         stale_check = StaleStateCheck(run.components)
         self._tiered: TieredRun | None = None
-        if tiers:
-            self._tiered = TieredRun(as_tiers(tiers), run.topology, self._roots, stale_check, self._has_come_home)
+        if on_hosts:
+            self._tiered = TieredRun(on_hosts, run.topology, self._roots, stale_check, self._has_come_home)
         self._history = RunHistory(run.topology, self._roots, retention=retention, overwrite=saves.overwrite)
         self._saver = Saver(
             run,
@@ -179,13 +185,16 @@ class CheckpointCoordinator:
             files_of=files_of,
         )
         self._publisher: Publisher | None = None
-        if self._host_cache is not None:
+        if self._host_cache is not None or self._tiered is not None:
             patterns = self._saver.patterns
             settled = self._background.wait_until_over if self._background is not None else lambda: None
-            self._publisher = Publisher(run.topology, self._host_cache, patterns, settled)
+            self._publisher = Publisher(run.topology, self._in_memory, patterns, settled)
 
         # Last: an error before leaves no hooks behind.
         self._optimizers = Optimizers(run.components if saves.is_async else ())
+        if on_hosts:
+            of_host = Optimizers(run.components).foreseen_bytes(run.topology.world_size) * len(run.topology.nodes[run.topology.node_rank])
+            self.memory = "; ".join([self.memory, *(tier.takes(of_host) for tier in on_hosts)])
         if self._background is not None and self._host_cache is None:
             self._background.warm_up(self._optimizers.foreseen_bytes(run.topology.world_size))
         if saves.overlap and self._background is not None:
@@ -218,7 +227,7 @@ class CheckpointCoordinator:
         *,
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, Any] | None = None,
-        goes_home: bool = True,
+        goes_home: bool | None = None,
     ) -> str | None:
         """Save all components and return the path of the checkpoint.
 
@@ -235,7 +244,8 @@ class CheckpointCoordinator:
                 of the ranks, and read everything back.
             metrics: name -> value at this step, for `Retention` and for people; stored in the manifest. Those of the lead rank.
             metadata: plain values to keep with the checkpoint, as JSON of at most 1 MiB. Those of the lead rank.
-            goes_home: with tiers, whether the save is copied to output_dir, too. `close` does so with the newest one in any case.
+            goes_home: with tiers, whether the save is copied to output_dir, too; None: if `remote(every=)` says so, and without it always.
+                `close` does so with the newest one in any case.
 
         Returns:
             the path, with tiers that in the first of them; None: nothing is saved, because another save is unfinished and
@@ -249,8 +259,9 @@ class CheckpointCoordinator:
                 lead had renamed the folder. It may be the error of an earlier save in the background, whose name it begins with.
         """
         started = time.perf_counter()
-        check_flags(validate=validate, goes_home=goes_home)
         root, checkpoint_id = self._named(checkpoint_path, checkpoint_id)
+        goes_home = self._root.is_due(checkpoint_id) if goes_home is None else goes_home
+        check_flags(validate=validate, goes_home=goes_home)
         self._history.require_no_newer(root)
         if self._background is not None:
             self.maybe_finalize(blocking=self._saves.when_busy == "wait")
@@ -270,6 +281,12 @@ class CheckpointCoordinator:
             prepared = self._saver.prepare(target)
         self._background.begin(prepared, started, self._optimizers.watch() if self._saves.overlap else None)
         return str(path)
+
+    def _in_memory(self) -> AbstractContextManager[InMemory | None]:
+        """The newest save in memory, inside the block."""
+        if self._host_cache is not None:
+            return self._host_cache.reading()
+        return nullcontext(None if self._tiered is None else self._tiered.in_memory())
 
     async def publish(self, engine: WeightSender, step: int, component: str = "model") -> dict[str, Any]:
         """Send the weights of the newest save to rollouts, from host memory: it reads no file and copies from no device.
@@ -292,7 +309,7 @@ class CheckpointCoordinator:
         if self._publisher is None:
             raise MissingStateError(
                 f"{component} of step {step} cannot be published: this coordinator keeps nothing in memory for that. ",
-                "Give it ", IN_MEMORY, ", and no tiers",
+                "Give it ", IN_MEMORY, ", or memory() as the first of tiers",
             )
         return await self._publisher.publish(engine, step, component)
 
@@ -459,16 +476,19 @@ class CheckpointCoordinator:
         path = None if checkpoint_path is None else as_location("checkpoint_path", checkpoint_path)
         self.maybe_finalize(blocking=True)
         self._history.newer = []
-        of_tier: LoadReport | None = None
         if path is not None:
             self.last_load = load(path, may_be_old=True)
             self._history.leave_newer(self.last_load)
             if self._tiered is not None and self._saves.overwrite and self._roots.is_home(path.parent):
                 self._tiered.abandon_newer(path)
         else:
-            of_tier = self._tiered.load_newest(load) if self._tiered is not None else None
-            self.last_load = of_tier or self._history.load_newest(load, {c.key for c in self._loader.components} - {*leave_out})
-        self._history.go_on_from(self.last_load, is_of_tier=of_tier is not None)
+            needed = {c.key for c in self._loader.components} - {*leave_out}
+            if self._tiered is not None:
+                self._tiered.begin_load()
+                self.last_load = self._history.load_newest(load, needed, partial(self._tiered.load_newest, load))
+            else:
+                self.last_load = self._history.load_newest(load, needed)
+        self._history.go_on_from(self.last_load)
 
     def require_no_newer(self) -> None:
         """Refuse at once what the next save into output_dir would refuse: to come after checkpoints newer than the loaded one.

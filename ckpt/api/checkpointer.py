@@ -43,6 +43,8 @@ from ckpt.run.arguments import (
     check_flags,
     check_number,
     check_step,
+    given_once,
+    root_given_once,
 )
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.state.provider import components_of, module_of
@@ -140,13 +142,14 @@ class Checkpointer:
 
     Args:
         folder: the checkpoint root, a folder, which the first save makes, or an address in an object store, such as s3://bucket/run. A
-            checkpoint is `<folder>/checkpoint-<step>`.
+            checkpoint is `<folder>/checkpoint-<step>`. None: `tiers` ends with `ckpt.saving.tiers.remote`, which has it.
         objects: under names that are no arguments: modules, optimizers, and whatever has `state_dict` and `load_state_dict`. One that
             is None is not saved, and `restore` leaves out what a checkpoint holds under its name. `memory_budget_mib` and other options of
             `CheckpointCoordinator` are passed on to it, with settings by themselves: `keep_every`, `keep_best`, `metric`,
             `greater_is_better` and `keep_last_of` of `Retention`, `overwrite`, `when_busy` and others of `SaveSettings`, `verify` and
             `allow_pickle` of `LoadSettings`.
-        every: `step` saves each step that is a multiple of it; with `tiers`, into the folder. Each tier says its own.
+        every: `step` saves each step that is a multiple of it; with `tiers`, into the folder. Each tier says its own. None: 100, or what
+            `remote` says.
         keep_last: number of the newest that stay, or a `ckpt.catalog.retention.Retention`.
         format: "zarr", "tensorstore", "kimi-engine", or a backend.
         load: "direct", "two-stage", or a loading strategy.
@@ -180,10 +183,10 @@ class Checkpointer:
 
     def __init__(
         self,
-        folder: str | Place,
+        folder: str | Place | None = None,
         /,
         *,
-        every: int = 100,
+        every: int | None = None,
         keep_last: int | Retention | None = None,
         format: Any = "zarr",
         load: Any = "direct",
@@ -196,7 +199,6 @@ class Checkpointer:
         on_sigterm: bool = True,
         **objects: Any,
     ) -> None:
-        check_number("every", every, 1, "a whole number of at least 1, the number of steps from one save to the next")
         check_flags(save_rng=save_rng, save_at_end=save_at_end, on_sigterm=on_sigterm)
         for name in filter(_CALLED.__contains__, objects):
             raise ConfigurationError(f"{name} of CheckpointCoordinator is {_CALLED[name]} of Checkpointer")
@@ -204,10 +206,14 @@ class Checkpointer:
         _require_objects(objects)
         backend, strategy = as_backend(format, "format"), as_strategy(load, "load")
         given_alone = {name: options.pop(name) for name in SETTINGS & options.keys()}
-        self._retention, saves, loads = as_settings(keep_last, mode, options.pop("loads", None), given_alone, "mode")
-        self._folder = as_location("folder", folder)
+        retention, saves, loads = as_settings(keep_last, mode, options.pop("loads", None), given_alone, "mode")
+        tiers, root = as_tiers(options.pop("tiers", ()))
+        self._retention = given_once("retention", retention, root.retention, Retention())
+        self._folder = root_given_once("folder", folder, root.place)
         self._ledger = catalog_at(self._folder)
-        tiers = as_tiers(options.pop("tiers", ()))
+        every = given_once("every", every, root.every)
+        every = 100 if every is None else every
+        check_number("every", every, 1, "a whole number of at least 1, the number of steps from one save to the next")
         self._cadences = [every, *(tier.every for tier in tiers)]
         self._save_at_end = save_at_end
         self._on_sigterm = on_sigterm
@@ -540,7 +546,8 @@ def _require_objects(objects: Mapping[str, Any]) -> None:
     for name, thing in objects.items():
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
         if near and isinstance(thing, bool | int | float | str):
-            raise ConfigurationError(f"{name}={thing!r}: Checkpointer has no such argument; did you mean {near[0]}?")
+            meant = "the first argument" if near[0] == "folder" else near[0]
+            raise ConfigurationError(f"{name}={thing!r}: Checkpointer has no such argument; did you mean {meant}?")
 
 
 def _device_of(objects: Mapping[str, Any]) -> Device:

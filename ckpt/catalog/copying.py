@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from ckpt.catalog.catalog import catalog_at
 from ckpt.catalog.verify import Verification, examine, uncommitted
@@ -171,14 +172,17 @@ def copy_files(
     rank: int = 0,
     written: Callable[[int], None] = lambda _: None,
     buffers: Buffers | None = None,
-) -> None:
-    """Copy files, which must have these sizes, durably.
+    same: Mapping[str, Place] = MappingProxyType({}),
+) -> int:
+    """Copy files, which must have these sizes, durably; return the bytes of those that were linked instead.
 
     Args:
         src: where the files are, not the checkpoint in an object store that they are of.
         progress: called with the bytes that have just been read.
         rank, written, buffers: of the sink; see `sink_below`. None: buffers for a copy that has the machine for itself.
+        same: path -> where the files of a checkpoint are that has the same file, in the storage of `place`: see `Sink.link`.
     """
+    linked = 0
     if buffers is None:
         buffers = Buffers(direct_io=True)
         buffers.num_bytes = 64 << 20
@@ -188,11 +192,15 @@ def copy_files(
             files.read_soon((path, 0, size) for path, size in sizes.items())
         try:
             for path, size in sizes.items():
-                sink.write(path, _pieces(files, path, size, progress), size)
+                if path in same and sink.link(path, same[path], size):
+                    linked += size
+                else:
+                    sink.write(path, _pieces(files, path, size, progress), size)
             sink.make_durable()
         except BaseException:
             sink.abort()
             raise
+    return linked
 
 
 def _pieces(files: Files, path: str, size: int, progress: Callable[[int], None]) -> Iterator[memoryview]:

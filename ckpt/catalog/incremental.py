@@ -15,6 +15,7 @@ from pathlib import Path
 from ckpt.backends.base import Previous
 from ckpt.catalog.ledger import Ledger
 from ckpt.errors import CheckpointError, sentence
+from ckpt.format.manifest import covered_by
 from ckpt.format.places import Place
 from ckpt.storage.objects.files import ObjectFiles
 from ckpt.storage.stored import files_root, read_index, read_manifest
@@ -42,6 +43,18 @@ def previous_of(folder: Place, rank: int, min_live: float) -> Previous | None:
     except (CheckpointError, OSError) as error:
         _log.warning("rank %d links nothing to %s, which is damaged: %s", rank, folder, sentence(error))
         return None
+
+
+def same_files(one: Previous | None, other: Previous | None) -> dict[str, Place]:
+    """Path -> the other's folder, for each file with chunks that a rank has in two checkpoints, byte for byte, as their digests say."""
+    if one is None or other is None:
+        return {}
+    mine, its = (covered_by(given.chunks, given.dead) for given in (one, other))
+    return {
+        path: other.folder
+        for path, extents in mine.items()
+        if set(extents) == set(its.get(path, ())) and one.files[path] == other.files[path]
+    }
 
 
 def linked_with(root: Place, damaged: Place, files: Iterable[str]) -> list[Path]:

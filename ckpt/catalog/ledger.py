@@ -34,6 +34,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ckpt.backends.base import DATABASE
 from ckpt.backends.zarr import DOCUMENT
 from ckpt.catalog.committed import (
     COMMITTED,
@@ -634,7 +635,7 @@ def _files_of_user(checkpoint: Path) -> list[str]:
     if checkpoint.is_symlink() or not (checkpoint / MANIFEST_NAME).is_file():
         return []  # its deletion has begun
     manifest = read_manifest(checkpoint)
-    made = {file.partition("/")[0] for file in manifest.files} | {MANIFEST_NAME, DOCUMENT, *manifest.components}
+    made = {file.partition("/")[0] for file in manifest.files} | {MANIFEST_NAME, DOCUMENT, DATABASE, *manifest.components}
     return sorted({*os.listdir(checkpoint)} - made)
 
 

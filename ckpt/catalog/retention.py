@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Protocol, TypeVar
 
@@ -72,6 +72,9 @@ class Retention:
             raise unlike("keep_last_of", given, expected, "saves.keep_last_of")
         if self.keep_best is not None and self.metric is None:
             raise ConfigurationError(f"keep_best={self.keep_best} needs metric, the name of the metric that it goes by")
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in asdict(self).items() if value)
 
     @property
     def removes(self) -> bool:

@@ -12,7 +12,7 @@ import math
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
@@ -345,6 +345,19 @@ class PackedPiece(NamedTuple):
     first: int
 
 
+def covered_by(
+    chunks: Mapping[str, Mapping[int, ChunkExtent]], dead: Mapping[str, Sequence[ChunkExtent]]
+) -> dict[str, list[ChunkExtent]]:
+    """Return file -> the extents in it that have digests of their own; its `FileRecord` has the digest of the rest. See `Index`."""
+    found: dict[str, list[ChunkExtent]] = {}
+    for by_number in chunks.values():
+        for extent in by_number.values():
+            found.setdefault(extent.file, []).append(extent)
+    for file, extents in dead.items():
+        found.setdefault(file, []).extend(extents)
+    return found
+
+
 @dataclass(slots=True)
 class Index:
     """The files, chunks and packed pieces that one rank wrote, or linked to an earlier checkpoint.
@@ -367,14 +380,8 @@ class Index:
     dead: dict[str, list[ChunkExtent]] = field(default_factory=dict)
 
     def covered(self) -> dict[str, list[ChunkExtent]]:
-        """Return file -> the extents in it that have digests of their own; its `FileRecord` has the digest of the rest."""
-        found: dict[str, list[ChunkExtent]] = {}
-        for by_number in self.chunks.values():
-            for extent in by_number.values():
-                found.setdefault(extent.file, []).append(extent)
-        for file, extents in self.dead.items():
-            found.setdefault(file, []).extend(extents)
-        return found
+        """See `covered_by`."""
+        return covered_by(self.chunks, self.dead)
 
     @gc_paused()
     def to_bytes(self) -> bytes:

@@ -107,9 +107,9 @@ class CkptTrainerMixin(_Base):
     `save_model`, `save_state`, `push_to_hub` and `hub_strategy="end"` write what they do without it.
 
     Args:
-        ckpt: arguments of `ckpt.Checkpointer` by name: `format`, `load`, `mode`, `keep_every`, `overwrite`, ..., and further objects with
-            `state_dict` and `load_state_dict` to save. `folder` is the checkpoint root in place of `<output_dir>/ckpt`: a folder, or an
-            address in an object store, such as s3://bucket/run.
+        ckpt: arguments of `ckpt.Checkpointer` by name: `format`, `load`, `mode`, `keep_every`, `keep_last_of`, ..., and further
+            objects with `state_dict` and `load_state_dict` to save. `folder` is the checkpoint root in place of `<output_dir>/ckpt`: a
+            folder, or an address in an object store, such as s3://bucket/run.
         args, kwargs: of the trainer.
 
     Raises:

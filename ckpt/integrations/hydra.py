@@ -77,7 +77,7 @@ def config_of(target: type, is_partial: bool = False, **values: Any) -> type:
     fields: list[tuple[str, Any, Any]] = [(name, type(value), field(default=value)) for name, value in own.items()]
     for name, parameter in inspect.signature(target, eval_str=True).parameters.items():
         value = values.get(name, parameter.default)
-        if value is not parameter.empty and not callable(value):
+        if value is not parameter.empty and not callable(value) and parameter.kind is not parameter.POSITIONAL_ONLY:
             fields.append((name, _known(parameter.annotation, value), field(default=value)))
     return make_dataclass(f"{target.__name__}Config", fields)
 

@@ -29,8 +29,8 @@ class Difference:
     Attributes:
         component: key, with the prefix of a copy: "rng/rank-00003".
         name: of a tensor or plain value in it; "": the component as a whole.
-        what: "only in a", "only in b", "class" (of a tensor), "container" (of this name), "key" (such as 1 and "1"), "order" (from this
-            entry on), "data type", "shape", "bits" or "value".
+        what: "only in a", "only in b", "removed from a" or "removed from b" (by retention), "class" (of a tensor), "container" (of this
+            name), "key" (such as 1 and "1"), "order" (from this entry on), "data type", "shape", "bits" or "value".
         a, b: classes, containers, keys, entries in that place, data types, shapes, or plain values as JSON; for "bits" the Euclidean norms.
         num_differ: for "bits", the number of elements.
         largest: for "bits", the largest absolute difference in double precision; NaN where one of the numbers is none.
@@ -66,7 +66,8 @@ def compare(
     keys = [source.keys for source in sources]
     for key in dict.fromkeys((*keys[0], *keys[1])):
         if missing := [name for name, held in zip("ba", reversed(keys), strict=True) if key not in held]:
-            yield Difference(key, "", f"only in {'a' if missing == ['b'] else 'b'}")
+            is_removed = (a if missing == ["a"] else b).why_removed(key) is not None
+            yield Difference(key, "", f"removed from {missing[0]}" if is_removed else f"only in {'a' if missing == ['b'] else 'b'}")
             continue
         of_a, of_b = (source.copies(key) for source in sources)
         for prefix in dict.fromkeys((*of_a, *of_b)):

@@ -31,7 +31,7 @@ from ckpt.ranks.topology import Topology
 from ckpt.saving.host_cache import copies_of, memories_of
 from ckpt.saving.save_settings import SaveSettings, as_saves
 from ckpt.saving.saver import SavedRun
-from ckpt.saving.tiers import Tier
+from ckpt.saving.tiers import Root, Tier
 from ckpt.state.sharing import SharingPattern, StateComponent
 from ckpt.state.statefuls import as_stateful
 from ckpt.storage.host_memory import HUGE_PAGE, MemoryUse
@@ -140,15 +140,41 @@ def as_groups(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return given
 
 
-def as_tiers(given: Iterable[Tier] | Mapping[str, Tier] | None) -> list[Tier]:
-    """Return the tiers as a list; those of a mapping, as in a configuration, in its order; None: there are none."""
+def as_tiers(given: Iterable[Tier | Root] | Mapping[str, Tier | Root | None] | None) -> tuple[list[Tier], Root]:
+    """Return the tiers on the hosts as a list, and what the last one says of the checkpoint root, if it is that: see `remote`.
+
+    Args:
+        given: those of a mapping, as in a configuration, are taken in its order; None: there are none.
+    """
     if given is None:
-        return []
+        return [], Root()
     if isinstance(given, Mapping):
         given = [tier for tier in given.values() if tier is not None]
-    if isinstance(given, Tier | str) or not isinstance(given, Iterable):
+    if isinstance(given, Tier | Root | str) or not isinstance(given, Iterable):
         raise unlike("tiers", given, "a list of tiers, such as [ckpt.saving.tiers.memory(copies=1)]")
-    return [_object(tier, Tier, f"tiers[{number}]", "what memory() or local() returns") for number, tier in enumerate(given)]
+    tiers: list[Any] = list(given)
+    root = tiers.pop() if tiers and isinstance(tiers[-1], Root) else Root()
+    expected = "what memory() or local() returns, or remote() for the last one"
+    return [_object(tier, Tier, f"tiers[{number}]", expected) for number, tier in enumerate(tiers)], root
+
+
+def given_once(name: str, given: Any, of_root: Any, nothing: Any = None) -> Any:
+    """Return an argument that `remote` may give in its place.
+
+    Args:
+        nothing: the value of one that is not given.
+
+    Raises:
+        ConfigurationError: both are given, and differ.
+    """
+    if nothing not in (given, of_root) and given != of_root:
+        raise ConfigurationError(f"{name} is {given}, and remote() in tiers says {of_root}: give it once")
+    return of_root if given == nothing else given
+
+
+def root_given_once(name: str, given: str | os.PathLike[str] | ObjectPath | None, of_root: Place | None) -> Place:
+    """Return the checkpoint root; see `given_once`."""
+    return as_location(name, given_once(name, given and as_location(name, given), of_root))
 
 
 def as_settings(

@@ -23,6 +23,7 @@ from ckpt.loading.report import LoadReport, Status, some_of
 from ckpt.ranks.topology import Topology
 from ckpt.saving.checkpoint_root import KnownRoots, SaveTarget
 from ckpt.saving.prepared_save import SaveReport
+from ckpt.storage.keeper.hosts import SCHEME
 
 _MOST_GONE = 100
 """Checkpoints that may be removed under one load; where more are, the load is too slow for the run that saves them."""
@@ -126,14 +127,10 @@ class RunHistory:
             return [commit for commit in newer if commit.run_id == loaded.run_id and commit.run_id not in living]
         return [commit for commit in newer if not loaded.history.keys().isdisjoint(runs_of(commit))]
 
-    def go_on_from(self, loaded: LoadReport, *, is_of_tier: bool = False) -> None:
-        """Go on with the history of a loaded checkpoint of output_dir: retention counts what is not newer than it as this run's own.
-
-        Args:
-            is_of_tier: it is of a tier before output_dir.
-        """
+    def go_on_from(self, loaded: LoadReport) -> None:
+        """Go on with the history of a loaded checkpoint of output_dir: retention counts what is not newer than it as this run's own."""
         path = place_of(loaded.path)
-        if is_of_tier:
+        if loaded.path.startswith(f"{SCHEME}:"):  # of a tier on the hosts
             # It is newer than all of these runs' checkpoints in output_dir, which number their commits otherwise.
             self._history |= dict.fromkeys(loaded.history, MAX_COMMIT_NUMBER)
         elif self._roots.is_home(path.parent) and not self._overwrite:
@@ -141,10 +138,16 @@ class RunHistory:
         if any(component.status is Status.FAILED for component in loaded.components):
             self._roots.distrusted.add(path)
 
-    def load_newest(self, load: Callable[[Place], LoadReport], needed: Collection[str]) -> LoadReport:
-        """Load the newest sound checkpoint of output_dir. If one is removed while it is read, search again. Collective.
+    def load_newest(
+        self,
+        load: Callable[[Place], LoadReport],
+        needed: Collection[str],
+        of_hosts: Callable[[float | None], LoadReport | None] = lambda _: None,
+    ) -> LoadReport:
+        """Load the newest sound checkpoint of output_dir and of the hosts. If one is removed while it is read, search again. Collective.
 
         Args:
+            of_hosts: see `TieredRun.load_newest`. It is asked before each checkpoint of output_dir, and when there is none any more.
             needed: keys of components. A checkpoint that retention has taken one of these out of is passed over.
 
         Raises:
@@ -153,21 +156,28 @@ class RunHistory:
             MissingStateError: all are incomplete.
         """
         passed_over: dict[Place, str] = {}
-        (paths, incomplete), num_gone = self._find(needed), 0
-        while path := next((found for found in paths if found not in passed_over and found not in incomplete), None):
+        (times, incomplete), num_gone = self._find(needed), 0
+        while True:
+            path = next((found for found in times if found not in passed_over and found not in incomplete), None)
+            report = of_hosts(None if path is None else times[path])
             try:
-                report = load(path)
+                if report is None:
+                    if path is None:
+                        break
+                    report = load(path)
             except CorruptCheckpointError as error:
+                assert path is not None
                 self._pass_over(path, error, passed_over)
             except CheckpointNotFoundError as error:
-                (paths, incomplete), num_gone = self._find(needed), num_gone + 1
-                is_gone = isinstance(error, CheckpointGoneError) or path not in paths
+                (times, incomplete), num_gone = self._find(needed), num_gone + 1
+                is_gone = isinstance(error, CheckpointGoneError) or path not in times
                 if not is_gone or num_gone > _MOST_GONE:
                     raise
             else:
-                self._damaged.update((candidate, passed_over[candidate]) for candidate in paths if candidate in passed_over)
-                return dataclasses.replace(report, fell_back_from=tuple(map(str, paths[: paths.index(path)])))
-        if not paths:
+                self._damaged.update((candidate, passed_over[candidate]) for candidate in times if candidate in passed_over)
+                newer = [*times] if path is None else [*times][: [*times].index(path)]
+                return dataclasses.replace(report, fell_back_from=tuple(map(str, newer)))
+        if not times:
             renamed = self._roots.ledger_of(self._roots.home).renamed()
             but = (
                 f", but for {renamed[0]}, which has another name than it was saved under: load it by its path"
@@ -181,16 +191,19 @@ class RunHistory:
         advice = "; load one by its path, and leave out what it lacks" if incomplete else ""
         raise kind(f"every checkpoint in {self._roots.home} is {what}: {reasons}{advice}")
 
-    def _find(self, needed: Collection[str]) -> tuple[list[Place], dict[Place, str]]:
-        """The committed checkpoints in output_dir as the lead sees them, the newest first; and why some of them lack what is needed."""
+    def _find(self, needed: Collection[str]) -> tuple[dict[Place, float], dict[Place, str]]:
+        """The committed checkpoints in output_dir as the lead sees them, the newest first, with their times in seconds; and why some of
+        them lack what is needed."""
         home = self._roots.home
         with self._topology.operation(f"search for checkpoints in {home}"), self._topology.phase("find") as phase:
             if self._topology.is_lead:
                 found = reversed(self._roots.ledger_of(home).committed())
-                phase.from_lead = [[str(commit.path), [key for key in commit.removed if key in needed]] for commit in found]
-        places = [(place_of(path), lost) for path, lost in phase.from_lead]
-        incomplete = {place: f"{', '.join(lost)} was removed from {place.name} by retention" for place, lost in places if lost}
-        return [place for place, _ in places], incomplete
+                phase.from_lead = [
+                    [str(commit.path), commit.timestamp.timestamp(), [key for key in commit.removed if key in needed]] for commit in found
+                ]
+        places = [(place_of(path), time, lost) for path, time, lost in phase.from_lead]
+        incomplete = {place: f"{', '.join(lost)} was removed from {place.name} by retention" for place, _, lost in places if lost}
+        return {place: time for place, time, _ in places}, incomplete
 
     def _pass_over(self, path: Place, error: CorruptCheckpointError, passed_over: dict[Place, str]) -> None:
         """Note a damaged checkpoint, and those that share the damaged file."""

@@ -10,13 +10,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, StorageError
+from ckpt.catalog.ledger import Ledger
+from ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    StorageError,
+)
 from ckpt.format.digests import digest_of
 from ckpt.format.manifest import MANIFEST_NAME, MAX_COMMIT_NUMBER
 from ckpt.format.places import ObjectPath, Place
-from ckpt.loading.loader import committed_newest_first
 from ckpt.loading.report import LoadReport
 from ckpt.ranks.topology import Topology
+from ckpt.run.weights_to_rollouts import StepInMemory
 from ckpt.saving.checkpoint_root import CheckpointRoot, KnownRoots, SaveTarget, StaleStateCheck
 from ckpt.saving.drains import Drains, Later
 from ckpt.saving.host_folder import HostFolder, Kept
@@ -38,13 +45,13 @@ class _Candidate:
     """A checkpoint to load.
 
     Attributes:
-        tier: number of the tier; None: it is in the checkpoint root.
+        tier: number of the tier.
         name: of its folder.
         time: when it was saved, in seconds.
         files: path below the tier's folders -> size, and the hosts that have it.
     """
 
-    tier: int | None
+    tier: int
     name: str
     time: float
     files: Mapping[str, tuple[int, list[int]]] = field(default_factory=dict)
@@ -79,6 +86,7 @@ class TieredRun:
         self._finished = finished
         self._newest: Kept | None = None
         self._only_here: str | None = None  # the newest save, if an earlier run has left it and the root has it not
+        self._candidates: list[_Candidate] | None = None  # that the load under way may try, the newest first; None: not known yet
 
     def _later(self, tier: HostTier) -> Later:
         def place(kept: Kept) -> Destination:
@@ -93,6 +101,12 @@ class TieredRun:
     def folder_of(self, target: SaveTarget) -> Path:
         """Where a save lies on this host once it is committed."""
         return self._tiers[0].root / target.path.name
+
+    def in_memory(self) -> StepInMemory | None:
+        """The newest save in the memory of the hosts, on this one; None: there is none, or the first tier is no memory."""
+        kept = self._newest
+        is_memory = self._tiers[0].tier.removes
+        return StepInMemory(kept.target.checkpoint_id, kept.folder) if kept is not None and is_memory else None
 
     def _host_folder(
         self, target: SaveTarget, tier: HostTier, committed: Callable[[Kept], None], saved_at: str | None
@@ -175,37 +189,43 @@ class TieredRun:
 
     # Loads
 
-    def load_newest(self, load: Callable[[Place], LoadReport]) -> LoadReport | None:
-        """Load the newest checkpoint that is whole in memory or on the disks of the hosts, if none in the root is newer. Collective.
+    def begin_load(self) -> None:
+        """Have the next `load_newest` ask the hosts."""
+        self._candidates = None
+        self._only_here = "what was saved before"  # also if no rank finds out, because one of them dies
 
-        If a keeper ends meanwhile, the search is made again, once: it starts it again.
+    def load_newest(self, load: Callable[[Place], LoadReport], since: float | None) -> LoadReport | None:
+        """Load the newest checkpoint that is whole in memory or on the disks of the hosts, and was not found damaged. Collective.
+
+        If a keeper ends, or a file goes, meanwhile, the search is made again, once: it starts the keeper again.
+
+        Args:
+            since: when the checkpoint was saved that the root offers instead; those that are older wait. None: it offers none.
 
         Returns:
             None: there is none; the root decides.
         """
         try:
-            return self._load_newest(load)
-        except StorageError as error:
+            return self._load_newest(load, since)
+        except (StorageError, CheckpointNotFoundError) as error:
             if self._topology.is_lead:
                 _log.warning("the hosts are asked again: %s", error)
-            return self._load_newest(load)
+            self.begin_load()
+            return self._load_newest(load, since)
 
-    def _load_newest(self, load: Callable[[Place], LoadReport]) -> LoadReport | None:
-        self._only_here = "what was saved before"  # also if no rank finds out, because one of them dies
-        candidates = self._find()
-        newest = next(iter(candidates), None)
-        is_in_root = any(each.tier is None and newest is not None and each.time >= newest.time for each in candidates)
-        self._only_here = None if newest is None or is_in_root else newest.name
-        for candidate in candidates:
-            if candidate.tier is None:
-                return None
+    def _load_newest(self, load: Callable[[Place], LoadReport], since: float | None) -> LoadReport | None:
+        if self._candidates is None:
+            self._candidates, self._only_here = self._find(), None
+        while self._candidates and (since is None or self._candidates[0].time >= since):
+            candidate = self._candidates[0]
+            if candidate.time != since:
+                self._only_here = self._only_here or candidate.name
             try:
-                report = self._load_from_hosts(candidate, load)
+                return self._load_from_hosts(candidate, load)
             except CorruptCheckpointError as error:
                 if self._topology.is_lead:
                     _log.warning("%s on the hosts is damaged and passed over: %s", candidate.name, error)
-            else:
-                return report
+                del self._candidates[0]
         return None
 
     def abandon_newer(self, loaded: Place) -> None:
@@ -231,10 +251,6 @@ class TieredRun:
             with self._topology.phase("choose") as phase:
                 if self._topology.is_lead:
                     found = [whole for number in range(len(self._tiers)) for whole in self._whole(number, of_heads)]
-                    found += [
-                        _Candidate(None, path.name, _time_of(path))
-                        for path in committed_newest_first(self._roots.home)[:1]
-                    ]
                     found.sort(key=lambda candidate: -candidate.time)
                     phase.from_lead = [[candidate.tier, candidate.name, candidate.time, candidate.files] for candidate in found]
         return [
@@ -288,7 +304,6 @@ class TieredRun:
     @contextmanager
     def _reading(self, candidate: _Candidate) -> Iterator[ObjectPath]:
         """Make a candidate of the hosts readable for this rank; yield its place."""
-        assert candidate.tier is not None
         tier = self._tiers[candidate.tier]
         root = ObjectPath(SCHEME, tier.tier.kind)
         store = HostsStore(tier.root, tier.host, tier.peers, candidate.files)
@@ -327,21 +342,20 @@ class TieredRun:
 def _listing(root: Path) -> list[list[Any]]:
     """[name, digest of the manifest, seconds, path -> bytes] of the newest checkpoints in a host's folder."""
     found = []
-    for path in committed_newest_first(root)[:_MOST_CANDIDATES]:
-        assert isinstance(path, Path)
+    for commit in Ledger(root, run_id="reader").committed()[: -_MOST_CANDIDATES - 1 : -1]:
         try:
-            data = read_manifest_bytes(path)
-            with CheckpointFolder(path) as folder:
+            digest = digest_of(read_manifest_bytes(commit.path))
+            with CheckpointFolder(commit.path) as folder:
                 sizes = {name: folder.size(name) for name in folder.below()}
         except (CheckpointError, OSError) as error:
-            _log.info("%s is not used: %s", path, error)
+            _log.info("%s is not used: %s", commit.path, error)
             continue
-        found.append([path.name, digest_of(data), _time_of(path), sizes])
+        found.append([commit.path.name, digest, commit.timestamp.timestamp(), sizes])
     return found
 
 
 def _time_of(path: Place) -> float:
-    """When a checkpoint was saved, in seconds; damaged ones come last, and the load says why they are passed over."""
+    """When a checkpoint was saved, in seconds; a damaged one counts as old."""
     try:
         return read_manifest(path).timestamp.timestamp()
     except (CheckpointError, OSError):

@@ -11,26 +11,62 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ckpt.errors import Argument, CorruptCheckpointError, MissingStateError
 from ckpt.format.box import whole
-from ckpt.format.digests import BlockDigests
+from ckpt.format.digests import BlockDigests, digest_of
 from ckpt.format.dtypes import torch_dtype
-from ckpt.format.manifest import ArrayEntry, index_name
+from ckpt.format.manifest import ArrayEntry, CheckpointManifest, index_name
 from ckpt.format.places import step_of
 from ckpt.format.records import ChunkExtent
 from ckpt.loading.strategy import ReadRequest, StoredCheckpoint
 from ckpt.memory.host import Scratch
 from ckpt.ranks.topology import Topology
-from ckpt.saving.host_cache import HeldStep, HostCache
 from ckpt.state.sharing import OWN_COPIES, SharingPattern
-from ckpt.storage.host_memory import HeldFiles
+from ckpt.storage.host_memory import FilesInMemory, HeldFiles
+from ckpt.storage.stored import read_manifest, read_manifest_bytes
 
 IN_MEMORY = Argument("in_memory", None, "backend=KimiEngineBackend(pool=True)")
 """The advice to keep saves in memory."""
+
+
+class InMemory(Protocol):
+    """A committed checkpoint in memory, such as a `HeldStep`."""
+
+    @property
+    def checkpoint_id(self) -> str: ...
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def manifest_digest(self) -> str: ...
+
+    def manifest(self) -> CheckpointManifest: ...
+
+    def files_on(self, ranks: Sequence[int]) -> HeldFiles: ...
+
+
+class StepInMemory(NamedTuple):
+    """A save in the memory of the hosts, as a first tier keeps it. See `InMemory`."""
+
+    checkpoint_id: str
+    path: Path
+
+    @property
+    def manifest_digest(self) -> str:
+        return digest_of(read_manifest_bytes(self.path))
+
+    def manifest(self) -> CheckpointManifest:
+        return read_manifest(self.path)
+
+    def files_on(self, ranks: Sequence[int]) -> HeldFiles:
+        return FilesInMemory(self.path)
 
 
 class WeightSender(Protocol):
@@ -93,7 +129,7 @@ class HeldWeights:
         CorruptCheckpointError: the memory of this rank has changed since the save.
     """
 
-    def __init__(self, held: HeldStep, component: str, topology: Topology, memory: HostMemoryMap) -> None:
+    def __init__(self, held: InMemory, component: str, topology: Topology, memory: HostMemoryMap) -> None:
         self._start = component + "/"
         self._files = held.files_on(topology.nodes[topology.node_rank])
         self._checkpoint = StoredCheckpoint(held.path, held.manifest(), self._files)
@@ -123,6 +159,8 @@ class HeldWeights:
         for stored in self._checkpoint.parts(ReadRequest(self._start + key, key, whole(entry.shape), out)):
             part = stored.part
             region = self._bytes_of(stored.chunk)[part.base :][: math.prod(part.region) * dtype.itemsize]
+            if region.storage_offset() % dtype.itemsize:  # in a database values lie anywhere
+                region = region.clone()
             there = region.view(dtype).view(part.region)
             if tuple(part.out.shape) == entry.shape == part.region:
                 return there
@@ -130,6 +168,8 @@ class HeldWeights:
         return out
 
     def _bytes_of(self, chunk: ChunkExtent) -> torch.Tensor:
+        if not chunk.raw:
+            raise self._out_of_reach(f"{chunk.file} is encoded")
         file = self._memory.of(chunk.file, self._files)
         if file is None:
             why = "is not in the memory of this host, but on another one, or was linked by an incremental save and not written"
@@ -166,6 +206,7 @@ class Publisher:
     """Publishes from the memory of this host's ranks. All ranks make one, in one order.
 
     Args:
+        reading: yields the newest checkpoint in memory, which saves leave unchanged inside the block; None: there is none.
         patterns: returns the sharing pattern of each component, in the newest save.
         settled: returns when this rank has no unfinished save.
     """
@@ -173,12 +214,12 @@ class Publisher:
     def __init__(
         self,
         topology: Topology,
-        host_cache: HostCache,
+        reading: Callable[[], AbstractContextManager[InMemory | None]],
         patterns: Callable[[], Mapping[str, SharingPattern]],
         settled: Callable[[], None],
     ) -> None:
         self._topology = topology
-        self._host_cache = host_cache
+        self._reading = reading
         self._patterns = patterns
         self._settled = settled
         self._name = topology.name_branch()
@@ -189,9 +230,13 @@ class Publisher:
     async def publish(self, engine: WeightSender, step: int, component: str) -> dict[str, Any]:
         """See `CheckpointCoordinator.publish`."""
         await asyncio.to_thread(self._settled)
-        with self._host_cache.reading() as held:
+        with self._reading() as held:
             weights = await asyncio.to_thread(self._agreed, held, step, component)
-            return await engine.send_weights(weights, step)
+            try:
+                return await engine.send_weights(weights, step)
+            finally:
+                if isinstance(held, StepInMemory):  # the next save of a tier has other memory
+                    self._memory = HostMemoryMap()
 
     def close(self) -> None:
         """Release what is kept from one publication to the next."""
@@ -200,7 +245,7 @@ class Publisher:
         if branch is not None:
             branch.close()
 
-    def _agreed(self, held: HeldStep | None, step: int, component: str) -> HeldWeights:
+    def _agreed(self, held: InMemory | None, step: int, component: str) -> HeldWeights:
         """Agree that all ranks hold the step, and return its weights. Collective; in a thread, as training and its event loop go on."""
         with self._one_at_a_time, self._joined().operation(f"publication of step {step}"):
             topology = self._joined()
@@ -236,5 +281,5 @@ def _require_held(offers: Sequence[tuple[str, str] | None], step: int, component
         if offer is None or step_of(offer[0]) != step or offer != offers[0]:
             raise MissingStateError(
                 f"{component} of step {step} cannot be published: rank {rank} holds {found} in memory. A step is there from the commit of ",
-                "its save until the next save begins, with ", IN_MEMORY,
+                "its save until the next save begins, with ", IN_MEMORY, ", or with memory() as the first of tiers",
             )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt.catalog.copying import copy_files
+from ckpt.catalog.incremental import previous_of, same_files
 from ckpt.errors import CheckpointError, SaveAbandonedError, sentence
 from ckpt.ranks.topology import Topology
 from ckpt.ranks.waiting import start
@@ -221,7 +222,7 @@ class Drains:
             self._changed.notify_all()
 
     def _copy(self, kept: Kept, tier: Later, branch: Topology) -> SaveReport:
-        """Copy what each rank has written, and commit it. Collective."""
+        """Copy what each rank has written, and commit it; files that the newest checkpoint there has are linked. Collective."""
         began = time.perf_counter()
         place = tier.place(kept)
         with place.discarding(), branch.operation(f"copy of checkpoint-{kept.target.checkpoint_id} to {tier.name}"):
@@ -231,8 +232,12 @@ class Drains:
             place.open(branch)
             with branch.phase("write") as phase:
                 written = self._progress_of(branch)
-                copy_files(kept.folder, place.folder, kept.files, rank=branch.rank, written=written, buffers=self._buffers)
-                result = replace(kept.mine, write_s=time.perf_counter() - began)
+                before = place.previous(branch.rank)
+                same = same_files(before and previous_of(kept.folder, branch.rank, before.min_live), before)
+                linked = copy_files(
+                    kept.folder, place.folder, kept.files, rank=branch.rank, written=written, buffers=self._buffers, same=same
+                )
+                result = replace(kept.mine, linked_bytes=linked, write_s=time.perf_counter() - began)
                 Written.say(result, phase, branch.rank)
             place.publish(replace(kept.save, destination=place), Written.heard(result, phase, branch), branch)
         assert place.report is not None, "it is published"

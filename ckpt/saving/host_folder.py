@@ -19,7 +19,7 @@ from ckpt.catalog.verify import examine, uncommitted
 from ckpt.errors import StorageError
 from ckpt.format.consistency import MAX_FILE_BYTES
 from ckpt.format.digests import digest_of
-from ckpt.format.manifest import CONFIG_NAME, index_name
+from ckpt.format.manifest import CONFIG_NAME, MAX_COMMIT_NUMBER, index_name
 from ckpt.format.manifest_parsing import parse_index, parse_manifest
 from ckpt.ranks.topology import Topology
 from ckpt.saving.checkpoint_root import SaveTarget, StaleStateCheck, saved_then
@@ -138,8 +138,8 @@ class HostFolder(Destination):
                 added = writer.write(self._target.checkpoint_id, data.append)
                 num_bytes = added + sum(result.total_bytes for result in written.results)
                 alarms = self._stale_check.alarms(self._target.checkpoint_id, written.results)
-                phase.from_lead = [num_bytes, data[0].decode(), commit.timestamp.isoformat(), alarms]
-        num_bytes, manifest, saved_at, alarms = phase.from_lead
+                phase.from_lead = [num_bytes, data[0].decode(), commit.timestamp.isoformat(), alarms, self._run_id]
+        num_bytes, manifest, saved_at, alarms, run_id = phase.from_lead
         if self._target.validate:
             with topology.phase("validate"):
                 place, record = uncommitted(self.folder, parse_manifest(manifest.encode(), self.what))
@@ -160,7 +160,8 @@ class HostFolder(Destination):
             if self._tier.is_head:
                 # Memory is the run's own, with what its earlier lives have left; disks may hold what people keep.
                 is_own = self._tier.tier.removes
-                self._ledger.retain(keep=path, history=self._target.history, remove_others=is_own, spare=self._pinned())
+                history = {**self._target.history, run_id: MAX_COMMIT_NUMBER}  # the lead's name for this run is in all manifests
+                self._ledger.retain(keep=path, history=history, remove_others=is_own, spare=self._pinned())
         for alarm in alarms if topology.is_lead else ():
             _log.warning("%s", alarm)
         seconds = written.write_s + time.perf_counter() - started
@@ -170,7 +171,7 @@ class HostFolder(Destination):
             num_bytes,
             seconds,
             seconds,
-            num_bytes,
+            num_bytes - written.linked_bytes,
             tuple(alarms),
             slowest_rank=written.slowest_rank,
         )

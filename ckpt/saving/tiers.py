@@ -3,24 +3,25 @@
     memory of the hosts --drain--> local disks --drain--> the checkpoint root: a shared file system, or an object store
 
 A save commits in the first tier, and is copied to the others that it is due in, in order and beside training. In the memory and on the
-disks of hosts each host has what its own ranks have written, and copies of what some other hosts' ranks have: `HostTier`.
+disks of hosts each host has what its own ranks have written, and copies of what some other hosts' ranks have: `HostTier`. The checkpoint
+root may end the list: `remote`.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ckpt.catalog.incremental import disk_use
 from ckpt.catalog.ledger import ROOT_OWNER, Ledger
 from ckpt.catalog.owner import FolderLock
-from ckpt.catalog.retention import Retention
+from ckpt.catalog.retention import Retention, as_retention
 from ckpt.errors import ConfigurationError, free_bytes, unlike
 from ckpt.format.digests import digest_of
-from ckpt.format.places import Place, step_of
+from ckpt.format.places import Place, as_place, step_of
 from ckpt.ranks.addresses import LOOPBACK, own_address
 from ckpt.ranks.topology import Topology
 from ckpt.saving.background.priority import Throttle
@@ -59,10 +60,8 @@ class Tier:
     retention: Retention = field(default_factory=lambda: Retention(keep_last=1))
 
     def __post_init__(self) -> None:
-        for name, least in (("every", 1), ("copies", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise unlike(f"{self.kind}.{name}", value, f"a whole number of at least {least}")
+        _require_count(f"{self.kind}.every", self.every, 1)
+        _require_count(f"{self.kind}.copies", self.copies, 0)
         for name in ("keep_s", "copies_mib_s"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
@@ -72,6 +71,12 @@ class Tier:
     def removes(self) -> bool:
         """Whether its folder goes with the job: memory does."""
         return self.kind == "memory"
+
+    def takes(self, num_bytes: int) -> str:
+        """What it takes of a host, as a clause, if the ranks of one write about so many bytes in a save; 0: they are not known."""
+        saves = (1 + self.copies) * ((self.retention.keep_last or 1) + 1)
+        about = f"about {saves * num_bytes >> 20} MiB of each host: " if num_bytes else ""
+        return f"the tier {self.kind} takes {about}{saves} times what the ranks of one write in a save"
 
     def is_due(self, target: SaveTarget) -> bool:
         """Whether a save is due here, by the step in its name; one that has another name is due everywhere."""
@@ -117,6 +122,51 @@ def local(
         copies, every, groups, copies_mib_s: see `Tier`.
     """
     return Tier("local", Path(path), every, copies, groups, copies_mib_s, 600.0, Retention(keep_last=keep_last))
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """The checkpoint root of a run as the last of its tiers. Made by `remote`.
+
+    Attributes:
+        place: None: it is given another way.
+        every: number of steps from one save to the next that is due in it; None: likewise.
+        retention: without rules: likewise.
+    """
+
+    place: Place | None = None
+    every: int | None = None
+    retention: Retention = field(default_factory=Retention)
+
+    def is_due(self, checkpoint_id: str) -> bool:
+        """As `Tier.is_due`."""
+        step = step_of(checkpoint_id)
+        return step is None or self.every is None or step % self.every == 0
+
+
+def remote(
+    url: str | os.PathLike[str] | Place,
+    *,
+    every: int | None = None,
+    keep_last: int | Retention | None = None,
+    keep_every: int | None = None,
+) -> Root:
+    """End a list of tiers with the checkpoint root, in place of the arguments of `Checkpointer` and `CheckpointCoordinator` for it.
+
+    Args:
+        url: an address in an object store, such as s3://bucket/run, or a folder that all hosts mount.
+        every: see `Root`; None: as `Checkpointer` says.
+        keep_last, keep_every: see `Retention`, which `keep_last` may be.
+    """
+    if every is not None:
+        _require_count("remote.every", every, 1)
+    rules = as_retention(keep_last)
+    return Root(as_place(url, "url of remote()"), every, rules if keep_every is None else replace(rules, keep_every=keep_every))
+
+
+def _require_count(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise unlike(name, value, f"a whole number of at least {least}")
 
 
 def partners_of(host: int, num_hosts: int, copies: int, groups: Sequence[Any] = ()) -> list[int]:

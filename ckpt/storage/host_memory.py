@@ -15,12 +15,13 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from ckpt.errors import CorruptCheckpointError
-from ckpt.storage.checkpoint_files import LocalFile
+from ckpt.storage.checkpoint_files import CheckpointFolder, LocalFile
 
 _log = logging.getLogger("ckpt")
 _T = TypeVar("_T")
@@ -143,6 +144,22 @@ def _copy_from(memory: np.ndarray[Any, np.dtype[np.uint8]], _: int, buffers: Seq
         np.copyto(np.frombuffer(buffer, np.uint8)[: len(piece)], piece)
         at += len(piece)
     return at - start
+
+
+class FilesInMemory(HeldFiles):
+    """Those of a folder in a file system of memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        with CheckpointFolder(folder) as files:
+            found = {path: files.stat(path) for path in files.below()}
+        super().__init__({path: MemoryFile(0, 0, it.st_ino, it.st_size, f"inode {it.st_ino}") for path, it in found.items()})
+
+    def open(self, file: str) -> int | None:
+        """See `HeldFiles.open`."""
+        with suppress(FileNotFoundError), CheckpointFolder(self._folder) as files:
+            return files.open(file)
+        return None
 
 
 NOTHING_HELD = HeldFiles()

@@ -247,6 +247,9 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
     Every.of(run["save"]["every"])
     check_logging(run)
     _check_start(run)
+    for name, tier in (run["tiers"] or {}).items():
+        if str((tier or {}).get("_target_")).endswith(".remote"):
+            raise ConfigurationError(f"tiers.{name} is the checkpoint root, which a recipe has in checkpoint_root and save: leave it out")
     ranks = num_ranks or run["launch"]["nproc_per_node"]
     if (ranks > 1 or run["launch"]["name"] == "ray") and str(run["checkpoint_root"]).startswith("memory:"):
         has = f"{ranks} ranks" if ranks > 1 else "its rank in another"

@@ -84,6 +84,11 @@ def test_what_ranks_of_ray_cannot_do_is_refused(tmp_path: Path, override: str, e
     assert complaint(tmp_path, "launch=ray", override).startswith(expected)
 
 
+def test_the_checkpoint_root_of_a_recipe_is_no_tier(tmp_path: Path) -> None:
+    said = complaint(tmp_path, "tiers=memory", "+tiers.root={_target_:ckpt.saving.tiers.remote,url:s3://bucket/run}")
+    assert said.startswith("tiers.root is the checkpoint root")
+
+
 @pytest.mark.parametrize(
     "override",
     [

@@ -22,11 +22,12 @@ from ckpt.engine.base import NamedTensor
 from ckpt.errors import CorruptCheckpointError, MissingStateError, RankAbsentError, StorageError
 from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings
+from ckpt.saving.tiers import local, memory
 from ckpt.state.statefuls import ModelState
 from tests.support.covering import sampled
 from tests.support.engines import MixedModel, joined, live_model, put, receive, require_holds
 from tests.support.ranks import run_ranks
-from tests.support.states import Held, coordinator, random_bits, same_bits
+from tests.support.states import BACKENDS, Held, backend_named, coordinator, random_bits, same_bits
 
 MODES = {
     "sync": SaveSettings(),
@@ -58,7 +59,11 @@ def made(topology: Topology, root: Path, model: torch.nn.Module, mode: str, **op
         StateComponent("model", ModelState(model), options.pop("pattern", "replicated")),
         StateComponent("rng", Held({"s": random_bits((9,), torch.uint8, topology.rank)}), "per_rank"),
     ]
-    options = {"backend": KimiEngineBackend(), "saves": MODES[mode], "pattern_check": "off"} | options
+    if mode in BACKENDS:  # in the memory of the hosts
+        host = root / f"host-{topology.node_rank}"
+        host.mkdir(exist_ok=True)
+        options |= {"backend": backend_named(mode), "tiers": [memory(path=host, keep_s=20.0, copies=len(topology.nodes) - 1)]}
+    options = {"backend": KimiEngineBackend(), "saves": MODES.get(mode, "sync"), "pattern_check": "off"} | options
     return coordinator(topology, root, components, **options)
 
 
@@ -128,6 +133,27 @@ def publish_shards(topology: Topology, root: Path, mode: str, pattern: str) -> N
 @sampled(("mode", "pattern"), [("sync", "auto"), ("async", "sharded"), ("incremental", "auto")])
 def test_it_yields_what_whole_weights_would_have_gathered(tmp_path: Path, mode: str, pattern: str) -> None:
     run_ranks(3, publish_shards, tmp_path, mode, pattern, process_group=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_it_yields_the_same_from_the_memory_of_the_hosts(tmp_path: Path, backend: str) -> None:
+    run_ranks(2, publish_shards, tmp_path, backend, "auto", process_group=True, nodes=[1, 1] if backend == "zarr" else [2])
+
+
+def refuse_tiers(topology: Topology, root: Path) -> None:
+    with made(topology, root, MixedModel(1), "sync", tiers=[local(root / "disk")]) as checkpoints:
+        checkpoints.save_checkpoint(checkpoint_id="1")
+        with pytest.raises(MissingStateError, match=r"rank 0 holds nothing in memory.* or with memory\(\) as the first of tiers"):
+            publish(checkpoints, Taken(), 1)
+    compressed = ZarrBackend(compressors=[{"name": "zstd", "configuration": {"level": 1, "checksum": False}}])
+    with made(topology, root, MixedModel(1), "sync", backend=compressed, tiers=[memory(path=root)]) as checkpoints:
+        checkpoints.save_checkpoint(checkpoint_id="2")
+        with pytest.raises(MissingStateError, match=r"checkpoint-2 cannot be published: .* is encoded; give engine.send_weights"):
+            publish(checkpoints, Taken(), 2)
+
+
+def test_tiers_without_memory_or_with_compression_are_refused(tmp_path: Path) -> None:
+    run_ranks(1, refuse_tiers, tmp_path)
 
 
 def refuse(topology: Topology, root: Path) -> None:
@@ -226,7 +252,7 @@ def save_while_publishing(topology: Topology, root: Path, mode: str) -> None:
         assert all(same_bits(tensor, MixedModel(3).state_dict()[name]) for name, tensor in taken.weights)
 
 
-@sampled("mode", ["sync", "async"])
+@sampled("mode", ["sync", "async", "zarr"])
 def test_saves_may_go_by_while_a_step_is_published(tmp_path: Path, mode: str) -> None:
     run_ranks(2, save_while_publishing, tmp_path, mode)
 

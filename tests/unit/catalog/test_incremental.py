@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from ckpt.backends import linked_values
 from ckpt.backends.base import Backend, Previous, staged_digests
 from ckpt.backends.zarr import ZarrBackend
-from ckpt.catalog.incremental import DiskUse, disk_use, linked_with, previous_of
+from ckpt.catalog.incremental import DiskUse, disk_use, linked_with, previous_of, same_files
 from ckpt.catalog.ledger import Ledger
 from ckpt.catalog.verify import examine, verify_checkpoint
 from ckpt.errors import CorruptCheckpointError, StorageError, describe, rebuild
 from ckpt.format.box import chunk_box, num_chunks, whole
 from ckpt.format.digests import BlockDigests
 from ckpt.format.manifest_parsing import parse_index
-from ckpt.format.records import BLOCK_BYTES, ArraySpec, stored_shape
+from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, FileRecord, stored_shape
 from ckpt.storage import files as files_module
 from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.sink import Pieces
@@ -768,6 +768,18 @@ def test_what_a_checkpoint_shares_and_what_removing_it_frees_are_told_apart(tmp_
         shutil.rmtree(folder)
         assert before - bytes_on_disk(tmp_path) == use.unique_bytes
     assert disk_use([]) == ({}, 0) and each[folders[0]] != DiskUse(0, 0)
+
+
+def test_files_of_one_name_are_the_same_if_all_digests_are() -> None:
+    def holding(digest: int, rest: str = "", dead: int | None = None) -> Previous:
+        extents = [ChunkExtent("f", at, 4, (its,)) for at, its in ((0, digest), (4, dead)) if its is not None]
+        gone = {"f": extents[1:]} if dead is not None else {}
+        return Previous(Path("there"), {"a": {0: extents[0]}}, {"f": FileRecord(8, rest), "g": FileRecord(1, "")}, gone)
+
+    both_live = Previous(Path(), {"b": {7: ChunkExtent("f", 4, 4, (2,))}, "a": {0: ChunkExtent("f", 0, 4, (1,))}}, holding(1).files)
+    assert same_files(holding(1), holding(1)) == same_files(both_live, holding(1, dead=2)) == {"f": Path("there")}
+    assert {} == same_files(holding(1), holding(2)) == same_files(holding(1), holding(1, "x")) == same_files(holding(1), holding(1, dead=2))
+    assert {} == same_files(None, holding(1)) == same_files(holding(1), None)
 
 
 def test_the_damaged_file_travels_with_the_error() -> None:

@@ -134,6 +134,25 @@ def test_the_best_checkpoint_stays_and_is_loaded_at_the_end(tmp_path: Path, mode
     assert {"loss", "learning_rate", "grad_norm"} <= metrics.keys()
 
 
+def test_older_checkpoints_keep_weights_alone(tmp_path: Path) -> None:
+    arguments = BEST | {"load_best_model_at_end": True, "save_total_limit": 2}
+    options = {"keep_last_of": {"optimizer": 1}, "overwrite": True}
+    stopped = Seen(14, stop)
+    with pytest.raises(Stopped):
+        trainer(tmp_path / "ours", stopped, kind=Graded, ckpt=options, **arguments).train()
+    one = trainer(tmp_path / "ours", kind=Graded, ckpt=options, **arguments)
+    one.train(resume_from_checkpoint="latest")
+    own = trainer(tmp_path / "own", kind=GradedByTrainer, **arguments)
+    own.train()
+    assert same_values(one.model.state_dict(), own.model.state_dict()), "the best model, of an incomplete checkpoint"
+    removed = {step: read_manifest(tmp_path / f"ours/ckpt/checkpoint-{int(step):08d}").removed for step in saved_in(tmp_path / "ours")}
+    assert removed == {"8": ["optimizer"], "16": ["optimizer"], "20": []}
+    with pytest.raises(MissingStateError, match="optimizer was removed from checkpoint-00000016 by retention, and the newest complete one"):
+        trainer(tmp_path / "ours", kind=Graded, ckpt=options, **arguments).train(str(tmp_path / "ours/ckpt/checkpoint-00000016"))
+    with pytest.raises(ConfigurationError, match="there is no component 'optimiser'; did you mean optimizer"):
+        trainer(tmp_path / "ours", ckpt={"keep_last_of": {"optimiser": 1}}).train("latest")
+
+
 def test_save_strategy_best_and_save_only_model_are_trainers(tmp_path: Path) -> None:
     seen = Seen()
     trainer(tmp_path, seen, kind=Graded, save_strategy="best", save_only_model=True, **BEST).train()

@@ -129,6 +129,13 @@ def test_components_and_copies_that_one_of_them_lacks_are_named(tmp_path: Path) 
     assert sorted(found) == [("more", "only in b"), ("rng", "only in a")]
 
 
+def test_a_component_that_retention_has_removed_is_said_to_be(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path, model=torch.nn.Linear(2, 1), keep_last_of={"rng": 1}) as checkpoints:
+        older, newer = (str(checkpoints.save(step)) for step in (1, 2))
+    assert [(one.component, one.name, one.what) for one in compared(older, newer)] == [("rng", "", "removed from a")]
+    assert [(one.component, one.name, one.what) for one in compared(newer, older)] == [("rng", "", "removed from b")]
+
+
 def test_a_damaged_checkpoint_is_not_compared(tmp_path: Path) -> None:
     ckpt.save({"a": torch.arange(1 << 16)}, tmp_path / "a")
     ckpt.save({"a": torch.arange(1 << 16)}, tmp_path / "b")

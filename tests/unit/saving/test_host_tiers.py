@@ -14,16 +14,21 @@ import torch
 
 import ckpt
 from ckpt import CheckpointCoordinator, Checkpointer, StateComponent
+from ckpt.catalog import verify
 from ckpt.cli.listing import ListKeys, list_checkpoints
-from ckpt.errors import ConfigurationError
+from ckpt.errors import ConfigurationError, CorruptCheckpointError
+from ckpt.format.places import ObjectPath
 from ckpt.ranks.topology import Topology
-from ckpt.saving.tiers import Tier, local, memory, memory_of, partners_of
+from ckpt.saving.tiers import Tier, local, memory, memory_of, partners_of, remote
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.storage.keeper.hosts import HERE, THERE
+from ckpt.storage.objects.store import CountedRequests
+from ckpt.storage.stored import read_manifest_bytes
 from tests.support.ranks import run_ranks
 from tests.support.states import BACKENDS, Fitted, coordinator, random_bits, require_equal_states
 
 _ROWS = 48
+ROOT = "root"
 
 
 def _tensors(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,6 +167,35 @@ def test_the_newest_of_all_tiers_is_restored(tmp_path: Path, capsys: pytest.Capt
         assert found == [5, 4, 3, 0] and checkpoints.restore() == 0
 
 
+def test_below_a_damaged_checkpoint_of_the_root_the_hosts_are_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(2, 2)
+    disk = local(tmp_path / "disk", every=3, keep_last=2)
+    with pytest.raises(InterruptedError), _loop(tmp_path, model, tiers=[memory(path=tmp_path), disk]) as checkpoints:
+        for step in range(1, 9):
+            torch.nn.init.constant_(model.weight, step)
+            checkpoints.step(step)
+            assert checkpoints.coordinator._tiered is not None
+            checkpoints.coordinator._tiered.wait()
+        raise InterruptedError
+    shutil.rmtree(next(tmp_path.glob("ckpt-*")))  # now 3 and 6 are on the disk, 4 and 8 in the root
+    for damaged in (tmp_path / "root" / "checkpoint-00000008" / "model").rglob("c/*"):
+        damaged.write_bytes(bytes(damaged.stat().st_size))
+    reads: list[Path] = []
+    monkeypatch.setattr("ckpt.run.tiered.read_manifest_bytes", lambda path: [reads.append(path), read_manifest_bytes(path)][1])
+    found = []
+    for lost in (None, tmp_path / "disk" / "checkpoint-00000006", tmp_path / "root" / "checkpoint-00000004", tmp_path / "disk"):
+        if lost is not None:
+            shutil.rmtree(lost)
+        with pytest.raises((InterruptedError, CorruptCheckpointError)), _loop(tmp_path, model, tiers=[disk]) as checkpoints:
+            torch.nn.init.zeros_(model.weight)
+            found.append(int(restored := checkpoints.restore()))
+            assert model.weight.eq(found[-1]).all() and restored.report is not None
+            assert [Path(path).name[-1] for path in restored.report.fell_back_from] == ["8"]
+            raise InterruptedError
+    assert found == [6, 4, 3]
+    assert sorted(path.name[-1] for path in reads) == ["3", "3", "3", "6"], "each manifest is read once in a search"
+
+
 def test_a_copy_that_ends_beside_a_save_removes_nothing_but_what_waited_for_it(tmp_path: Path) -> None:
     with _loop(tmp_path, torch.nn.Linear(2, 2), tiers=[memory(path=tmp_path, keep_last=2)]) as checkpoints:
         tiered = checkpoints.coordinator._tiered
@@ -205,13 +239,66 @@ def test_what_is_newer_than_the_checkpoint_that_a_run_goes_back_to_is_set_aside_
         (lambda: [memory(every=0)], "memory.every is 0; expected a whole number of at least 1"),
         (lambda: [memory(keep_last=0)], "keep_last is 0; expected a whole number of at least 1, or None to keep every checkpoint"),
         (lambda: memory(), "tiers is a Tier; expected a list of tiers"),
-        (lambda: ["memory"], "tiers[0] is 'memory'; expected what memory() or local() returns"),
+        (lambda: ["memory"], "tiers[0] is 'memory'; expected what memory() or local() returns, or remote() for the last one"),
+        (lambda: [remote("s3://bucket/run"), memory()], "tiers[0] is a Root; expected what memory() or local() returns"),
+        (lambda: [remote("s3:/bucket")], "url of remote() is"),
+        (lambda: [remote("s3://bucket/run", every=0)], "remote.every is 0; expected a whole number of at least 1"),
+        (lambda: [remote("s3://bucket/run", every=5)], "folder is "),
+        (lambda: [remote(ROOT, every=5)], "every is 4, and remote() in tiers says 5: give it once"),
+        (lambda: [remote(ROOT, keep_last=1)], "retention is keep_last=2, and remote() in tiers says keep_last=1: give it once"),
     ],
 )
-def test_a_mistake_is_one_sentence(tmp_path: Path, tiers: Callable[[], Any], sentence: str) -> None:
+def test_a_mistake_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiers: Callable[[], Any], sentence: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigurationError) as caught:
-        _loop(tmp_path, torch.nn.Linear(2, 2), tiers=tiers())
+        Checkpointer(ROOT, model=torch.nn.Linear(2, 2), every=4, keep_last=2, tiers=tiers())
     assert str(caught.value).startswith(sentence), caught.value
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_list_of_tiers_ends_with_the_checkpoint_root(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    tiers = [memory(path=tmp_path), remote(tmp_path / "root", every=2, keep_last=1, keep_every=4)]
+    with Checkpointer(model=model, tiers=tiers, save_rng=False) as checkpoints:
+        for step in range(1, 8):
+            assert checkpoints.step(step) and checkpoints.coordinator._tiered is not None
+            checkpoints.coordinator._tiered.wait()
+            assert (checkpoints.find_latest() is None) == (step == 1)
+    assert [saved.step for saved in checkpoints.list()] == [4, 7]
+    part = StateComponent("model", model, "replicated")
+    with CheckpointCoordinator([part], None, None, tiers=tiers, backend="zarr", strategy="direct", device="cpu") as made:
+        made.load_checkpoint()
+        for step in (8, 9, 10, 11):
+            made.save_checkpoint(checkpoint_id=step)
+            assert made._tiered is not None
+            made._tiered.wait()
+        assert [path.name[-2:] for path in sorted((tmp_path / "root").glob("checkpoint-*"))] == ["04", "08", "10"]
+
+
+def test_the_checkpoint_root_may_be_the_only_tier(tmp_path: Path) -> None:
+    with Checkpointer(model=torch.nn.Linear(2, 2), tiers=[remote(tmp_path, every=2)]) as checkpoints:
+        assert [checkpoints.step(step) for step in (1, 2)] == [False, True] and not checkpoints.coordinator.has_tiers
+    with pytest.raises(ConfigurationError, match="folder is None; expected the path of a folder"):
+        Checkpointer(model=torch.nn.Linear(2, 2), tiers=[])
+    with pytest.raises(ConfigurationError, match="did you mean the first argument?"):
+        Checkpointer(folder=str(tmp_path), model=torch.nn.Linear(2, 2))
+
+
+def test_what_tiers_take_of_a_host_is_said_before_the_first_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(1024, 1024, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tiers = [memory(path=tmp_path, keep_last=2), local(tmp_path / "disk")]
+    with caplog.at_level("INFO", "ckpt"), _loop(tmp_path, model, optimizer=optimizer, tiers=tiers) as checkpoints:
+        said = "the tier memory takes about 36 MiB of each host: 3 times what the ranks of one write in a save; the tier local takes about"
+        assert said in caplog.text
+        model(torch.ones(1024)).sum().backward()
+        optimizer.step()
+        checkpoints.save(1)
+        assert "the tier memory takes up to 36 MiB of each host" in caplog.text
+    with _loop(tmp_path / "more", model, tiers=tiers[:1]) as checkpoints:
+        assert checkpoints.coordinator.memory.endswith("; the tier memory takes 3 times what the ranks of one write in a save")
 
 
 def test_a_host_without_room_is_refused_before_a_byte_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,16 +310,55 @@ def test_a_host_without_room_is_refused_before_a_byte_moves(tmp_path: Path, monk
     assert not [*tmp_path.glob("**/checkpoint-*"), *tmp_path.glob("**/.unpublished*")]
 
 
-def _save_again(topology: Topology, folder: Path) -> list[int]:
-    """Save twice with state that does not change; return the bytes that the keeper of the other host wrote for the second save."""
-    made, _ = _run(topology, folder, 1, [_memory(topology, folder, copies=1)], incremental=True)
-    with made:
-        for step in (1, 2):
-            made.save_checkpoint(checkpoint_id=step, goes_home=False)
-        newest = next(_of_host(topology, folder, "012").glob("ckpt-*/*/checkpoint-00000002"))
-        return [path.stat().st_nlink for path in newest.rglob("c/*") if path.is_file()]
+_FROZEN, _TRAINED = 400_000, 20_000
+_SMALL = 30_000
+"""Manifest, indexes, plain values and the like."""
 
 
-def test_what_did_not_change_is_linked_on_all_hosts(tmp_path: Path) -> None:
-    links = run_ranks(2, _save_again, tmp_path, nodes=[1, 1])
-    assert all(links) and {number for of_rank in links for number in of_rank} <= {1, 2}
+def _new_bytes(root: Path, before: str, after: str) -> int:
+    """Bytes of the files of a checkpoint that an earlier one does not share."""
+    old = {path.stat().st_ino for path in (root / f"checkpoint-{before}").rglob("*")}
+    found = [path.stat() for path in (root / f"checkpoint-{after}").rglob("*") if path.is_file()]
+    assert sum(each.st_size for each in found) > _FROZEN
+    return sum(each.st_size for each in found if each.st_ino not in old)
+
+
+def _save_again(topology: Topology, folder: Path, backend: str, root: Path | None) -> tuple[list[int], int]:
+    """Save, with a part of the state that does not change.
+
+    Returns:
+        the bytes that the last save has added to each tier of this host and to the root, and those of the store's puts for it.
+    """
+    host, home = _of_host(topology, folder, "012"), root or ObjectPath("memory", "tiers", folder.name)
+    frozen, trained = (random_bits((size // 4,), torch.float32, topology.rank + size) for size in (_FROZEN, _TRAINED))
+    parts = [
+        StateComponent(key, Fitted({"w": ShardedTensor.from_rank_offsets("w", mine, (0, topology.rank, topology.world_size))}), "sharded")
+        for key, mine in (("frozen", frozen), ("trained", trained))
+    ]
+    copies = topology.world_size - 1
+    tiers = [_memory(topology, folder, copies=copies, keep_last=2), local(host / "disk", copies=copies, keep_last=2)]
+    with coordinator(topology, home, parts, tiers=tiers, backend=backend, incremental=True) as made:
+        for step in (1, 2, 3):
+            asked = CountedRequests(home)
+            made.save_checkpoint(checkpoint_id=f"{step}")
+            assert made._tiered is not None
+            made._tiered.wait()
+            trained.add_(1)
+        assert made.last_save is not None and made.last_save.written_bytes < 2 * topology.world_size * _TRAINED + _SMALL
+        roots = [next(host.glob("ckpt-*/*/")), host / "disk", *([root] if root else [])]
+        for each in roots[:2]:
+            assert sorted(path.name for path in each.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"], "each host keeps two"
+        return [_new_bytes(each, "2", "3") for each in roots], asked.made().get("put", [0, 0])[1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_did_not_change_moves_to_no_tier_and_no_host_again(tmp_path: Path, backend: str) -> None:
+    for added, _ in run_ranks(2, _save_again, tmp_path, backend, tmp_path / "root", nodes=[1, 1]):
+        assert len(added) == 3 and all(_TRAINED < each < 4 * _TRAINED + _SMALL for each in added), added
+    assert not verify.examine(tmp_path / "root" / "checkpoint-3").problems
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_did_not_change_is_put_into_a_store_once(tmp_path: Path, backend: str) -> None:
+    _, put = _save_again(Topology.alone(), tmp_path, backend, None)
+    assert _TRAINED < put < 2 * _TRAINED + _SMALL
