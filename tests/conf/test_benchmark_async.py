@@ -147,7 +147,7 @@ def test_steps_with_a_save_after_each_are_told_by_the_slowest_rank_and_beside_th
 
 
 def test_ratios_are_ours_over_theirs() -> None:
-    rows = {name: 2.0 for name in COLUMNS.values()} | {"stall_s": 1.0}
+    rows = dict.fromkeys(COLUMNS.values(), 2.0) | {"stall_s": 1.0}
     half = {name: value / 2 for name, value in rows.items()}
     result = summarized({"none": [{"stall_s": 0.0, "lost_s": 0.0}], "dcp-thread": [rows], "sync": [half, half, rows]})
     assert result["medians"]["sync"] == half
