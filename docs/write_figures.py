@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run by path, from anywhere
 
 from ckpt.cli.converting import DESTINATIONS
 from ckpt.cli.tables import counted
-from recipes.benchmark import background_contenders, contenders, update_contenders, validation_costs
+from recipes.benchmark import background_contenders, contenders, recoveries, update_contenders, validation_costs
 from recipes.benchmark.tables import rounds_of, rows_of
 
 PAGE = Path(__file__).with_name("figures.md")
@@ -59,10 +59,13 @@ _OTHERS = {  # by a figure that only this benchmark has
             "later stall, s": "stall_s",
             "steps, times": "slow_down",
             "durable after s": "durable_s",
+            "steps with a save after each, times": "each_times",
+            "stall of each s": "each_stall_s",
             "peak MiB": "peak_mib",
         },
         background_contenders.OURS,
     ),
+    "here_bytes": Kind(recoveries.COLUMNS, ()),
     "transfer_s": Kind(
         {
             "offload s": "offload_s",
@@ -135,6 +138,7 @@ def _layout(result: Result) -> str:
     ranks, store = result.get("ranks"), result.get("store_mib_s")
     parts = [result["layout"]]
     parts += [f"{ranks} ranks"] if ranks else []
+    parts += [f"{result['hosts']} hosts"] if "hosts" in result else []
     parts += [f"loaded on {result['load_ranks']}"] if result.get("load_ranks", ranks) != ranks else []
     parts += [f"read at {store:g} MiB/s"] if store else []
     return ", ".join(parts)

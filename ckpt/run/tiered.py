@@ -243,7 +243,8 @@ class TieredRun:
         """The checkpoints to try, the newest first, as the lead finds them."""
         with self._topology.operation("search for checkpoints in the tiers"):
             with self._topology.phase("look on the hosts") as phase:
-                phase.payload = [tier.prepare() if tier.is_head else None for tier in self._tiers]
+                # A host that has nothing gets its keeper with the first save: nobody waits here until it has started.
+                phase.payload = [tier.prepare() if tier.is_head and tier.holds_any() else None for tier in self._tiers]
                 phase.to_lead = [_listing(tier.root) if tier.is_head else None for tier in self._tiers]
             for number, tier in enumerate(self._tiers):
                 tier.know([phase.payloads[head][number] for head in tier.heads])
@@ -346,7 +347,7 @@ def _listing(root: Path) -> list[list[Any]]:
         try:
             digest = digest_of(read_manifest_bytes(commit.path))
             with CheckpointFolder(commit.path) as folder:
-                sizes = {name: folder.size(name) for name in folder.below()}
+                sizes = folder.sizes_below()
         except (CheckpointError, OSError) as error:
             _log.info("%s is not used: %s", commit.path, error)
             continue

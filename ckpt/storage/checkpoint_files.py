@@ -164,16 +164,27 @@ class CheckpointFolder(Closed):
             progress: called for each folder.
         """
         self.require_folder(path)
+        for _ in self._regular_below(path, progress):
+            pass
+
+    def sizes_below(self, path: str = "") -> dict[str, int]:
+        """Return path -> size of every file below a folder, one that `require_regular_below` does not refuse."""
+        return {inside: entry.stat(follow_symlinks=False).st_size for inside, entry in self._regular_below(path)}
+
+    def _regular_below(self, path: str, progress: Callable[[], object] = lambda: None) -> Iterator[tuple[str, os.DirEntry[str]]]:
         folders = [path]
         while folders:
             above = folders.pop()
             progress()
             with os.scandir(self.root / above) as entries:
                 for entry in entries:
+                    inside = f"{above}/{entry.name}" if above else entry.name
                     if entry.is_dir(follow_symlinks=False):
-                        folders.append(f"{above}/{entry.name}")
-                    elif not entry.is_file(follow_symlinks=False):
-                        self._require_regular(entry.stat(follow_symlinks=False), f"{above}/{entry.name}")
+                        folders.append(inside)
+                        continue
+                    if not entry.is_file(follow_symlinks=False):
+                        self._require_regular(entry.stat(follow_symlinks=False), inside)
+                    yield inside, entry
 
     def _opened(self, path: str, flags: int) -> int:
         try:

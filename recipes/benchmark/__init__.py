@@ -3,6 +3,7 @@
     measure=     what                                         module                contenders
     saves        saves and loads                              saves_and_loads       contenders, peers, limits
     background   saves beside training steps                  background_saves      background_contenders
+    tiers        loads from the memory of hosts               recoveries            limits
     sync         weight updates, trainers to rollouts         weight_updates        update_contenders, parameter_server
     megatron     our strategies and megatron-core's           megatron_strategies   megatron_peer (another process)
     convert      conversions between formats                  conversions
@@ -14,5 +15,5 @@
 
 `harness` runs them all: it checks keys, lets contenders take turns, and writes and shows the result. `measuring` takes time and
 memory; `tables` makes medians, ratios, tables and the plot. States: `workloads` (a training state, with the `places` of its bytes),
-`weights`, `megatron_state`. `training_step` trains, and `slow_store` plays a network file system.
+`weights`, `megatron_state`. `training_step` trains; `slow_store` plays a network file system, and `host_memory` several hosts.
 """

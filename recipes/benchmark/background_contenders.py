@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -23,18 +24,26 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from ckpt.errors import importing, private_name
 from ckpt.saving.save_settings import SaveSettings
+from ckpt.saving.tiers import memory_of
 from recipes.benchmark.contenders import coordinator_of
+from recipes.benchmark.host_memory import free, go, tier_of
 from recipes.benchmark.peers import Dcp
 from recipes.benchmark.workloads import Workload
 
 NOTHING = "none"
-OURS = ("sync", "thread", "thread-overlap", "thread/capped", "thread-overlap/capped")
+IN_MEMORY = "/memory"
+OURS = (
+    "sync", "thread", "thread-overlap", "thread/capped", "thread-overlap/capped", f"thread{IN_MEMORY}", f"thread-overlap{IN_MEMORY}",
+)  # fmt: skip
 """Training waits for the whole save; for the copy alone; or its next optimizer step does. "capped": the writer keeps to
-`benchmark.writer_cores` and `benchmark.writer_mib_s`."""
+`benchmark.writer_cores` and `benchmark.writer_mib_s`. "memory": the save is committed in the tier of that name, and goes no further."""
 
-DCP = ("dcp-thread", "dcp-process", "dcp-thread/tuned", "dcp-process/tuned", "dcp-thread-overlap", "dcp-process-overlap")
+DCP = (
+    "dcp-thread", "dcp-process", "dcp-thread/tuned", "dcp-process/tuned", "dcp-thread-overlap", "dcp-process-overlap",
+    f"dcp-thread{IN_MEMORY}", f"dcp-thread-overlap{IN_MEMORY}",
+)  # fmt: skip
 """torch.distributed.checkpoint.async_save, whose writer is a thread or a process. "tuned": it keeps memory and plans from save to
-save, which its defaults do not. To overlap it has to."""
+save, which its defaults do not. To overlap it has to. "memory": it writes into a file system of memory."""
 
 
 class Saving:
@@ -67,8 +76,12 @@ class Saving:
         """
         return None
 
+    def place_of(self, path: Path) -> Path:
+        """Where a save to a path lies."""
+        return path
+
     def load(self, path: Path) -> None:
-        """Load a save into the state that was saved."""
+        """Load a save, the newest one, into the state that was saved."""
 
     def close(self) -> None:
         """Release memory and end processes."""
@@ -91,7 +104,7 @@ class Ours(Saving):
         self._coordinator.save_checkpoint(path)
 
     def is_done(self) -> bool:
-        return self._path.is_dir()
+        return self.place_of(self._path).is_dir()
 
     def finish(self) -> None:
         self._coordinator.wait()
@@ -106,6 +119,30 @@ class Ours(Saving):
 
     def close(self) -> None:
         self._coordinator.close()
+
+
+class OursInMemory(Ours):
+    """The same, with the memory tier and no other. The folder is in memory."""
+
+    def __init__(self, cfg: Mapping[str, Any], workload: Workload, folder: Path, settings: SaveSettings) -> None:
+        tiers, self._folder, self._is_lead = [tier_of(folder)], folder, workload.saved.topology.is_lead
+        self._coordinator = coordinator_of(cfg, workload.saved, output_dir=folder, keep_last=None, saves=settings, tiers=tiers)
+        self._path = folder
+
+    def save(self, path: Path) -> None:
+        self._path = path
+        self._coordinator.save_checkpoint(path, goes_home=False)
+
+    def place_of(self, path: Path) -> Path:
+        return memory_of(self._folder, self._folder) / path.name
+
+    def load(self, path: Path) -> None:
+        self._coordinator.load_checkpoint()
+
+    def close(self) -> None:
+        go(self._coordinator)
+        if self._is_lead:
+            free(self._folder, [self._folder])
 
 
 class DcpSaving(Saving):
@@ -136,6 +173,7 @@ class DcpSaving(Saving):
             self._talk.enter_context(_without_stderr())
         optimizer = state.statefuls["optimizer"].optimizer  # type: ignore[attr-defined]
         self._hook = optimizer.register_step_pre_hook(self._wait_for_copy)
+        warnings.filterwarnings("ignore", "Detected an existing checkpoint", UserWarning)  # in memory, the one before the last
 
     def save(self, path: Path) -> None:
         self._settled.clear()
@@ -220,8 +258,8 @@ def saving_of(name: str, cfg: Mapping[str, Any], workload: Workload, folder: Pat
         folder: that it will save below.
     """
     if name in OURS:
-        return Ours(cfg, workload, folder, settings_of(name, cfg["benchmark"]))
-    return DcpSaving(name, workload) if name in DCP else Saving(cfg["benchmark"]["steps"])
+        return (OursInMemory if name.endswith(IN_MEMORY) else Ours)(cfg, workload, folder, settings_of(name, cfg["benchmark"]))
+    return DcpSaving(name.removesuffix(IN_MEMORY), workload) if name in DCP else Saving(cfg["benchmark"]["steps"])
 
 
 def settings_of(name: str, keys: Mapping[str, Any]) -> SaveSettings:

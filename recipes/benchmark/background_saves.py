@@ -15,8 +15,9 @@ import torch.distributed as dist
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.ranks.topology import Topology
 from recipes.benchmark import harness
-from recipes.benchmark.background_contenders import DCP, NOTHING, OURS, Saving, saving_of
+from recipes.benchmark.background_contenders import DCP, IN_MEMORY, NOTHING, OURS, Saving, saving_of
 from recipes.benchmark.harness import Figures
+from recipes.benchmark.host_memory import memory_folder
 from recipes.benchmark.measuring import PeakMemory, gathered, largest, wait_for_ranks
 from recipes.benchmark.tables import Rows, quotients
 from recipes.benchmark.training_step import TrainingStep
@@ -30,6 +31,8 @@ COLUMNS = {
     "steps, times": "slow_down",
     "durable s": "durable_s",
     "lost s": "lost_s",
+    "steps with a save after each, times": "each_times",
+    "stall s of each": "each_stall_s",
 }
 """Figures that are compared, by their headings."""
 
@@ -42,9 +45,13 @@ BEFORE_FIRST = 5
 WARM, COUNTED = "checkpoint-1", "checkpoint-2"
 """Folders of the two saves of a turn."""
 
+IN_TURN = ("checkpoint-3", "checkpoint-4")
+"""Folders of the saves after each step."""
+
 RankTimes = dict[str, Any]
 """One rank's times of its later save: `call_s`, `finish_s`, `durable_s`, `peak_mib`; `before_s` of the steps before it; and `beside`, for
-each step beside it, its begin and end in seconds after the call, and its `wait_s`. With `first_stall_s` of the first save."""
+each step beside it, its begin and end in seconds after the call, and its `wait_s`. With `first_stall_s` of the first save; and of saves in
+memory, and without any, `each_s` and `each_stall_s` of steps with a save after each."""
 
 
 def _check(keys: dict[str, Any]) -> None:
@@ -70,12 +77,15 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         harness.announce(what, keys["contenders"], keys, topology)
 
         def take_turn(name: str, number: int) -> Figures:
+            is_in_memory = name.endswith(IN_MEMORY)
+            place = memory_folder(keys["memory"], topology) if is_in_memory else harness.turn_folder(folders, name, number, topology)
             with (
-                harness.turn_folder(folders, name, number, topology) as folder,
+                place as folder,
                 closing(saving_of(name, cfg, workload, folder)) as saving,
             ):
                 times = _measured(name, saving, keys["steps"], workload, step, folder, compares=number == 1)
-                return figures_of(gathered(times, topology)) | {"written_bytes": _bytes_in(folder, topology)}
+                written = times.pop("written_bytes")
+                return figures_of(gathered(times, topology)) | {"written_bytes": gathered(written, topology)[0]}
 
         rounds = harness.interleaved(keys["contenders"], keys["repeats"], take_turn, topology, _line)
     return facts | {"rounds": rounds}
@@ -101,6 +111,7 @@ def _measured(
     rank_times["first_stall_s"] = _stall_of(first)
     rank_times["before_s"] = [times.ended - times.began for times in before]
     rank_times["peak_mib"] = memory.mib() + _mib_of_children()
+    rank_times["written_bytes"] = sum(file.stat().st_size for file in saving.place_of(folder / COUNTED).rglob("*") if file.is_file())
     if compares and name != NOTHING:
         changed = state.fingerprint() != saved
         state.scramble()
@@ -110,7 +121,26 @@ def _measured(
             assert changed, "every step changes what every rank holds"
             if state.fingerprint() != saved:
                 raise CorruptCheckpointError(f"{name}: what was loaded is not what the state was when the save was called")
+    if name == NOTHING or name.endswith(IN_MEMORY):
+        rank_times |= _save_after_each_step(saving, folder, step, num_steps, topology)
     return rank_times
+
+
+def _save_after_each_step(saving: Saving, folder: Path, step: TrainingStep, num_steps: int, topology: Topology) -> RankTimes:
+    """Save after each step, once the save before is durable."""
+    wait_for_ranks(topology)
+    dist.barrier()
+    stalls, began = [], time.perf_counter()
+    for number in range(num_steps):
+        wait_s = step()[0].wait_s
+        called = time.perf_counter()
+        saving.finish()
+        saving.save(folder / IN_TURN[number % len(IN_TURN)])
+        stalls.append(wait_s + time.perf_counter() - called)
+    each_s = (time.perf_counter() - began) / num_steps
+    saving.finish()
+    saving.durable_s()  # which raises if it failed
+    return {"each_s": each_s, "each_stall_s": statistics.median(stalls)}
 
 
 def _save_beside_steps(saving: Saving, folder: Path, step: TrainingStep, topology: Topology) -> RankTimes:
@@ -143,12 +173,6 @@ def _mib_of_children() -> float:
     return total / 2**20
 
 
-def _bytes_in(folder: Path, topology: Topology) -> int:
-    """The bytes of the save that counts, as the lead sees them. Collective."""
-    sizes = [file.stat().st_size for file in (folder / COUNTED).rglob("*") if file.is_file()]
-    return gathered(sum(sizes), topology)[0]
-
-
 def figures_of(ranks: Sequence[RankTimes]) -> Figures:
     """Return the cost of one save, from the times of all ranks.
 
@@ -157,12 +181,14 @@ def figures_of(ranks: Sequence[RankTimes]) -> Figures:
     - `slow_down`: the time of the steps that ended before the save was durable on all ranks, without the stall, over the time of as
       many steps before the save. If none ended by then, the first one counts; a save that leaves no step beside it has no `slow_down`.
     - `lost_s`: the delay of training by the whole save.
+    - `each_times`: the time of steps with a save after each, the wait for the save before included, over that of the steps without;
+      `each_stall_s`: the median of their stalls. Of saves in memory alone.
     """
     step_s = statistics.mean(seconds for times in ranks for seconds in times["before_s"])
-    names, num_steps = ("first_stall_s", "call_s", "finish_s", "durable_s", "peak_mib"), len(ranks[0]["beside"])
+    names, num_steps = ("first_stall_s", "call_s", "finish_s", "durable_s", "peak_mib", "each_s", "each_stall_s"), len(ranks[0]["beside"])
     figures: Figures = largest(
         [
-            {"stall_s": _stall_of(times), "wait_s": _wait_of(times)} | {name: times[name] for name in names if times[name] is not None}
+            {"stall_s": _stall_of(times), "wait_s": _wait_of(times)} | {name: times[name] for name in names if times.get(name) is not None}
             for times in ranks
         ]
     )
@@ -172,6 +198,8 @@ def figures_of(ranks: Sequence[RankTimes]) -> Figures:
         "steps": num_steps,
         "peak_mib_of_ranks": [times["peak_mib"] for times in ranks],
     }
+    if "each_s" in figures:
+        figures["each_times"] = figures["each_s"] / step_s
     counted = _num_counted(ranks, figures.get("durable_s"))
     if counted:
         end = max(times["beside"][counted - 1][1] for times in ranks)
@@ -239,7 +267,7 @@ def _line(figures: Figures) -> str:
 
 MEASUREMENT = harness.Measurement(
     {
-        "workload": str, "repeats": int, "contenders": list[str], "step_s": float, "steps": int, "stepped_mib": int,
+        "workload": str, "repeats": int, "contenders": list[str], "step_s": float, "steps": int, "stepped_mib": int, "memory": str,
         "writer_cores": int | None, "writer_mib_s": int | None, "plot": bool | None,
     },
     benchmark,

@@ -52,6 +52,7 @@ CheckRun = Callable[[DictConfig], dict[str, Any]]
 MEASUREMENTS = {
     "saves": "saves_and_loads", "background": "background_saves", "sync": "weight_updates", "megatron": "megatron_strategies",
     "convert": "conversions", "device": "device_copies", "validation": "validation_costs", "plan": "plan_costs", "ranks": "agreements",
+    "tiers": "recoveries",
 }
 """Choice of `measure=` -> the module that measures it."""
 

@@ -1,10 +1,17 @@
-"""The machine's limits: the same bytes moved by bare system calls, memory copies and broadcasts."""
+"""The machine's limits: the same bytes moved by bare system calls, memory copies, sockets and broadcasts."""
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import socket
+import socketserver
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 from ckpt.format.dtypes import raw_bytes
+from ckpt.ranks.addresses import LOOPBACK
+from ckpt.storage.keeper.wire import receive_into, received
 from recipes.benchmark.measuring import opened, sync_entries
 from recipes.benchmark.places import Source, least_loaded, runs_of
 from recipes.benchmark.workloads import Contender, Workload
@@ -20,6 +29,7 @@ CALL_BYTES = 8 << 20
 CALL_BUFFERS = 1024  # IOV_MAX of Linux
 BLOCK_BYTES = 4096
 PART_BYTES = 64 << 20
+_COUNT = struct.Struct("Q")
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 
 
@@ -128,6 +138,53 @@ class Broadcast(Contender):
             dist.broadcast(self._part[: self._num_bytes - at], src=0, group=self._group)
 
 
+class HostCopies:
+    """The limit of a load from hosts: as many bytes by copies of memory, and by plain sockets from the others. It makes no state."""
+
+    def __init__(self) -> None:
+        source = np.ones(PART_BYTES, np.uint8)  # touched, and larger than a cache
+        self._source = [*_parts(source)]
+
+    @contextmanager
+    def serving(self) -> Iterator[int]:
+        """Send as many bytes as anybody asks for, from a thread each, inside the block; yield the port."""
+        source = self._source
+
+        class Sending(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                (left,) = _COUNT.unpack(received(self.request, _COUNT.size))
+                for part in cycle(source):
+                    self.request.sendall(part[:left])
+                    left -= min(left, part.nbytes)
+                    if not left:
+                        return
+
+        with socketserver.ThreadingTCPServer((LOOPBACK, 0), Sending) as server:
+            thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+            thread.start()
+            try:
+                yield server.server_address[1]
+            finally:
+                server.shutdown()
+                thread.join()
+
+    def fill(self, tensors: Iterable[torch.Tensor], num_here: int, there: Mapping[int, int]) -> None:
+        """Fill tensors: the first bytes from memory, then those that others send.
+
+        Args:
+            there: port -> bytes.
+        """
+        parts = deque(part for tensor in tensors for part in _parts(_bytes_of(tensor)))
+        source = cycle(self._source)
+        for part in _taken(parts, num_here):
+            part[:] = next(source)[: part.nbytes]
+        for port, num_bytes in there.items():
+            with socket.create_connection((LOOPBACK, port)) as link:
+                link.sendall(_COUNT.pack(num_bytes))
+                for part in _taken(parts, num_bytes):
+                    receive_into(link, memoryview(part))
+
+
 def takes_direct_writes(folder: Path, rank: int) -> bool:
     """Whether the folder's file system takes O_DIRECT."""
     probe = folder / f"direct-{rank}"
@@ -192,6 +249,16 @@ def _move_all(
 
 def _parts(view: np.ndarray) -> Iterator[np.ndarray]:
     return (view[at : at + CALL_BYTES] for at in range(0, view.nbytes, CALL_BYTES))
+
+
+def _taken(parts: deque[np.ndarray], num_bytes: int) -> Iterator[np.ndarray]:
+    """Take the first so many bytes."""
+    while num_bytes:
+        part = parts.popleft()
+        if part.nbytes > num_bytes:
+            parts.appendleft(part[num_bytes:])
+        yield part[:num_bytes]
+        num_bytes -= min(part.nbytes, num_bytes)
 
 
 def _whole_blocks(num_bytes: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -159,13 +159,22 @@ def prepared(cfg: Mapping[str, Any], topology: Topology) -> Iterator[Workload]:
     if num_loading == topology.world_size:
         yield _workload(small["sharing"] if small else layout.name, saved, saved, num_loading)
         return
-    group = dist.new_group(list(range(num_loading)))
-    if topology.rank >= num_loading:
-        layout.mesh(saved.device.torch_device, num_loading)  # the groups of a mesh are made by all ranks together
-        yield _workload(layout.name, saved, None, num_loading)
-        return
-    with topology.part("ranks that load", range(num_loading)) as part:
-        yield _workload(layout.name, saved, _training_state(cfg, part, group), num_loading)
+    is_loading = topology.rank < num_loading
+    with topology.part("ranks that load", range(num_loading)) if is_loading else nullcontext() as part:
+        yield _workload(layout.name, saved, state_on(part, num_loading, cfg, saved.device), num_loading)
+
+
+def state_on(part: Topology | None, num_ranks: int, cfg: Mapping[str, Any], device: Device) -> State | None:
+    """Make the state of a model anew on the first ranks, and return it there. Collective over all ranks.
+
+    Args:
+        part: the topology of these ranks; None on the others.
+    """
+    group = dist.new_group(list(range(num_ranks)))
+    if part is not None:
+        return _training_state(cfg, part, group)
+    instantiate(cfg["parallel"]).mesh(device.torch_device, num_ranks)  # the groups of a mesh are made by all ranks together
+    return None
 
 
 def facts_of(cfg: Mapping[str, Any], workload: Workload) -> dict[str, Any]:

@@ -28,6 +28,7 @@ KEYS: dict[str, Any] = {
     "stepped_mib": 1,
     "writer_cores": 1,
     "writer_mib_s": None,
+    "memory": "/dev/shm",
     "plot": None,
 }
 
@@ -139,8 +140,14 @@ def test_a_save_that_leaves_no_step_to_be_disturbed_has_no_slow_down_and_no_save
     assert nothing["slow_down"] == pytest.approx(1.1) and "durable_s" not in nothing
 
 
+def test_steps_with_a_save_after_each_are_told_by_the_slowest_rank_and_beside_the_steps_before() -> None:
+    ranks = [told(0.5, [0.0], [1.5], durable_s=0.7, finish_s=0.0) | {"each_s": each, "each_stall_s": each / 4} for each in (1.5, 2.0)]
+    figures = figures_of(ranks)
+    assert (figures["each_times"], figures["each_stall_s"]) == (2.0, 0.5)
+
+
 def test_ratios_are_ours_over_theirs() -> None:
-    rows = {"first_stall_s": 2.0, "stall_s": 1.0, "slow_down": 1.5, "durable_s": 4.0, "lost_s": 2.0}
+    rows = dict.fromkeys(COLUMNS.values(), 2.0) | {"stall_s": 1.0}
     half = {name: value / 2 for name, value in rows.items()}
     result = summarized({"none": [{"stall_s": 0.0, "lost_s": 0.0}], "dcp-thread": [rows], "sync": [half, half, rows]})
     assert result["medians"]["sync"] == half
@@ -152,15 +159,20 @@ def test_ratios_are_ours_over_theirs() -> None:
 def test_a_small_one_measures_everybody_and_finds_every_bit_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    names = ["none", "dcp-thread-overlap", "sync", "thread", "thread-overlap/capped"]
-    cfg = small(tmp_path, names)
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    each = ["none", "dcp-thread/memory", "thread-overlap/memory"]
+    names = [*each, "dcp-thread-overlap", "sync", "thread", "thread-overlap/capped"]
+    cfg = small(tmp_path / "run", names, f"benchmark.memory={memory}")
     result = run_ranks(2, _benchmark, cfg, process_group=True, timeout_s=120)[0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["benchmark.json", "benchmark.png"]
-    assert (tmp_path / "benchmark.png").read_bytes().startswith(b"\x89PNG")
-    assert json.loads((tmp_path / "benchmark.json").read_text()) == result
+    run_dir = tmp_path / "run"
+    assert sorted(path.name for path in run_dir.iterdir()) == ["benchmark.json", "benchmark.png"] and not [*memory.iterdir()]
+    assert (run_dir / "benchmark.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((run_dir / "benchmark.json").read_text()) == result
     assert [list(result[key]) for key in ("rounds", "medians", "ranges")] == [names] * 3
     for name, figures in result["medians"].items():
         assert {"stall_s", "call_s", "wait_s", "finish_s", "lost_s", "step_s", "steps", "peak_mib"} <= set(figures)
+        assert {"each_times", "each_stall_s"} & set(figures) == ({"each_times", "each_stall_s"} if name in each else set())
         assert ("durable_s" in figures) == (name != "none")
         assert figures["stall_s"] >= figures["call_s"]
         assert len(result["rounds"][name][0]["peak_mib_of_ranks"]) == 2
@@ -170,7 +182,7 @@ def test_a_small_one_measures_everybody_and_finds_every_bit_again(
     assert all(result["state_bytes"] < num_bytes < 1.2 * result["state_bytes"] for num_bytes in written.values())
     assert result["medians"]["sync"]["durable_s"] <= result["medians"]["sync"]["stall_s"]
     assert set(result["ratios"]) == {name for name in names if name in OURS}
-    assert set(result["ratios"]["thread"]) == {"dcp-thread-overlap"}
+    assert set(result["ratios"]["thread"]) == {"dcp-thread/memory", "dcp-thread-overlap"}
     printed = capfd.readouterr().err
     assert "1 rounds of none, " in printed and "round 1/1 thread: first stall " in printed
     MEASUREMENT.show(result)

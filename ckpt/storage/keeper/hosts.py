@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import mmap
-import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -14,7 +12,7 @@ from pathlib import Path
 from ckpt.errors import CorruptCheckpointError
 from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.keeper.client import Peer
-from ckpt.storage.objects.store import Found, Store, Tag, fill
+from ckpt.storage.objects.store import Found, Store, Tag
 
 SCHEME = "hosts"
 """Of the addresses of such checkpoints, in reports: no user gives one."""
@@ -43,7 +41,6 @@ class HostsStore(Store):
         self._peers = peers
         self._sizes = {path: size for path, (size, _) in files.items()}
         self._places = {path: nearest_first(hosts, number) for path, (_, hosts) in files.items()}
-        self._mapped: dict[str, memoryview] = {}
         self._silent: set[int] = set()
         self._counts = {}
         self._counting = threading.Lock()
@@ -67,7 +64,7 @@ class HostsStore(Store):
         for host in sorted(self._places[key], key=self._silent.__contains__):  # those last: each costs its patience again
             try:
                 is_here = host == self._number
-                got = fill(wanted, self._here(key)[start : start + count]) if is_here else self._peers[host].read_into(key, start, wanted)
+                got = self._read_here(key, start, wanted) if is_here else self._peers[host].read_into(key, start, wanted)
                 if got == count:
                     self._count(HERE if is_here else THERE, count, requests=1)
                     return count
@@ -98,7 +95,6 @@ class HostsStore(Store):
 
     def close(self) -> None:
         """Let go of files and connections."""
-        self._mapped.clear()
         self._own.close()
         for peer in self._peers.values():
             peer.close()
@@ -112,15 +108,17 @@ class HostsStore(Store):
             raise FileNotFoundError(errno.ENOENT, "no host has it", key)
         return self._sizes[key]
 
-    def _here(self, key: str) -> memoryview:
-        """The bytes of a file of this host, mapped: of memory they are copied once, to where they are wanted."""
-        if key not in self._mapped:
-            fd = self._own.open(key)
-            try:
-                self._mapped[key] = memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ) if os.fstat(fd).st_size else b"")
-            finally:
-                os.close(fd)
-        return self._mapped[key]
+    def _read_here(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
+        """Fill buffers with a file's bytes of this host; return their number. Mapped memory is slower: each page of it is a fault."""
+        left, at = list(buffers), start
+        with self._own.opened(key) as file:
+            while left and (count := file.read_at(left, at)):
+                at += count
+                while left and count >= len(left[0]):
+                    count -= len(left.pop(0))
+                if left:
+                    left[0] = left[0][count:]
+        return at - start
 
 
 def _first(buffers: Sequence[memoryview], num_bytes: int) -> list[memoryview]:

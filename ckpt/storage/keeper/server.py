@@ -292,8 +292,7 @@ def _make_folder_of(files: CheckpointFolder, path: str) -> None:
 
 def _list(files: CheckpointFolder, link: socket.socket, request: Request) -> None:
     files.require_folder(request.path)
-    sizes = {path: files.size(path) for path in files.below(request.path)}
-    send_answer(link, DONE, json.dumps(sizes).encode())
+    send_answer(link, DONE, json.dumps(files.sizes_below(request.path)).encode())
 
 
 _ANSWERS = {READ: _read, STAT: _stat, WRITE: _write, LIST: _list, LINK: _link}

@@ -110,6 +110,7 @@ def test_a_host_that_is_lost_is_read_from_its_copies_onto_other_ranks(tmp_path: 
     shutil.rmtree(tmp_path / "host-1")
     requests = run_ranks(sum(nodes), _resume, tmp_path, "zarr", 3, hosts, nodes=nodes)[0]
     assert set(requests) == {HERE, THERE}
+    assert not (tmp_path / "host-n" / memory_of(tmp_path, Path()).parent).exists(), "a host that has nothing needs no keeper for a load"
 
 
 def test_partners_are_the_next_hosts_of_other_groups() -> None:

@@ -581,9 +581,11 @@ def test_a_folder_is_looked_through_for_what_is_no_file(tmp_path: Path, door: st
     (tmp_path / "a" / "b" / "file").write_bytes(b"x")
     with CheckpointFolder(tmp_path) as folder:
         folder.require_regular_below("a")
+        assert folder.sizes_below() == folder.sizes_below("a") == {"a/b/file": 1}
         (tmp_path / "a" / "b" / "link").symlink_to("file")
-        with pytest.raises(CorruptCheckpointError, match="a/b/link is a symbolic link"):
-            folder.require_regular_below("a")
+        for look in (folder.require_regular_below, folder.sizes_below):
+            with pytest.raises(CorruptCheckpointError, match="a/b/link is a symbolic link"):
+                look("a")
         (tmp_path / "a" / "b" / "link").unlink()
         os.mkfifo(tmp_path / "a" / "b" / "fifo")
         with pytest.raises(CorruptCheckpointError, match="a/b/fifo is not a regular file"):
