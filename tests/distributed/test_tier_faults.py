@@ -205,6 +205,8 @@ def _later_life(topology: Topology, folder: Path, case: Case, hosts: str, is_las
     except InterruptedError:
         pass
     after = traces(before)
+    for thread in after.threads - before.threads:  # those that have been told to end, and whom nobody awaits
+        thread.join(patience(2.0))
     left = [thread.name for thread in after.threads - before.threads if thread.is_alive()]
     sockets = after.descriptors["socket"] - before.descriptors["socket"]
     return step, f"{left} {sockets} sockets" if left or sockets > 0 else ""
