@@ -33,7 +33,10 @@ def require_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert not [name for name in one if not same_bits(one[name], other[name])]
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [("fsdp", 2), pytest.param("ddp", 2, marks=pytest.mark.full), pytest.param("hsdp", 4, marks=pytest.mark.full)],
+)
 def test_a_killed_training_goes_on_to_the_bit(run: RunForked, tmp_path: Path, layout: str, ranks: int) -> None:
     straight = run(ranks, "train", layout, tmp_path / "straight")
     assert run(ranks, "train", layout, tmp_path / "killed", STEPS, 4) == [Dead(-9)] * ranks

@@ -45,8 +45,9 @@ def laid_out(model: PeftModel, layout: str) -> torch.nn.Module:
         return model
     if layout == "ddp":
         return DistributedDataParallel(model, find_unused_parameters=True)
-    replicas = (2,) if layout == "hsdp" else ()
-    mesh = init_device_mesh("cpu", (*replicas, dist.get_world_size() // (2 if replicas else 1)))
+    ranks = dist.get_world_size()
+    sizes = {"replicas": 2, "shards": ranks // 2} if layout == "hsdp" else {"shards": ranks}
+    mesh = init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
     for layer in model.base_model.model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
