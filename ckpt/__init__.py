@@ -1,6 +1,7 @@
 """Distributed checkpoints for PyTorch: standard files, saved on all ranks or on none.
 
     save, load                  save one state dict under a path, and load it
+    load_adapter                loads an adapter of PEFT into a model in use
     Checkpointer                makes a training loop save and resume
     CheckpointCoordinator       does so with components, backend, loading strategy, device and ranks of your choice
     StateComponent              one part of a run's state: a key, an object and a sharing pattern
@@ -20,6 +21,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckpt.api.adapters import load_adapter
     from ckpt.api.checkpointer import Checkpointer
     from ckpt.api.state_dicts import load, save
     from ckpt.coordinator import CheckpointCoordinator
@@ -38,6 +40,7 @@ _HOME = {
     "StateComponent": "ckpt.state.sharing",
     "keep_tensor_class": "ckpt.state.tensor_classes",
     "load": "ckpt.api.state_dicts",
+    "load_adapter": "ckpt.api.adapters",
     "save": "ckpt.api.state_dicts",
 }
 
@@ -51,6 +54,7 @@ __all__ = [
     "__version__",
     "keep_tensor_class",
     "load",
+    "load_adapter",
     "save",
 ]
 

@@ -30,6 +30,7 @@ from ckpt.loading.report import ComponentReport, LoadReport
 from ckpt.memory.device import Device, device_of
 from ckpt.ranks.merging import most
 from ckpt.ranks.sigterm import TOLD_TO_END
+from ckpt.ranks.topology import Topology
 from ckpt.run.arguments import (
     SETTINGS,
     as_backend,
@@ -47,6 +48,7 @@ from ckpt.run.arguments import (
     root_given_once,
 )
 from ckpt.saving.save_settings import SaveSettings
+from ckpt.state.adapters import with_adapters
 from ckpt.state.provider import components_of, module_of
 from ckpt.state.sharing import AUTO, StateComponent
 from ckpt.state.statefuls import RNGState
@@ -156,6 +158,9 @@ class Checkpointer:
         mode: "sync", or "async" for saves that go on beside training; or `ckpt.saving.save_settings.SaveSettings`.
         sharing_patterns: name -> sharing pattern, where it cannot be inferred (`ckpt.state.pattern_check`), or should not be.
         process_groups: name -> torch process group, for objects that are equal within one of them and differ elsewhere.
+        peft_base: makes components of a PEFT model under the name "model": "adapter-<name>" of each adapter, and "base", the model below
+            them: "saved", or "frozen": its source and the digest of its tensors, which a load compares. Each rank reads its part of the
+            base for that, once. None: it is one component, with all that it holds.
         device: whose random generators and memory are used; None: that of the modules' parameters.
         save_rng: save the random generators of each rank, under the name "rng". On other ranks than those that saved, a load seeds
             them from `torch.initial_seed()`, as it was when the Checkpointer was made, and the step.
@@ -193,6 +198,7 @@ class Checkpointer:
         mode: str | SaveSettings = "sync",
         sharing_patterns: Mapping[str, str] | None = None,
         process_groups: Mapping[str, Any] | None = None,
+        peft_base: str | None = None,
         device: Device | str | None = None,
         save_rng: bool = True,
         save_at_end: bool = True,
@@ -232,7 +238,7 @@ class Checkpointer:
         if save_rng:
             given.setdefault("rng", ProgramRNG(device, seed=torch.initial_seed(), step=lambda: self._step))
         self.coordinator = CheckpointCoordinator(
-            auto_components(given, sharing_patterns or {}),
+            auto_components(given, sharing_patterns or {}, peft_base, self._topology),
             process_groups,
             self._topology,
             self._folder,
@@ -555,16 +561,23 @@ def _device_of(objects: Mapping[str, Any]) -> Device:
     return device_of(parameter for module in modules for parameter in module.parameters())
 
 
-def auto_components(objects: Mapping[str, Any], patterns: Mapping[str, str]) -> list[StateComponent]:
-    """Return objects as components whose sharing patterns are inferred, but for those in `patterns`."""
+def auto_components(
+    objects: Mapping[str, Any], patterns: Mapping[str, str], peft_base: str | None, topology: Topology
+) -> list[StateComponent]:
+    """Return objects as components whose sharing patterns are inferred, but for those in `patterns`. Collective if one is a PEFT model."""
     for name in patterns:
         if name not in objects:
             raise ConfigurationError(f"sharing_patterns: there is no object {name!r}; given were {', '.join(objects)}")
     return [
-        replace(
-            component,
-            sharing_pattern=patterns.get(component.key, component.sharing_pattern),
-            elastic="derive" if isinstance(component.stateful, ProgramRNG) else None,
-        )
+        part
         for component in components_of(objects, legacy_pattern=AUTO)
+        for part in with_adapters(
+            replace(
+                component,
+                sharing_pattern=patterns.get(component.key, component.sharing_pattern),
+                elastic="derive" if isinstance(component.stateful, ProgramRNG) else None,
+            ),
+            peft_base,
+            topology,
+        )
     ]

@@ -36,6 +36,7 @@ from ckpt.interop.recognised import recognised
 from ckpt.interop.registry import source_at
 from ckpt.interop.rewriting import rewrite
 from ckpt.interop.safetensors.writing import (
+    adapter_config_in,
     export,
     model_files_in,
     select,
@@ -47,6 +48,7 @@ from ckpt.loading.direct import DirectLoad
 from ckpt.loading.sources import CheckpointSource, CommittedSource
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
+from ckpt.state.adapters import CONFIG
 from ckpt.storage.files import read_once
 from ckpt.storage.metadata import maybe_load_config
 from ckpt.storage.stored import checkpoints_below, noticing_removal, read_manifest_bytes
@@ -305,6 +307,9 @@ def _export(keys: ConvertKeys, source: CheckpointSource | None, topology: Topolo
         else:
             selection = select_of_other(source, src, keys.component)
         values = values_beside(source, keys.component) if source is not None else []
+        adapter = None if source is None else adapter_config_in(source, keys.component)
+        if adapter is not None:
+            values.remove(CONFIG)
         is_files = isinstance(src, Path) and isinstance(source, OtherSource) and source.program == SAFETENSORS and src.is_dir()
         folder = src if is_files and isinstance(src, Path) else None
         if keys.config_from is not None:
@@ -312,7 +317,7 @@ def _export(keys: ConvertKeys, source: CheckpointSource | None, topology: Topolo
         beside = None if folder is None else model_files_in(folder)
     tensor_bytes = selection.num_bytes
     with _shown(keys, topology, tensor_bytes):
-        done = export(selection, dst, shard_bytes(keys.max_shard_size), topology, beside=beside)
+        done = export(selection, dst, shard_bytes(keys.max_shard_size), topology, beside=beside, adapter_config=adapter)
     left_out = [f"{alias} (tied: it is {first})" for alias, first in selection.aliases.items()]
     left_out += [f"{name} (no tensor)" for name in values]
     left_out += source.left_out if isinstance(source, OtherSource) else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,6 +17,7 @@ from ckpt.format.dtypes import contiguous, is_dtensor, raw_bytes, torch_dtype, z
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import tied_names
+from ckpt.state.adapters import AdapterState
 from ckpt.state.flatten import TensorLeaf, flatten
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import find_aliases
@@ -153,25 +153,14 @@ class AdapterWeights:
 
     def __init__(self, model: Any, adapter: str = "default", topology: Topology | None = None) -> None:
         configs = getattr(model, "peft_config", {})
-        config = configs.get(adapter)
-        if config is None or config.peft_type != "LORA":
+        if adapter not in configs or configs[adapter].peft_type != "LORA":
             raise ConfigurationError(f"adapter={adapter}: expected a LoRA adapter of a PeftModel, found {[*configs]}")
-        self.config: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=sorted))  # its sets as lists
-        self._whole = WholeWeights(_AdapterState(model, adapter), topology or current_topology())
+        state = AdapterState(model, adapter)
+        self.config = state.config
+        self._whole = WholeWeights(state, topology or current_topology())
 
     def __iter__(self) -> Iterator[NamedTensor]:
         return iter(self._whole)
-
-
-class _AdapterState:
-    def __init__(self, model: Any, adapter: str) -> None:
-        self._model = model
-        self._adapter = adapter
-
-    def state_dict(self) -> dict[str, Any]:
-        from peft import get_peft_model_state_dict
-
-        return dict(get_peft_model_state_dict(self._model, adapter_name=self._adapter, save_embedding_layers=False))
 
 
 class _Row(NamedTuple):

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import Trainer, TrainingArguments
 from transformers.integrations import ClearMLCallback, MLflowCallback, WandbCallback
 from transformers.trainer_utils import HubStrategy, SaveStrategy, get_last_checkpoint
-from transformers.utils import ENV_VARS_TRUE_VALUES, is_peft_available, is_sagemaker_mp_enabled
+from transformers.utils import ENV_VARS_TRUE_VALUES, is_sagemaker_mp_enabled
 
 from ckpt.api.checkpointer import Checkpointer, names_of_objects
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
@@ -36,6 +36,7 @@ from ckpt.memory.device import device_of
 from ckpt.ranks.merging import Alike, alike, first_difference
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.run.arguments import as_checkpoint_id, as_location, as_topology
+from ckpt.state.adapters import is_peft, keys_of_parts
 from ckpt.state.statefuls import OptimizerState, RNGState
 from ckpt.storage.stored import has_manifest, read_manifest
 
@@ -104,6 +105,9 @@ class CkptTrainerMixin(_Base):
     checkpoint than the newest: with `ckpt={"overwrite": True}` it replaces them, or sets the newer ones aside. `auto_find_batch_size`
     does so with what an attempt has saved that ran out of memory.
 
+    Of a PEFT model each adapter is a component, and the base is known by its source and digest: `peft_base="frozen"` of `Checkpointer`,
+    which `ckpt={"peft_base": ...}` replaces.
+
     `save_model`, `save_state`, `push_to_hub` and `hub_strategy="end"` write what they do without it.
 
     Args:
@@ -113,7 +117,7 @@ class CkptTrainerMixin(_Base):
         args, kwargs: of the trainer.
 
     Raises:
-        ConfigurationError: DeepSpeed, FSDP1, SageMaker or XLA; a PEFT model; an option of `TrainingArguments`, a callback, or a method of
+        ConfigurationError: DeepSpeed, FSDP1, SageMaker or XLA; an option of `TrainingArguments`, a callback, or a method of
             the trainer's class that needs the files of `Trainer`'s own checkpoints; or an argument in `ckpt` that follows from
             `TrainingArguments`.
     """
@@ -121,7 +125,7 @@ class CkptTrainerMixin(_Base):
     _ckpt: Checkpointer  # while it trains
 
     def __init__(self, *args: Any, ckpt: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        self._ckpt_options = dict(ckpt or {})
+        self._ckpt_options = {"peft_base": "frozen"} | dict(ckpt or {})
         root = self._ckpt_options.pop("folder", None)
         self._ckpt_root = None if root is None else as_location("ckpt['folder']", root)
         self._ckpt_files = _Files()
@@ -215,10 +219,18 @@ class CkptTrainerMixin(_Base):
         load = self._ckpt_options.get("load")
         load = load if isinstance(load, str) else "direct"  # an object is in use
         device = device_of(self.model.parameters())
-        names = (*_OWN_OBJECTS, *names_of_objects(self._ckpt_options))
+        names = [*_OWN_OBJECTS, *names_of_objects(self._ckpt_options)]
+        if "model" not in objects and is_peft(self.model_wrapped):
+            names += keys_of_parts("model", self.model_wrapped)
         given: dict[str, Any] = {name: objects.get(name) for name in names}
         with Checkpointer(
-            self._ckpt_folder, load=load, device=device, save_rng=save_rng, on_sigterm=False, **given
+            self._ckpt_folder,
+            load=load,
+            device=device,
+            save_rng=save_rng,
+            on_sigterm=False,
+            peft_base=self._ckpt_options.get("peft_base"),
+            **given,
         ) as checkpoints:
             return checkpoints.restore(which).path
 
@@ -399,11 +411,6 @@ def _not_covered(trainer: Any) -> str | None:
     args = trainer.args
     if is_sagemaker_mp_enabled():
         return "it trains with SageMaker's model parallelism"
-    if is_peft_available():
-        from peft import PeftModel
-
-        if isinstance(trainer.accelerator.unwrap_model(trainer.model), PeftModel):
-            return "PEFT saves adapters without the model below them, a checkpoint here would hold both"
     if args.push_to_hub and args.hub_strategy != HubStrategy.END:
         return f'hub_strategy="{args.hub_strategy.value}" pushes files of Trainer\'s own checkpoints; use hub_strategy="end"'
     if args.save_on_each_node:

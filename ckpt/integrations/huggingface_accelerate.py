@@ -31,7 +31,7 @@ from ckpt.loading.strategy import LoadingStrategy
 from ckpt.memory.device import device_of
 from ckpt.ranks.merging import most
 from ckpt.ranks.topology import Topology
-from ckpt.run.arguments import as_backend, as_location, as_run, as_strategy
+from ckpt.run.arguments import as_backend, as_location, as_run, as_strategy, as_topology
 from ckpt.saving.new_folder import save_into_new_folder
 from ckpt.saving.saver import SavedRun
 from ckpt.state.collect import RankState, collect
@@ -60,6 +60,7 @@ class CkptAccelerator(Accelerator):
     Args:
         format: "zarr", "tensorstore", "kimi-engine", or a backend.
         load: "direct", "two-stage", or a loading strategy.
+        peft_base: how the model below the adapters of a PEFT model is saved: see `Checkpointer`.
         args, kwargs: of `Accelerator`.
 
     Raises:
@@ -67,10 +68,16 @@ class CkptAccelerator(Accelerator):
     """
 
     def __init__(
-        self, *args: Any, format: Backend | str = "zarr", load: LoadingStrategy | str = "direct", **kwargs: Any
+        self,
+        *args: Any,
+        format: Backend | str = "zarr",
+        load: LoadingStrategy | str = "direct",
+        peft_base: str | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         require_covered(self)
+        self._ckpt_peft_base = peft_base
         self._ckpt_backend = as_backend(format, "format")
         self._ckpt_strategy = as_strategy(load, "load")
         self._ckpt_known: _Known | None = None
@@ -229,7 +236,9 @@ class CkptAccelerator(Accelerator):
             own: dict[str, Any] = {n: _LoaderState(loader) for n, loader in named.items() if n.startswith("dataloader")}
             own["accelerator"] = _StepState(self)
             own["rng"] = ProgramRNG(device, seed=torch.initial_seed(), step=lambda: int(self.step))
-            run = as_run(auto_components(named | own, {}), None, None, self._ckpt_backend, device)
+            topology = as_topology(None)
+            components = auto_components(named | own, {}, self._ckpt_peft_base, topology)
+            run = as_run(components, None, topology, self._ckpt_backend, device)
             self._ckpt_known = known = _Known(named, run, AutoSharing(run.components, run.topology))
         return known
 

@@ -59,7 +59,7 @@ class StaleStateCheck:
             c.key
             for c in components
             if c.key in optimizers
-            or (isinstance(c.stateful, ModelState) and any(id(p) in trained for p in c.stateful.module.parameters()))
+            or (isinstance(c.stateful, ModelState) and any(id(p) in trained for p in c.stateful.parameters()))
         }
         self._seen: dict[str, dict[str, str]] = {}
 

@@ -11,6 +11,7 @@ Files:
     address                 position of a leaf in its global array
     collect                 the state of one rank for a save; exchange of plain values and address tables
     replication, state_digest   comparison of equal copies; one digest for a whole state
+    adapters                adapters of a PEFT model, and the base below them
     pattern_check           sharing patterns compared with the state of all ranks; those of components that are declared "auto"
     overlap                 delays the optimizer's step until copies are complete
 """

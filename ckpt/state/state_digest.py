@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
@@ -22,8 +23,8 @@ from ckpt.state.flatten import TensorLeaf, flatten
 from ckpt.state.sharing import Stateful, find_aliases
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
-_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-_BLOCK_ELEMENTS = 1 << 16
+_MIX = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)), (np.uint64(31), np.uint64(1)))
+_BLOCK_ELEMENTS = 1 << 14
 
 
 def state_digest(statefuls: Mapping[str, Stateful], topology: Topology) -> str:
@@ -32,6 +33,7 @@ def state_digest(statefuls: Mapping[str, Stateful], topology: Topology) -> str:
     For each tensor: hash(name, dtype, global shape), and for each of its elements hash(that, index of the element in the global tensor,
     bits of the element), under two seeds; all are added up modulo 2^64. Each element counts once, on whichever ranks it is held, and tied
     tensors count once, under their first name. Plain values do not count. Of each rank two numbers travel.
+    Checkpoints of adapters hold that of their base: it stays what it is.
 
     Args:
         statefuls: component name -> object, such as the model and the optimizer.
@@ -103,9 +105,11 @@ def _sums(leaf: TensorLeaf, address: Address, topology: Topology, *, counts: boo
     words = bits.size // max(address.box.num_elements, 1)
     with np.errstate(over="ignore"):
         for start in range(0, bits.size, _BLOCK_ELEMENTS):
-            block = bits[start : start + _BLOCK_ELEMENTS].astype(np.uint64)
-            index = _global_index(np.arange(start, start + block.size, dtype=np.uint64), address, words)
-            keyed = block + (index + np.uint64(1)) * _STEP
+            block = bits[start : start + _BLOCK_ELEMENTS]
+            keyed = _global_index(np.arange(start, start + block.size, dtype=np.uint64), address, words)
+            keyed += np.uint64(1)
+            keyed *= _STEP
+            keyed += block
             for at, seed in enumerate(seeds):
                 sums[at] += _mix(keyed ^ seed).sum(dtype=np.uint64)
             topology.progress()
@@ -113,11 +117,13 @@ def _sums(leaf: TensorLeaf, address: Address, topology: Topology, *, counts: boo
 
 
 def _mix(z: np.ndarray) -> np.ndarray:
-    """Apply the finaliser of splitmix64 (Steele, Lea, Flood 2014) to each element."""
-    z = (z ^ (z >> np.uint64(30))) * _MIX[0]
-    z = (z ^ (z >> np.uint64(27))) * _MIX[1]
-    mixed: np.ndarray = z ^ (z >> np.uint64(31))
-    return mixed
+    """Apply the finaliser of splitmix64 (Steele, Lea, Flood 2014) to each element, in place."""
+    shifted = np.empty_like(z)
+    for shift, factor in _MIX:
+        np.right_shift(z, shift, out=shifted)
+        z ^= shifted
+        z *= factor
+    return z
 
 
 def _element_bits(local: torch.Tensor) -> np.ndarray:
@@ -130,9 +136,10 @@ def _element_bits(local: torch.Tensor) -> np.ndarray:
 
 def _global_index(local: np.ndarray, address: Address, words: int) -> np.ndarray:
     """Convert row-major indices in the box to row-major indices in the global tensor."""
-    if address.box.shape == address.global_shape:
+    shape, words64 = address.global_shape, np.uint64(words)
+    if address.box.shape[1:] == shape[1:]:  # rows of it, or all
+        local += np.uint64(math.prod(shape[1:]) * (address.box.offsets or (0,))[0]) * words64
         return local
-    words64 = np.uint64(words)
     rest, part = local // words64, local % words64
     index = np.zeros_like(local)
     stride = 1

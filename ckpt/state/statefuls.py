@@ -6,7 +6,7 @@ Their `state_dict` returns the tensors in use, so a load fills these in place, a
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from glob import escape
 from typing import Any
 
@@ -84,6 +84,10 @@ class ModelState:
                     if other in made:
                         made.setdefault(name, made[other])
             self._prepared = unflatten(made, {key: (key,) for key in made} | own.paths | dict(paths))
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """The parameters that it saves."""
+        return self.module.parameters()
 
     def forget_prepared(self) -> None:
         """Return to the module's own names and entries."""

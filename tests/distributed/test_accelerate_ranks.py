@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +20,32 @@ from ckpt.errors import CheckpointError
 from ckpt.integrations.huggingface_accelerate import CkptAccelerator
 from ckpt.ranks.topology import Topology
 from ckpt.saving.manifest_writer import ManifestWriter
+from ckpt.storage.stored import read_manifest
 from tests.support.ranks import run_ranks
 from tests.support.states import Held
 
 STEPS = 14
 
 
-def _train(topology: Topology, root: Path, killed_at: int | None = None) -> tuple[int, list[float], list[list[float]]]:
+def _train(
+    topology: Topology, root: Path, killed_at: int | None = None, *, is_adapted: bool = False
+) -> tuple[int, list[float], list[list[float]]]:
     """Train over epochs of six batches of each rank, and save every fourth step. The first step, and from there on losses; last weights."""
     accelerator = _accelerator(
         topology,
         project_config=ProjectConfiguration(str(root), automatic_checkpoint_naming=True, total_limit=2),
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+        peft_base="frozen" if is_adapted else None,
     )
     assert accelerator.num_processes == topology.world_size
     set_seed(0, device_specific=True)
     data = TensorDataset(torch.arange(96.0).reshape(24, 4).cos())
     loader = DataLoader(data, batch_size=2, shuffle=True, generator=torch.Generator())
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+    if is_adapted:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["0", "2"]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -64,7 +73,7 @@ def _train(topology: Topology, root: Path, killed_at: int | None = None) -> tupl
                 accelerator.save_state()
             if step.state["step"] == STEPS:
                 break
-    return start, losses, next(model.parameters()).tolist()
+    return start, losses, [value.tolist() for value in model.state_dict().values()]
 
 
 def _accelerator(topology: Topology, **options: Any) -> CkptAccelerator:
@@ -80,22 +89,26 @@ def _die_in_a_save(topology: Topology) -> None:
         ManifestWriter.write = lambda *_args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment]
 
 
-def test_ranks_that_are_killed_in_a_save_go_on_to_the_bit(tmp_path: Path) -> None:
-    straight: list[Any] = run_ranks(2, _train, tmp_path / "straight", process_group=True, is_only=True)
-    run_ranks(2, _killed, tmp_path / "killed", process_group=True, expect_dead=[0])
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_ranks_that_are_killed_in_a_save_go_on_to_the_bit(tmp_path: Path, is_adapted: bool) -> None:
+    train = partial(_train, is_adapted=is_adapted)
+    straight: list[Any] = run_ranks(2, train, tmp_path / "straight", process_group=True, is_only=True)
+    run_ranks(2, _killed, tmp_path / "killed", is_adapted, process_group=True, expect_dead=[0])
     assert sorted(path.name for path in (tmp_path / "killed/checkpoints").glob("checkpoint*")) == ["checkpoint_0"]
-    resumed = run_ranks(2, _train, tmp_path / "killed", process_group=True, is_only=True)
+    resumed = run_ranks(2, train, tmp_path / "killed", process_group=True, is_only=True)
     for (_, losses, weights), (start, again, weights_again) in zip(straight, resumed, strict=True):
         assert start == 4
         assert again == losses[4:]
         assert weights == weights_again
     assert straight[0][1] != straight[1][1], "each rank has its own batches and generators"
     assert sorted(path.name for path in (tmp_path / "killed/checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]
+    held = read_manifest(tmp_path / "killed/checkpoints/checkpoint_2").components
+    assert ("adapter-default" in held) == ("base" in held) == is_adapted != ("model" in held)
 
 
-def _killed(topology: Topology, root: Path) -> None:
+def _killed(topology: Topology, root: Path, is_adapted: bool) -> None:
     with pytest.raises(CheckpointError, match="rank 0"):
-        _train(topology, root, 8)
+        _train(topology, root, 8, is_adapted=is_adapted)
 
 
 def test_ranks_agree_on_whether_a_folder_is_accelerates_own(tmp_path: Path) -> None:

@@ -23,7 +23,12 @@ from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]}}
-LAYOUTS: dict[str, dict[str, Any]] = {"ddp": {"gradient_accumulation_steps": 2}, "fsdp": FSDP}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ddp": {"gradient_accumulation_steps": 2},
+    "fsdp": FSDP,
+    "adapter ddp": {"is_adapted": True},
+    "adapter fsdp": {"is_adapted": True, **FSDP},
+}
 
 
 def _train(
@@ -85,9 +90,9 @@ def test_ranks_that_are_killed_in_a_save_go_on_to_the_bit(tmp_path: Path, layout
         assert again == {step: loss for step, loss in losses.items() if step > 4}
         assert digest_again == digest
     patterns = {key: one.sharing_pattern for key, one in read_manifest(root / "checkpoint-00000012").components.items()}
-    parts = "sharded" if layout == "fsdp" else "replicated"
+    parts = "sharded" if "fsdp" in layout else "replicated"
     assert patterns == {
-        "model": parts,
+        **({"adapter-default": parts, "base": "replicated"} if "adapter" in layout else {"model": parts}),
         "optimizer": parts,
         "scheduler": "replicated",
         "trainer": "sharded",

@@ -54,6 +54,7 @@ def losses_of(command: list[str], run: Path, *, kill_at: int | None = None) -> d
         pytest.param("plain_loop.py", 2, marks=pytest.mark.full),
         pytest.param("fsdp2.py", 2, marks=pytest.mark.full),
         pytest.param("pipeline.py", 2, marks=pytest.mark.full),
+        pytest.param("peft_lora.py", 2, marks=pytest.mark.full),
         pytest.param("rl_weight_sync.py", 0, marks=pytest.mark.full),
         pytest.param("lightning_trainer.py", 0, marks=pytest.mark.full),
         pytest.param("lightning_trainer.py", 2, marks=pytest.mark.full),

@@ -26,6 +26,7 @@ Files:
     object_writers          runs that save into a store and are killed
     pace                    deadlines of a slow machine
     pages                   the pages of recipes
+    peft_runs               trainings of adapters of a tiny Llama
     plain_safetensors       safetensors files without this library
     ranks                   real ranks for the whole test run
     real_stores             moto, SeaweedFS and azurite on loopback

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.support.pace import patience
 from tests.support.ranks import Dead, forkserver
 
 RunForked = Callable[..., list[Any]]
-"""`run(world_size, "function", *args)` -> what each rank returned, or `Dead`."""
+"""`run(world_size, "function", *args, **options)` -> what each rank returned, or `Dead`."""
 
 
 @contextmanager
@@ -38,8 +39,8 @@ def forked_from(module: str) -> Iterator[RunForked]:
     process.start()
     there.close()
 
-    def run(world_size: int, function: str, *args: Any, timeout_s: float = 60.0) -> list[Any]:
-        here.send((world_size, function, args, patience(timeout_s)))
+    def run(world_size: int, function: str, *args: Any, timeout_s: float = 60.0, **options: Any) -> list[Any]:
+        here.send((world_size, function, args, options, patience(timeout_s)))
         found: list[Any] = here.recv()
         problems = [f"rank {rank} raised\n{one}" for rank, (kind, one) in enumerate(found) if kind == "error"]
         assert not problems, "\n".join(problems)
@@ -59,13 +60,14 @@ def _serve(pipe: Connection, module: str) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            world_size, function, args, timeout_s = pipe.recv()
+            world_size, name, args, options, timeout_s = pipe.recv()
         except EOFError:
             return
         with socket.socket() as free:
             free.bind((LOOPBACK, 0))
             port = free.getsockname()[1]
-        ranks = [_fork(rank, world_size, port, getattr(functions, function), args) for rank in range(world_size)]
+        function = partial(getattr(functions, name), **options)
+        ranks = [_fork(rank, world_size, port, function, args) for rank in range(world_size)]
         pipe.send([_outcome(*rank, ends_at=time.monotonic() + timeout_s) for rank in ranks])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,23 @@ def model() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config)
 
 
+def adapted() -> Any:
+    """The model with an adapter of PEFT."""
+    from peft import LoraConfig, get_peft_model
+
+    with warnings.catch_warnings():  # PEFT 0.21 asks transformers 5.24 for a name of old
+        warnings.simplefilter("ignore", FutureWarning)
+        return get_peft_model(model(), LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+
+
 def trainer(
-    folder: Path, seen: Seen | None = None, *, kind: type[Trainer] = CkptTrainer, ckpt: Any = None, **arguments: Any
+    folder: Path,
+    seen: Seen | None = None,
+    *,
+    kind: type[Trainer] = CkptTrainer,
+    ckpt: Any = None,
+    is_adapted: bool = False,
+    **arguments: Any,
 ) -> Trainer:
     """A trainer over batches of two, which logs every step and saves every fourth one."""
     given: dict[str, Any] = {
@@ -93,7 +109,8 @@ def trainer(
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     options = {} if ckpt is None else {"ckpt": ckpt}
     callbacks = [] if seen is None else [seen]
-    return kind(model(), args, train_dataset=Sequences(), eval_dataset=Sequences(6), callbacks=callbacks, **options)
+    options |= {"train_dataset": Sequences(), "eval_dataset": Sequences(6), "callbacks": callbacks}
+    return kind(adapted() if is_adapted else model(), args, **options)
 
 
 def state_of(one: Trainer) -> dict[str, Any]:

@@ -39,12 +39,14 @@ from ckpt.interop.opened import (
     share_of,
     slabs,
 )
+from ckpt.interop.safetensors.reading import ONE_FILE
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.report import some_of
 from ckpt.loading.sources import CheckpointSource, ManifestSource
 from ckpt.loading.strategy import Reading, ReadRequest
 from ckpt.memory.device import device_of
 from ckpt.ranks.topology import Topology
+from ckpt.state.adapters import CONFIG, CONFIG_NAME
 from ckpt.state.sharing import OWN_COPIES, SharingPattern
 from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.files import make_durable, read_once
@@ -162,6 +164,13 @@ def select_of_other(source: CheckpointSource, src: Place, component: str | None)
     return Selection(opened.source, chosen, {})
 
 
+def adapter_config_in(source: CheckpointSource, component: str | None) -> str | None:
+    """Return the text of adapter_config.json, if the component is an adapter of PEFT. Arguments as for `select`."""
+    opened = Opened(source, by_component=True)
+    found = opened.plain(component, "").get(CONFIG) if component in opened.keys and opened.copies(component) == [""] else None
+    return found if isinstance(found, str) else None
+
+
 def values_beside(source: CheckpointSource, component: str | None) -> list[str]:
     """Return the names of the plain values of what is exported, which the format cannot hold. Arguments as for `select`."""
     opened = Opened(source, by_component=component not in (None, STATE))
@@ -245,6 +254,7 @@ def export(
     topology: Topology,
     *,
     beside: ModelFiles | None = None,
+    adapter_config: str | None = None,
 ) -> Exported:
     """Write the selected tensors as `model.safetensors`, or, if they take more than `max_shard_bytes`, as several files and an index.
 
@@ -255,6 +265,7 @@ def export(
         selection: equal on all ranks.
         dst: nothing is there, or an empty folder.
         beside: files to copy into it.
+        adapter_config: of an adapter of PEFT: the files are those that its `from_pretrained` reads, `adapter_model.safetensors` alone.
 
     Raises:
         CheckpointExistsError: there is something at `dst`.
@@ -265,6 +276,8 @@ def export(
     wholes = [Piece(name, whole(tensor.entry.shape), tensor.entry.dtype) for name, tensor in selection.tensors.items()]
     shards = list(batches(wholes, max_shard_bytes)) or [[]]
     files = {_file_name(number, len(shards)): _in_order(few) for number, few in enumerate(shards, 1)}
+    if adapter_config is not None:
+        files = {f"adapter_{ONE_FILE}": _in_order(wholes)}
     with topology.operation(f"export to {dst}"):
         with topology.phase("plan"):
             sections = [section for file, few in files.items() for section in _sections(file, few, selection.tensors)]
@@ -276,7 +289,7 @@ def export(
             with topology.phase("read back"):
                 require_read_back(runs, dst, topology.progress)
                 if topology.is_lead:
-                    _finish(folder, dst, list(files), beside, topology)
+                    _finish(folder, dst, list(files), beside, adapter_config, topology)
     names = {tensor.name: name_of(Content(tensor.name, tensor.box.shape, tensor.box)) for tensor in wholes}
     return Exported(
         files=list(files),
@@ -285,11 +298,15 @@ def export(
     )
 
 
-def _finish(folder: Path, dst: Path, files: Sequence[str], beside: ModelFiles | None, topology: Topology) -> None:
+def _finish(
+    folder: Path, dst: Path, files: Sequence[str], beside: ModelFiles | None, adapter_config: str | None, topology: Topology
+) -> None:
     """Write the index of several files, copy the files beside them, and make the folder durable. The lead."""
     sizes = dict.fromkeys(files, 0)  # on the disk already
     if len(files) > 1:
         sizes[INDEX_NAME] = (folder / INDEX_NAME).write_bytes(index_bytes(folder, files, topology.progress))
+    if adapter_config is not None:
+        sizes[CONFIG_NAME] = (folder / CONFIG_NAME).write_bytes(adapter_config.encode())
     if beside is not None:
         copies = write_pieces(_pieces_beside(beside, folder), topology.progress)
         require_read_back(copies, dst, topology.progress)
@@ -309,7 +326,7 @@ def _pieces_beside(beside: ModelFiles, folder: Path) -> Iterator[PlacedBytes]:
 
 
 def _file_name(number: int, of: int) -> str:
-    return "model.safetensors" if of == 1 else f"model-{number:05d}-of-{of:05d}.safetensors"
+    return ONE_FILE if of == 1 else f"model-{number:05d}-of-{of:05d}.safetensors"
 
 
 def _in_order(tensors: Sequence[Piece]) -> list[Piece]:

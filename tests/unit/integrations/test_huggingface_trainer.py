@@ -114,9 +114,9 @@ BEST = {
 }
 
 
-@sampled("mode", ["sync", "async"])
-def test_the_best_checkpoint_stays_and_is_loaded_at_the_end(tmp_path: Path, mode: str) -> None:
-    arguments = BEST | {"load_best_model_at_end": True, "save_total_limit": 1}
+@sampled(("mode", "is_adapted"), [("sync", False), ("async", False), ("sync", True)])
+def test_the_best_checkpoint_stays_and_is_loaded_at_the_end(tmp_path: Path, mode: str, is_adapted: bool) -> None:
+    arguments = BEST | {"load_best_model_at_end": True, "save_total_limit": 1, "is_adapted": is_adapted}
     one = trainer(tmp_path / "ours", kind=Graded, ckpt={"mode": mode}, **arguments)
     stopped = Seen(14, stop)
     with pytest.raises(Stopped):
@@ -165,11 +165,12 @@ def test_save_strategy_best_and_save_only_model_are_trainers(tmp_path: Path) -> 
     assert min(after.losses) == 9
 
 
-def test_save_only_model_restores_all_that_a_checkpoint_holds(tmp_path: Path) -> None:
-    straight = trainer(tmp_path / "straight", before := Seen())
+@sampled("is_adapted", [False, True])
+def test_save_only_model_restores_all_that_a_checkpoint_holds(tmp_path: Path, is_adapted: bool) -> None:
+    straight = trainer(tmp_path / "straight", before := Seen(), is_adapted=is_adapted)
     straight.train()
-    stopped_at(6, tmp_path / "ours")
-    resumed = trainer(tmp_path / "ours", after := Seen(), save_only_model=True)
+    stopped_at(6, tmp_path / "ours", is_adapted=is_adapted)
+    resumed = trainer(tmp_path / "ours", after := Seen(), save_only_model=True, is_adapted=is_adapted)
     resumed.train(resume_from_checkpoint="latest")
     assert after.losses == {step: before.losses[step] for step in range(5, STEPS + 1)}
     assert same_values(state_of(resumed), state_of(straight))

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import io
+import os
+import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ckpt.integrations.huggingface import CkptTrainerMixin, _hidden
+from ckpt.ranks.topology import Topology
+from ckpt.storage.stored import read_manifest
+from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 STEPS = 12
 
 
-def _trainer(folder: Path, *callbacks: Any) -> Any:
+def _trainer(folder: Path, *callbacks: Any, is_adapted: bool = False) -> Any:
     trl = pytest.importorskip("trl", reason="TRL is not installed")
     from datasets import Dataset
+    from peft import LoraConfig
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -45,7 +54,36 @@ def _trainer(folder: Path, *callbacks: Any) -> Any:
         disable_tqdm=True,
     )
     data = Dataset.from_dict({"text": texts})
-    return Tuner(model(), arguments, train_dataset=data, processing_class=tokenizer, callbacks=[*callbacks])
+    adapter = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True) if is_adapted else None
+    return Tuner(model(), arguments, train_dataset=data, processing_class=tokenizer, callbacks=[*callbacks], peft_config=adapter)
+
+
+def _train(topology: Topology, folder: Path, at: int = 0) -> Any:
+    """Train an adapter from the newest checkpoint on. The losses of each step; weights and moments."""
+    from tests.support.trainers import Seen, state_of
+
+    size = str(topology.world_size)
+    os.environ |= {"RANK": str(topology.rank), "LOCAL_RANK": str(topology.rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    tuner = _trainer(folder, seen := Seen(at, lambda: os.kill(os.getpid(), signal.SIGKILL)), is_adapted=True)
+    tuner.train(resume_from_checkpoint="latest")
+    state = io.BytesIO()
+    torch.save(state_of(tuner), state)
+    return seen.losses, state.getvalue()
+
+
+def test_an_adapter_that_ranks_train_goes_on_to_the_bit_after_a_kill(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="TRL is not installed")
+    pytest.importorskip("peft", reason="PEFT is not installed")
+    from tests.support.values import same_values
+
+    ranks = partial(run_ranks, 2, _train, process_group=True, is_only=True, timeout_s=120.0)
+    straight = ranks(tmp_path / "straight")
+    ranks(tmp_path / "killed", 10, expect_dead=[0, 1])
+    for (losses, state), (again, state_again) in zip(straight, ranks(tmp_path / "killed"), strict=True):
+        assert again == {step: losses[step] for step in range(9, STEPS + 1)}
+        assert same_values(*(torch.load(io.BytesIO(data)) for data in (state_again, state)))
+    held = read_manifest(tmp_path / "killed/ckpt" / f"checkpoint-{STEPS:08d}").components
+    assert [*held][:2] == ["adapter-default", "base"]
 
 
 def test_sft_goes_on_to_the_bit(tmp_path: Path) -> None:

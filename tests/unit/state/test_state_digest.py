@@ -28,24 +28,30 @@ def _replicated(topology: Topology) -> str:
     return state_digest({"model": Held(state())}, topology)
 
 
-def _by_columns(topology: Topology) -> str:
-    """Every tensor cut unevenly along its columns; the last rank holds none of them."""
-    edges = [0, 17, 60, 60] if topology.world_size == 3 else [0, 60]
+def _cut(topology: Topology, dim: int) -> str:
+    """Every tensor cut unevenly along its rows or columns; the last rank holds none of them."""
+    edges = [0, 17, SHAPE[dim], SHAPE[dim]]
     start, stop = edges[topology.rank], edges[topology.rank + 1]
     cut = {}
     for key, tensor in state().items():
         if tuple(tensor.shape) != SHAPE:
             cut[key] = tensor
             continue
-        piece = tensor[:, start:stop].clone()
-        cut[key] = ShardedTensor.at(key, piece, SHAPE, (0, start))
+        piece = tensor.narrow(dim, start, stop - start).clone()
+        cut[key] = ShardedTensor.at(key, piece, SHAPE, (0, start) if dim else (start, 0))
     return state_digest({"model": Held(cut)}, topology)
 
 
 def test_the_digest_is_equal_on_every_layout() -> None:
     alone = state_digest({"model": Held(state())}, Topology.alone())
     assert set(run_ranks(2, _replicated)) == {alone}
-    assert set(run_ranks(3, _by_columns)) == {alone}
+    for dim in (0, 1):
+        assert set(run_ranks(3, _cut, dim)) == {alone}
+
+
+def test_the_digest_that_checkpoints_hold_of_a_frozen_base_stays() -> None:
+    held = Held({"weight": torch.arange(60.0).view(6, 10), "half": torch.arange(7).bfloat16()})
+    assert state_digest({"base": held}, Topology.alone()) == "fab0b61f049044941faf6f80c96adb49"
 
 
 def test_any_changed_bit_moved_element_or_renamed_tensor_changes_the_digest() -> None:
