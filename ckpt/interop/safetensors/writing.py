@@ -5,11 +5,14 @@ The place of each tensor in a file is known before it is read: ranks copy tensor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from itertools import accumulate
-from pathlib import Path
-from typing import NamedTuple, TypeVar
+from pathlib import Path, PurePath
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 from ckpt.backends.safetensors_format import (
     INDEX_NAME,
@@ -26,6 +29,7 @@ from ckpt.format.dtypes import item_bytes
 from ckpt.format.manifest import SHARDED, STATE, ArrayEntry, CheckpointManifest
 from ckpt.format.places import COMPONENT_KEY, Place
 from ckpt.format.records import Content
+from ckpt.format.strict_json import fit, parse
 from ckpt.interop.megatron.zarr import MegatronZarr
 from ckpt.interop.new_files import PlacedBytes, require_read_back, shared_directory, write_pieces
 from ckpt.interop.opened import (
@@ -56,6 +60,10 @@ AT_ONCE_BYTES = 64 << 20
 """Bytes of a tensor in memory at once."""
 
 _COPIED_BYTES = 1 << 20
+CONFIG_NAME = "config.json"
+_MOST_CONFIG_BYTES = 16 << 20
+TRAINER, MODEL_FILES = "trainer", "model"
+"""The component, and the first step of its keys there, that hold the files of a model whose trainer knows them, as bytes."""
 _BESIDE_MODEL = ("*config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "chat_template.*")  # fmt: skip # noqa: E501
 
 
@@ -218,10 +226,29 @@ class ModelFiles(NamedTuple):
     Attributes:
         root: a folder to open.
         places: name of a file -> its path below `root`.
+        made: name of a file -> its content, for files that are in no folder, or are not as they are there.
     """
 
     root: Path
     places: Mapping[str, str]
+    made: Mapping[str, bytes] = MappingProxyType({})
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """The content of `config.json`; None: there is none.
+
+        Raises:
+            CorruptCheckpointError: it is no JSON object.
+        """
+        data = self.made.get(CONFIG_NAME)
+        if data is None and CONFIG_NAME in self.places:
+            with CheckpointFolder(self.root) as folder:
+                data = folder.read(self.places[CONFIG_NAME], _MOST_CONFIG_BYTES)
+        return None if data is None else fit(parse(data, CONFIG_NAME), dict[str, Any], CONFIG_NAME)
+
+    def with_config(self, config: Mapping[str, Any]) -> ModelFiles:
+        """Return the same files with another config, in place of the first."""
+        return self._replace(made={**self.made, CONFIG_NAME: f"{json.dumps(config, indent=2)}\n".encode()})
 
 
 def model_files_in(src: Path) -> ModelFiles:
@@ -238,6 +265,21 @@ def model_files_in(src: Path) -> ModelFiles:
     )
 
 
+def model_files_of(source: CheckpointSource) -> ModelFiles | None:
+    """Return the files of the model that a trainer has saved with a checkpoint (`ckpt.integrations.huggingface`); None: it has none."""
+    opened = Opened(source)
+    if TRAINER not in opened.keys:
+        return None
+    start = f"{MODEL_FILES}."
+    tensors = {name.removeprefix(start): tensor for name, tensor in opened.tensors(TRAINER, "").items() if name.startswith(start)}
+    made = {
+        name: bytes(bytes_of_piece(tensor.read(whole(tensor.entry.shape))))
+        for name, tensor in tensors.items()
+        if PurePath(name).name == name and any(fnmatch(name, pattern) for pattern in _BESIDE_MODEL)
+    }
+    return ModelFiles(Path(), {}, made) if made else None
+
+
 def export(
     selection: Selection,
     dst: Path,
@@ -245,6 +287,7 @@ def export(
     topology: Topology,
     *,
     beside: ModelFiles | None = None,
+    check: Callable[[Path], None] | None = None,
 ) -> Exported:
     """Write the selected tensors as `model.safetensors`, or, if they take more than `max_shard_bytes`, as several files and an index.
 
@@ -254,7 +297,8 @@ def export(
     Args:
         selection: equal on all ranks.
         dst: nothing is there, or an empty folder.
-        beside: files to copy into it.
+        beside: files to copy into it. The lead.
+        check: called with the finished folder before it becomes `dst`, to raise if it is not as it should be. The lead.
 
     Raises:
         CheckpointExistsError: there is something at `dst`.
@@ -277,6 +321,10 @@ def export(
                 require_read_back(runs, dst, topology.progress)
                 if topology.is_lead:
                     _finish(folder, dst, list(files), beside, topology)
+            with topology.phase("check"):
+                if check is not None:
+                    with topology.moving():
+                        check(folder)
     names = {tensor.name: name_of(Content(tensor.name, tensor.box.shape, tensor.box)) for tensor in wholes}
     return Exported(
         files=list(files),
@@ -299,13 +347,14 @@ def _finish(folder: Path, dst: Path, files: Sequence[str], beside: ModelFiles | 
 def _pieces_beside(beside: ModelFiles, folder: Path) -> Iterator[PlacedBytes]:
     """Yield the bytes of files, piece by piece."""
     with CheckpointFolder(beside.root) as source:
-        for name, place in beside.places.items():
-            with source.stream(place) as stream:
+        for name in beside.places.keys() - beside.made.keys():
+            with source.stream(beside.places[name]) as stream:
                 at, data = 0, stream.read(_COPIED_BYTES)
                 while data or at == 0:  # an empty file, too
                     yield PlacedBytes(folder / name, at, memoryview(data))
                     at += max(len(data), 1)
                     data = stream.read(_COPIED_BYTES)
+    yield from (PlacedBytes(folder / name, 0, memoryview(data)) for name, data in beside.made.items())
 
 
 def _file_name(number: int, of: int) -> str:
