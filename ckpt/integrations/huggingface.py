@@ -289,7 +289,8 @@ class CkptTrainerMixin(_Base):
     def _checkpointer(self) -> Checkpointer:
         objects: dict[str, Any] = dict.fromkeys(_OWN_OBJECTS)
         objects |= {"model": self.model_wrapped, "trainer": self._ckpt_files}
-        self._ckpt_files.of_model = self._model_files() if self.args.should_save else {}
+        with as_topology(None).phase("files of the model"):
+            self._ckpt_files.of_model = self._model_files() if self.args.should_save else {}
         if not self.args.save_only_model:
             objects |= self._training_state()
         limit = self.args.save_total_limit

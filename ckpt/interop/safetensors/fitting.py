@@ -1,7 +1,7 @@
-"""Fit the tensors of a checkpoint to the `config.json` of their model, to export both for Hugging Face's `from_pretrained`.
+"""Fit the tensors of a checkpoint to the `config.json` of their model, and it to them, for an export that `from_pretrained` reads.
 
-Each step takes a selection and returns one, lazily: no tensor is read for it, but for two that may be equal. Trained are the names without
-wrappers; exported is that with the vocabulary cut to `vocab_size`, and tied weights once. The config is told what the tensors are.
+Each step takes a selection and returns one. It reads no tensor, but for two that may be equal copies. Names lose the parts of wrappers:
+these are the tensors of the trained model. Then the vocabulary is cut to `vocab_size`, and tied weights are there once: these are exported.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def fitted(selection: Selection, config: Mapping[str, Any], topology: Topology) 
             phase.from_lead = _is_tied(exported, config)
     if phase.from_lead:
         exported = _tied_once(exported)
-    told = dict(_told_by(exported, config, phase.from_lead))
+    changes = dict(_changes(exported, config, phase.from_lead))
     changed = [
         f"{old}: called {new}, without the names of wrappers"
         for old, new in zip(_names(selection), _names(trained), strict=True)
@@ -72,8 +72,8 @@ def fitted(selection: Selection, config: Mapping[str, Any], topology: Topology) 
         for name, tensor in exported.tensors.items()
         if name in trained.tensors and tensor.entry.shape != trained.tensors[name].entry.shape
     ]
-    changed += [f"config.json: {key} is {value}, as of the tensors" for key, value in told.items()]
-    return Fitted(trained, exported, {**config, **told}, changed)
+    changed += [f"config.json: {key} is {value}, as of the tensors" for key, value in changes.items()]
+    return Fitted(trained, exported, {**config, **changes}, changed)
 
 
 def vocab_size(config: Mapping[str, Any]) -> int | None:
@@ -83,8 +83,9 @@ def vocab_size(config: Mapping[str, Any]) -> int | None:
 
 
 def rows_of_vocabulary(selection: Selection) -> int | None:
-    """Return the number of rows of the embedding; None: none is known."""
-    return next((tensor.entry.shape[0] for name, tensor in selection.tensors.items() if _has_tokens(name)), None)
+    """Return the number of rows of the embedding, or of the output layer where the embedding is a second name; None: neither is known."""
+    names = [name for kind in (_EMBEDDING, _OUTPUT) for name in selection.tensors if kind.fullmatch(name)]
+    return next((shape[0] for name in names if (shape := selection.tensors[name].entry.shape)), None)
 
 
 def unwrapped(selection: Selection) -> Selection:
@@ -95,29 +96,29 @@ def unwrapped(selection: Selection) -> Selection:
     if len({*new.values()}) < len(new):  # they are no wrappers
         return selection
     tensors = {new[name]: tensor for name, tensor in selection.tensors.items()}
-    return replace(selection, tensors=tensors, aliases={new[one]: new[first] for one, first in selection.aliases.items()})
+    return replace(selection, tensors=tensors, aliases={new[alias]: new[first] for alias, first in selection.aliases.items()})
 
 
 def unpadded(selection: Selection, num_tokens: int | None) -> Selection:
-    """Cut the embedding and the output layer to this number of rows; None: leave them.
+    """Cut the embedding, and what else has a row for each of its rows, to this number of them; None: leave them.
 
     Raises:
-        ConfigurationError: they have fewer.
+        ConfigurationError: it has fewer.
     """
-
-    def cut(name: str, tensor: OpenedTensor) -> OpenedTensor:
-        shape = tensor.entry.shape
-        if num_tokens is None or not shape or not _has_tokens(name):
-            return tensor
-        if shape[0] < num_tokens:
-            raise ConfigurationError(
-                f"config.json is not that of these tensors: its vocab_size is {num_tokens}, and {name} has {shape[0]} rows; give the "
-                "config of the model that was trained, by ",
-                OTHER_CONFIG,
-            )
-        return tensor._replace(entry=replace(tensor.entry, shape=(num_tokens, *shape[1:])))
-
-    return replace(selection, tensors={name: cut(name, tensor) for name, tensor in selection.tensors.items()})
+    rows = rows_of_vocabulary(selection)
+    if num_tokens is None or rows is None or rows == num_tokens:
+        return selection
+    if rows < num_tokens:
+        raise ConfigurationError(
+            f"config.json is not that of these tensors: its vocab_size is {num_tokens}, and the embedding has {rows} rows; give the "
+            "config of the model that was trained, by ",
+            OTHER_CONFIG,
+        )
+    tensors = dict(selection.tensors)
+    for name, tensor in selection.tensors.items():
+        if _has_tokens(name) and tensor.entry.shape[:1] == (rows,):
+            tensors[name] = tensor._replace(entry=replace(tensor.entry, shape=(num_tokens, *tensor.entry.shape[1:])))
+    return replace(selection, tensors=tensors)
 
 
 def _names(selection: Selection) -> list[str]:
@@ -159,11 +160,11 @@ def _tied_once(selection: Selection) -> Selection:
     stored = selection.aliases.get(first, first)
     kept = {name: tensor for name, tensor in selection.tensors.items() if name == stored or name != last}
     kept = {first if name == stored else name: tensor for name, tensor in kept.items()}
-    others = {one: first if of in (stored, last) else of for one, of in selection.aliases.items() if one != first}
+    others = {alias: first if of in (stored, last) else of for alias, of in selection.aliases.items() if alias != first}
     return replace(selection, tensors=kept, aliases={**others, last: first})
 
 
-def _told_by(selection: Selection, config: Mapping[str, Any], is_tied: bool | None) -> Iterator[tuple[str, Any]]:
+def _changes(selection: Selection, config: Mapping[str, Any], is_tied: bool | None) -> Iterator[tuple[str, Any]]:
     """Yield key and value of what the config does not say of the tensors, or says otherwise."""
     if is_tied is not None and config.get("tie_word_embeddings") is not is_tied:
         yield "tie_word_embeddings", is_tied
