@@ -342,6 +342,8 @@ def _export(keys: ConvertKeys, source: CheckpointSource | None, topology: Topolo
     if beside is not None and (copied := sorted({*beside.places, *beside.made})):
         held["copied"] = copied
         lines.append(f"  copied   {', '.join(copied)}")
+        if not any(name.startswith(("tokenizer", "vocab")) or name.endswith(".model") for name in copied):
+            lines.append("  without  a tokenizer: there is none beside config.json")
     if keys.check is not None:
         held["checked"] = keys.check
         lines.append("  checked  the logits of the model that transformers loads are those of the trained one")

@@ -59,7 +59,9 @@ def config_of(root: Path, family: str, **values: Any) -> Path:
 
 def exported(src: Path, dst: Path, **keys: Any) -> dict[str, Any]:
     given = {"to": "safetensors", "check": "logits"} | keys
-    return convert_on_ranks(run_of(ConvertKeys(src=str(src), dst=str(dst), **given)), Topology.alone())["held"]
+    found = convert_on_ranks(run_of(ConvertKeys(src=str(src), dst=str(dst), **given)), Topology.alone())
+    assert "  without  a tokenizer: there is none beside config.json" in found["lines"]
+    return found["held"]
 
 
 @pytest.mark.parametrize("rows", [VOCAB, PADDED])
