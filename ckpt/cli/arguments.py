@@ -14,7 +14,7 @@ from ckpt.errors import LOAD_EARLIER, Argument, sentence
 
 Words = Callable[[Argument], str]
 _OPTIONS = {
-    "all", "best", "component", "config_from", "filter", "html", "last", "leave_out_unknown", "limit", "load.allow_pickle",
+    "all", "best", "check", "component", "config_from", "filter", "html", "last", "leave_out_unknown", "limit", "load.allow_pickle",
     "max_shard_size", "port", "to", "yes",
 }  # fmt: skip
 """Arguments that are options of `ckpt`."""

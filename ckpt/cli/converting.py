@@ -35,10 +35,16 @@ from ckpt.interop.programs import PROGRAMS, format_at
 from ckpt.interop.recognised import recognised
 from ckpt.interop.registry import source_at
 from ckpt.interop.rewriting import rewrite
+from ckpt.interop.safetensors.fitting import OTHER_CONFIG, fitted
+from ckpt.interop.safetensors.logits import ASKED, LOGITS, logits_check
 from ckpt.interop.safetensors.writing import (
+    CONFIG_NAME,
+    ModelFiles,
+    Selection,
     adapter_config_in,
     export,
     model_files_in,
+    model_files_of,
     select,
     select_of_megatron,
     select_of_other,
@@ -49,6 +55,7 @@ from ckpt.loading.sources import CheckpointSource, CommittedSource
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
 from ckpt.state.adapters import CONFIG
+from ckpt.state.adapters import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from ckpt.storage.files import read_once
 from ckpt.storage.metadata import maybe_load_config
 from ckpt.storage.stored import checkpoints_below, noticing_removal, read_manifest_bytes
@@ -78,24 +85,28 @@ class ConvertKeys:
     component: str | None = argued(f"to {SAFETENSORS}: the component, or none for everything", default="model")
     max_shard_size: str | None = argued(f"to {SAFETENSORS}: the size above which there are several files", default="5GB")
     config_from: str | None = argued(f"to {SAFETENSORS}: a folder of Hugging Face's, whose configs are copied", default=None)
+    check: str | None = argued(f"to {SAFETENSORS}: compare what transformers loads with the trained model", default=None, choices=[LOGITS])
     load: LoadKeys = field(default_factory=LoadKeys)
     leave_out_unknown: bool = argued("leave out objects of classes that are not built here, and list them", default=False)
     all: bool = argued("list all values that were changed or left out, not the first twenty of each", default=False)
     json: bool = argued("print only JSON", default=False)
 
-    def check(self) -> None:
-        """Raise ConfigurationError for a wrong value of `to`, `max_shard_size` or `config_from`."""
+    def validate(self) -> None:
+        """Raise ConfigurationError for a wrong value of `to`, `max_shard_size`, `config_from` or `check`."""
         if self.to not in DESTINATIONS:
             raise ConfigurationError(
                 f"{argument('to', self.to)} is not known; choose {', '.join(BACKENDS)}, {SAFETENSORS}, {DCP} or {TORCH}"
             )
         shard_bytes(self.max_shard_size)
+        if self.check not in (None, LOGITS):
+            raise ConfigurationError(f"{argument('check', self.check)} is not known; choose {LOGITS}, or {argument('check', None)}")
+        for name, value in {"config_from": self.config_from, "check": self.check}.items():
+            if value is not None and self.to != SAFETENSORS:
+                raise ConfigurationError(f"{argument(name, value)} is for {argument('to', SAFETENSORS)}; leave it out")
         if self.config_from is None:
             return
         given = argument("config_from", self.config_from)
-        if self.to != SAFETENSORS:
-            raise ConfigurationError(f"{given} is for {argument('to', SAFETENSORS)}; leave it out")
-        if "config.json" not in model_files_in(Path(self.config_from)).places:
+        if CONFIG_NAME not in model_files_in(Path(self.config_from)).places:
             raise ConfigurationError(
                 f"{given} has no config.json; give a folder that config.save_pretrained wrote, or a snapshot of Hugging Face's"
             )
@@ -310,18 +321,23 @@ def _export(keys: ConvertKeys, source: CheckpointSource | None, topology: Topolo
         adapter = None if source is None else adapter_config_in(source, keys.component)
         if adapter is not None:
             values.remove(CONFIG)
-        is_files = isinstance(src, Path) and isinstance(source, OtherSource) and source.program == SAFETENSORS and src.is_dir()
-        folder = src if is_files and isinstance(src, Path) else None
-        if keys.config_from is not None:
-            folder = Path(keys.config_from)
-        beside = None if folder is None else model_files_in(folder)
+            if keys.check is not None:
+                raise ConfigurationError(ASKED, f" compares whole models, and {keys.component} is an adapter; leave it out")
+    changes, check = list[str](), None
+    if adapter is not None:
+        beside: ModelFiles | None = ModelFiles(Path(), {}, {ADAPTER_CONFIG_NAME: adapter.encode()})
+    else:
+        selection, changes, beside, check = _as_model(keys, source, selection, topology)
     tensor_bytes = selection.num_bytes
     with _shown(keys, topology, tensor_bytes):
-        done = export(selection, dst, shard_bytes(keys.max_shard_size), topology, beside=beside, adapter_config=adapter)
+        done = export(
+            selection, dst, shard_bytes(keys.max_shard_size), topology, beside=beside, check=check, is_adapter=adapter is not None
+        )
     left_out = [f"{alias} (tied: it is {first})" for alias, first in selection.aliases.items()]
     left_out += [f"{name} (no tensor)" for name in values]
     left_out += source.left_out if isinstance(source, OtherSource) else []
     changed = [
+        *changes,
         *([] if source is None else _as_bytes(Opened(source))),
         *(f"{name}: called {theirs}, for the format cannot call it so" for name, theirs in done.renamed.items()),
         *(
@@ -337,10 +353,51 @@ def _export(keys: ConvertKeys, source: CheckpointSource | None, topology: Topolo
     held |= {"files": list(done.files), "left_out": left_out, "changed": changed}
     of = "of everything" if keys.component is None else f"of component {keys.component}"
     lines = [f"  tensors  {len(selection.tensors)}, {decimal(tensor_bytes)}, {of}"]
-    if beside is not None and beside.places:
-        held["copied"] = list(beside.places)
-        lines.append(f"  copied   {', '.join(held['copied'])}")
+    if beside is not None and (copied := sorted({*beside.places, *beside.made})):
+        held["copied"] = copied
+        lines.append(f"  copied   {', '.join(copied)}")
+        if CONFIG_NAME in copied and not any(name.startswith(("tokenizer", "vocab")) or name.endswith(".model") for name in copied):
+            lines.append("  without  a tokenizer: there is none beside config.json")
+    if keys.check is not None:
+        held["checked"] = keys.check
+        lines.append("  checked  the logits of the model that transformers loads are those of the trained one")
     return described(as_place(keys.dst, "dst"), topology, held, lines)
+
+
+def _as_model(
+    keys: ConvertKeys, source: CheckpointSource | None, selection: Selection, topology: Topology
+) -> tuple[Selection, list[str], ModelFiles | None, Callable[[Path], None] | None]:
+    """Fit what is exported to the model's config, if there is one: the tensors, what was changed, the files beside them, and the check.
+
+    The last two are the lead's.
+    """
+    beside, check, changes = None, None, list[str]()
+    with topology.phase("config") as phase:
+        if topology.is_lead:
+            beside = _beside(keys, source)
+            config = phase.from_lead = None if beside is None else beside.config
+            if config is None and keys.check is not None:
+                raise ConfigurationError(ASKED, " needs the model's config.json, which is not with the checkpoint; give ", OTHER_CONFIG)
+    if phase.from_lead is not None:
+        found = fitted(selection, phase.from_lead, topology)
+        selection, changes = found.exported, found.changed
+        with topology.phase("trained model"):
+            if beside is not None and found.config != phase.from_lead:
+                beside = beside.with_config(found.config)
+            if topology.is_lead and keys.check is not None:
+                with topology.moving():
+                    check = logits_check(found)
+    return selection, changes, beside, check
+
+
+def _beside(keys: ConvertKeys, source: CheckpointSource | None) -> ModelFiles | None:
+    """Find the files beside a model: in `config_from`, in the folder of Hugging Face's that is read, or in the checkpoint of a trainer."""
+    src = as_place(keys.src, "src")
+    if keys.config_from is not None:
+        return model_files_in(Path(keys.config_from))
+    if isinstance(source, OtherSource) and source.program == SAFETENSORS:
+        return model_files_in(src) if isinstance(src, Path) and src.is_dir() else None
+    return None if source is None or keys.component != "model" else model_files_of(source)
 
 
 def convert(keys: ConvertKeys) -> None:

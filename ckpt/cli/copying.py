@@ -33,7 +33,7 @@ class CopyKeys:
     last: int | None = argued("of a folder: only so many of the newest", default=None)
     json: bool = argued("print only JSON", default=False)
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raise ConfigurationError for a number of checkpoints below 1."""
         if self.last is not None and self.last < 1:
             raise ConfigurationError(f"{argument('last', self.last)}: expected at least 1, or {argument('last', None)} for all")

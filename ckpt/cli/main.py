@@ -92,7 +92,7 @@ COMMANDS = {
         The names, shapes and bits stay. DST appears only after all of it was written, read back and compared. Under torchrun each
         rank does a share of the bytes.
 
-        $ ckpt convert checkpoints/checkpoint-00000100 plain --to safetensors
+        $ ckpt convert checkpoints/checkpoint-00000100 hf --to safetensors --check logits
         $ ckpt convert their_dcp_checkpoint ours --allow-pickle
         $ torchrun --nproc-per-node 4 -m ckpt convert large copy --to tensorstore
         """,
@@ -193,8 +193,8 @@ def _command(name: str, entry: _Entry) -> click.Command:
 
     def call(**given: Any) -> int | None:
         keys = _keys(kind, given)
-        if (check := getattr(keys, "check", None)) is not None:
-            check()
+        if (validate := getattr(keys, "validate", None)) is not None:
+            validate()
         code: int | None = function(keys)
         return code
 

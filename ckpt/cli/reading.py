@@ -55,7 +55,7 @@ class InspectKeys(ReadingKeys):
     limit: int | None = argued("the most rows", default=MOST_ROWS)
     html: str | None = argued("leave a page in this file", default=None)
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raise ConfigurationError for a limit below 1, or where a page cannot be written to `html`."""
         if self.limit is not None and self.limit < 1:
             raise ConfigurationError(f"{argument('limit', self.limit)}: expected at least 1, or {argument('limit', None)} for all")

@@ -49,7 +49,7 @@ class ServeKeys:
     port: int = argued("on this machine; 0: any that is free", default=0)
     open: bool = argued("open the first page in a browser", default=False)
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raise ConfigurationError for a number that is no port."""
         if not 0 <= self.port < 1 << 16:
             raise ConfigurationError(f"{argument('port', self.port)}: expected 0 to 65535")

@@ -13,6 +13,7 @@ here.
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import tempfile
@@ -23,15 +24,18 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import Trainer, TrainingArguments
+import torch
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.integrations import ClearMLCallback, MLflowCallback, WandbCallback
 from transformers.trainer_utils import HubStrategy, SaveStrategy, get_last_checkpoint
 from transformers.utils import ENV_VARS_TRUE_VALUES, is_sagemaker_mp_enabled
 
 from ckpt.api.checkpointer import Checkpointer, names_of_objects
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
+from ckpt.format.manifest import ArrayEntry
 from ckpt.format.places import Place, is_address, place_of
 from ckpt.integrations.huggingface_accelerate import require_covered
+from ckpt.interop.safetensors.writing import CONFIG_NAME, MODEL_FILES
 from ckpt.memory.device import device_of
 from ckpt.ranks.merging import Alike, alike, first_difference
 from ckpt.ranks.sigterm import TOLD_TO_END
@@ -87,7 +91,8 @@ class CkptTrainerMixin(_Base):
 
     A checkpoint is `<output_dir>/ckpt/checkpoint-<step>`, saved by all ranks and committed by one rename. It holds the model, optimizer,
     schedule, gradient scaler, the random generators of each rank, and the small files that `_save_checkpoint` of `Trainer` or a subclass
-    adds. It is no folder for `from_pretrained`: `trainer.save_model(folder)` writes one, and `ckpt.load` reads a checkpoint.
+    adds. It is no folder for `from_pretrained`: `trainer.save_model(folder)` writes one, and `ckpt convert --to safetensors` makes
+    one of a checkpoint, which holds the model's configs and tokenizer for that. `ckpt.load` reads a checkpoint.
 
     `TrainingArguments` say when to save, and what: `save_strategy`, `save_steps`, `save_only_model`. With the last one, as in `Trainer`,
     an optimizer that the checkpoint holds is restored all the same; otherwise training goes on with a new one. The `save_total_limit`
@@ -296,6 +301,8 @@ class CkptTrainerMixin(_Base):
     def _checkpointer(self) -> Checkpointer:
         objects: dict[str, Any] = dict.fromkeys(_OWN_OBJECTS)
         objects |= {"model": self.model_wrapped, "trainer": self._ckpt_files}
+        with as_topology(None).phase("files of the model"):
+            self._ckpt_files.of_model = self._model_files() if self.args.should_save else {}
         if not self.args.save_only_model:
             objects |= self._training_state()
         limit = self.args.save_total_limit
@@ -311,6 +318,22 @@ class CkptTrainerMixin(_Base):
             **objects,
             **({"on_sigterm": False} if self.args.save_strategy == SaveStrategy.NO else {}) | self._ckpt_options_now,
         )
+
+    def _model_files(self) -> dict[str, torch.Tensor]:
+        """Name -> bytes of the files that `Trainer` writes beside the weights: configs and tokenizer. `ckpt convert` exports them."""
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        with tempfile.TemporaryDirectory(prefix="ckpt-trainer-") as folder:
+            if isinstance(model, PreTrainedModel):
+                config = copy.deepcopy(model.config)
+                config.architectures = [type(model).__name__.removeprefix("FSDP")]
+                config.to_json_file(Path(folder, CONFIG_NAME))
+                if model.can_generate():
+                    model.generation_config.to_json_file(Path(folder, "generation_config.json"))
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            paths = [path for path in Path(folder).iterdir() if path.is_file()]
+            return {path.name: torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8) for path in paths}
 
     def _generators(self) -> RNGState:
         return RNGState(device_of(self.model.parameters()))
@@ -444,6 +467,8 @@ class _Files:
 
     def __init__(self) -> None:
         self._files: dict[str, bytes] = {}
+        self.of_model: dict[str, torch.Tensor] = {}
+        self._to_fill: dict[str, Any] | None = None
         self._refusal: str | None = None
 
     def read_from(self, folder: Path, owner: str) -> None:
@@ -476,9 +501,19 @@ class _Files:
     def state_dict(self) -> dict[str, Any]:
         if self._refusal is not None:
             raise ConfigurationError(self._refusal)
-        return {"files": self._files}
+        if self._to_fill is not None:
+            return self._to_fill
+        return {"files": self._files, MODEL_FILES: self.of_model}
+
+    def prepare_to_load(self, saved: Mapping[str, ArrayEntry]) -> None:
+        """Make room for the files of the model, which are read and left: a run has its own."""
+        self._to_fill = {name: torch.empty(entry.shape, dtype=torch.uint8) for name, entry in saved.items()}
+
+    def forget_prepared(self) -> None:
+        self._to_fill = None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._to_fill = None
         self._files = dict(state_dict["files"])
 
 

@@ -20,7 +20,7 @@ _WRAPPERS = {
 }
 """(Module, class) -> attribute that holds the wrapped module. A class whose module is not imported has no instances."""
 
-_ATTRIBUTES = frozenset(_WRAPPERS.values())
+ATTRIBUTES = frozenset(_WRAPPERS.values())
 
 
 class Unwrapping:
@@ -88,7 +88,7 @@ def saved_under(wanted: Callable[[], Collection[str]], saved: Collection[str]) -
     Args:
         wanted: returns the wanted names; called only if a saved name has such a part, which is rare.
     """
-    suspicious = [name for name in saved if not _ATTRIBUTES.isdisjoint(name.split("."))]
+    suspicious = [name for name in saved if not ATTRIBUTES.isdisjoint(name.split("."))]
     if not suspicious:
         return {}
     own = wanted()
@@ -104,7 +104,7 @@ def saved_under(wanted: Callable[[], Collection[str]], saved: Collection[str]) -
 
 
 def _bare(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _ATTRIBUTES)
+    return ".".join(part for part in name.split(".") if part not in ATTRIBUTES)
 
 
 def _classes(root: torch.nn.Module) -> set[type]:

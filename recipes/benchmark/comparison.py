@@ -38,7 +38,7 @@ class CompareKeys:
     tolerance: float = 0.05
     json: bool = False
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raise ConfigurationError where a or b is an address, or the tolerance is negative."""
         for name in ("a", "b"):
             local_path(getattr(self, name), name)

@@ -66,7 +66,7 @@ class BisectKeys:
     all: bool = False
     json: bool = False
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raise ConfigurationError where ranks have been started already, or `work_dir` is in an object store."""
         if ranks_exist():
             raise ConfigurationError(

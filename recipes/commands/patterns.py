@@ -29,7 +29,7 @@ class DoctorKeys:
     doctor: StepsKeys = field(default_factory=StepsKeys)
     json: bool = False
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raise ConfigurationError for a negative number of steps."""
         if self.doctor.steps < 0:
             raise ConfigurationError(f"doctor.steps={self.doctor.steps}: expected at least 0")

@@ -38,7 +38,7 @@ class PlanKeys:
     all: bool = False
     json: bool = False
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raise ConfigurationError for less than one node."""
         if self.nodes < 1:
             raise ConfigurationError(f"nodes={self.nodes}: expected at least 1")

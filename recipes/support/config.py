@@ -192,15 +192,15 @@ def command_keys(cfg: DictConfig, schema: type[Keys]) -> Keys:
         schema: dataclass of its keys, as `ckpt.cli.arguments` describes.
 
     Raises:
-        ConfigurationError: a key without a default is not given, or the keys' own `check` refuses a value.
+        ConfigurationError: a key without a default is not given, or the keys' own `validate` refuses a value.
     """
     for key in fields(schema):
         if "help" in key.metadata and OmegaConf.is_missing(cfg, key.name):
             raise ConfigurationError(f"no {key.name} is given; add {key.name}=<{key.metadata['help']}>")
     keys = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), cfg))
     assert isinstance(keys, schema)
-    if (check := getattr(keys, "check", None)) is not None:
-        check()
+    if (validate := getattr(keys, "validate", None)) is not None:
+        validate()
     return keys
 
 

@@ -52,7 +52,7 @@ class RanksKeys:
 
     launch: NumRanksKeys = field(default_factory=NumRanksKeys)
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raise ConfigurationError for less than one rank."""
         if self.launch.nproc_per_node < 1:
             raise ConfigurationError(f"launch.nproc_per_node={self.launch.nproc_per_node}: expected at least 1")

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from ckpt.cli.converting import ConvertKeys, convert_on_ranks, run_of
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.topology import Topology
@@ -112,6 +113,10 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path, layout: str) -> None:
     assert [one[:2] for one in loaded] == [({}, saved[0][1])] * 3
     trained = ranks(3, tmp_path, arguments | {"max_steps": 14})
     assert sorted(trained[0][0]) == [13, 14]
+    keys = ConvertKeys(str(tmp_path / "ckpt/checkpoint-00000012"), str(tmp_path / "hf"), "safetensors", check="logits")
+    held = convert_on_ranks(run_of(keys), Topology.alone())["held"]  # of the two ranks: config and all
+    assert held["copied"] == ["config.json", "generation_config.json"]
+    assert held["left_out"][0] == "lm_head.weight (tied: it is transformer.wte.weight)"
 
 
 def _stop(topology: Topology) -> None:

@@ -5,4 +5,6 @@ Files:
     hub                     folders of Hugging Face's: which file holds the weights
     reading                 one file, or several with an index
     writing                 exports tensors as such files
+    fitting                 fits tensors and config.json to each other: names, vocabulary, ties, type
+    logits                  compares the logits of what transformers loads with those of the trained model
 """

@@ -5,11 +5,14 @@ The place of each tensor in a file is known before it is read: ranks copy tensor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from itertools import accumulate
-from pathlib import Path
-from typing import NamedTuple, TypeVar
+from pathlib import Path, PurePath
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 from ckpt.backends.safetensors_format import (
     INDEX_NAME,
@@ -26,6 +29,7 @@ from ckpt.format.dtypes import item_bytes
 from ckpt.format.manifest import SHARDED, STATE, ArrayEntry, CheckpointManifest
 from ckpt.format.places import COMPONENT_KEY, Place
 from ckpt.format.records import Content
+from ckpt.format.strict_json import fit, parse
 from ckpt.interop.megatron.zarr import MegatronZarr
 from ckpt.interop.new_files import PlacedBytes, require_read_back, shared_directory, write_pieces
 from ckpt.interop.opened import (
@@ -46,7 +50,7 @@ from ckpt.loading.sources import CheckpointSource, ManifestSource
 from ckpt.loading.strategy import Reading, ReadRequest
 from ckpt.memory.device import device_of
 from ckpt.ranks.topology import Topology
-from ckpt.state.adapters import CONFIG, CONFIG_NAME
+from ckpt.state.adapters import CONFIG
 from ckpt.state.sharing import OWN_COPIES, SharingPattern
 from ckpt.storage.checkpoint_files import CheckpointFolder
 from ckpt.storage.files import make_durable, read_once
@@ -58,6 +62,10 @@ AT_ONCE_BYTES = 64 << 20
 """Bytes of a tensor in memory at once."""
 
 _COPIED_BYTES = 1 << 20
+CONFIG_NAME = "config.json"
+_MOST_CONFIG_BYTES = 16 << 20
+TRAINER, MODEL_FILES = "trainer", "model"
+"""The component, and the first step of its keys there, that hold the files of a model whose trainer knows them, as bytes."""
 _BESIDE_MODEL = ("*config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "chat_template.*")  # fmt: skip # noqa: E501
 
 
@@ -227,10 +235,29 @@ class ModelFiles(NamedTuple):
     Attributes:
         root: a folder to open.
         places: name of a file -> its path below `root`.
+        made: name of a file -> its content, for files that are in no folder, or are not as they are there.
     """
 
     root: Path
     places: Mapping[str, str]
+    made: Mapping[str, bytes] = MappingProxyType({})
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """The content of `config.json`; None: there is none.
+
+        Raises:
+            CorruptCheckpointError: it is no JSON object.
+        """
+        data = self.made.get(CONFIG_NAME)
+        if data is None and CONFIG_NAME in self.places:
+            with CheckpointFolder(self.root) as folder:
+                data = folder.read(self.places[CONFIG_NAME], _MOST_CONFIG_BYTES)
+        return None if data is None else fit(parse(data, CONFIG_NAME), dict[str, Any], CONFIG_NAME)
+
+    def with_config(self, config: Mapping[str, Any]) -> ModelFiles:
+        """Return the same files with another config, in place of the first."""
+        return self._replace(made={**self.made, CONFIG_NAME: f"{json.dumps(config, indent=2)}\n".encode()})
 
 
 def model_files_in(src: Path) -> ModelFiles:
@@ -247,6 +274,21 @@ def model_files_in(src: Path) -> ModelFiles:
     )
 
 
+def model_files_of(source: CheckpointSource) -> ModelFiles | None:
+    """Return the files of the model that a trainer has saved with a checkpoint (`ckpt.integrations.huggingface`); None: it has none."""
+    opened = Opened(source)
+    if TRAINER not in opened.keys:
+        return None
+    start = f"{MODEL_FILES}."
+    tensors = {name.removeprefix(start): tensor for name, tensor in opened.tensors(TRAINER, "").items() if name.startswith(start)}
+    made = {
+        name: bytes(bytes_of_piece(tensor.read(whole(tensor.entry.shape))))
+        for name, tensor in tensors.items()
+        if PurePath(name).name == name and any(fnmatch(name, pattern) for pattern in _BESIDE_MODEL)
+    }
+    return ModelFiles(Path(), {}, made) if made else None
+
+
 def export(
     selection: Selection,
     dst: Path,
@@ -254,7 +296,8 @@ def export(
     topology: Topology,
     *,
     beside: ModelFiles | None = None,
-    adapter_config: str | None = None,
+    check: Callable[[Path], None] | None = None,
+    is_adapter: bool = False,
 ) -> Exported:
     """Write the selected tensors as `model.safetensors`, or, if they take more than `max_shard_bytes`, as several files and an index.
 
@@ -264,8 +307,9 @@ def export(
     Args:
         selection: equal on all ranks.
         dst: nothing is there, or an empty folder.
-        beside: files to copy into it.
-        adapter_config: of an adapter of PEFT: the files are those that its `from_pretrained` reads, `adapter_model.safetensors` alone.
+        beside: files to copy into it. The lead.
+        check: called with the finished folder before it becomes `dst`, to raise if it is not as it should be. The lead.
+        is_adapter: the files are those that PEFT's `from_pretrained` reads, `adapter_model.safetensors` alone.
 
     Raises:
         CheckpointExistsError: there is something at `dst`.
@@ -276,7 +320,7 @@ def export(
     wholes = [Piece(name, whole(tensor.entry.shape), tensor.entry.dtype) for name, tensor in selection.tensors.items()]
     shards = list(batches(wholes, max_shard_bytes)) or [[]]
     files = {_file_name(number, len(shards)): _in_order(few) for number, few in enumerate(shards, 1)}
-    if adapter_config is not None:
+    if is_adapter:
         files = {f"adapter_{ONE_FILE}": _in_order(wholes)}
     with topology.operation(f"export to {dst}"):
         with topology.phase("plan"):
@@ -289,7 +333,11 @@ def export(
             with topology.phase("read back"):
                 require_read_back(runs, dst, topology.progress)
                 if topology.is_lead:
-                    _finish(folder, dst, list(files), beside, adapter_config, topology)
+                    _finish(folder, dst, list(files), beside, topology)
+            with topology.phase("check"):
+                if check is not None:
+                    with topology.moving():
+                        check(folder)
     names = {tensor.name: name_of(Content(tensor.name, tensor.box.shape, tensor.box)) for tensor in wholes}
     return Exported(
         files=list(files),
@@ -298,15 +346,11 @@ def export(
     )
 
 
-def _finish(
-    folder: Path, dst: Path, files: Sequence[str], beside: ModelFiles | None, adapter_config: str | None, topology: Topology
-) -> None:
+def _finish(folder: Path, dst: Path, files: Sequence[str], beside: ModelFiles | None, topology: Topology) -> None:
     """Write the index of several files, copy the files beside them, and make the folder durable. The lead."""
     sizes = dict.fromkeys(files, 0)  # on the disk already
     if len(files) > 1:
         sizes[INDEX_NAME] = (folder / INDEX_NAME).write_bytes(index_bytes(folder, files, topology.progress))
-    if adapter_config is not None:
-        sizes[CONFIG_NAME] = (folder / CONFIG_NAME).write_bytes(adapter_config.encode())
     if beside is not None:
         copies = write_pieces(_pieces_beside(beside, folder), topology.progress)
         require_read_back(copies, dst, topology.progress)
@@ -316,13 +360,14 @@ def _finish(
 def _pieces_beside(beside: ModelFiles, folder: Path) -> Iterator[PlacedBytes]:
     """Yield the bytes of files, piece by piece."""
     with CheckpointFolder(beside.root) as source:
-        for name, place in beside.places.items():
-            with source.stream(place) as stream:
+        for name in beside.places.keys() - beside.made.keys():
+            with source.stream(beside.places[name]) as stream:
                 at, data = 0, stream.read(_COPIED_BYTES)
                 while data or at == 0:  # an empty file, too
                     yield PlacedBytes(folder / name, at, memoryview(data))
                     at += max(len(data), 1)
                     data = stream.read(_COPIED_BYTES)
+    yield from (PlacedBytes(folder / name, 0, memoryview(data)) for name, data in beside.made.items())
 
 
 def _file_name(number: int, of: int) -> str:

@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 from accelerate.utils import DistributedType
-from transformers import Seq2SeqTrainer, Trainer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast, Seq2SeqTrainer, Trainer
 from transformers.integrations import MLflowCallback, WandbCallback
 
 from ckpt import Checkpointer
 from ckpt.catalog.ledger import Ledger
+from ckpt.cli.converting import ConvertKeys, convert
 from ckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -295,6 +298,19 @@ def test_files_that_a_trainer_adds_to_its_checkpoints_are_kept(tmp_path: Path, m
     with pytest.raises(ConfigurationError, match=r"OwnFiles adds 65 MiB of files.*below/own.json"):
         trainer(tmp_path / "large", kind=OwnFiles).train()
     assert saved_in(tmp_path / "large") == []
+
+
+def test_a_checkpoint_is_exported_with_config_and_tokenizer_without_further_arguments(tmp_path: Path) -> None:
+    words = Tokenizer(WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    one = trainer(tmp_path / "run", max_steps=2, save_steps=2)
+    one.processing_class = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
+    one.train()
+    src, dst = tmp_path / "run/ckpt/checkpoint-00000002", tmp_path / "hf"
+    convert(ConvertKeys(str(src), str(dst), "safetensors", check="logits"))
+    found, info = GPT2LMHeadModel.from_pretrained(dst, output_loading_info=True)
+    assert not any(info.values()) and same_values(dict(found.state_dict()), dict(one.model.state_dict()))
+    assert found.config.architectures == ["GPT2LMHeadModel"] and found.generation_config.eos_token_id == 0
+    assert PreTrainedTokenizerFast.from_pretrained(dst).get_vocab() == {"a": 0, "[UNK]": 1}
 
 
 def test_files_of_a_checkpoint_stay_in_their_folder(tmp_path: Path) -> None:
