@@ -91,7 +91,7 @@ def _require_merged(merged: torch.Tensor, model: Any, ids: torch.Tensor, merging
     _fill(model, merging.base)
     with _explained("compute the logits of the adapter"):
         options = {name: value for name, value in json.loads(merging.config).items() if name in peft.LoraConfig.__dataclass_fields__}
-        adapted = peft.get_peft_model(model, peft.LoraConfig(**options | {"init_lora_weights": False, "inference_mode": True}))
+        adapted = peft.get_peft_model(model, peft.LoraConfig(**options | {"init_lora_weights": False, "base_model_name_or_path": None}))
         tensors = {name: tensor.read(whole(tensor.entry.shape)) for name, tensor in merging.adapter.items()}
         left = peft.set_peft_model_state_dict(adapted, tensors)
     _require_fit({"of the adapter": list(left.unexpected_keys)})
