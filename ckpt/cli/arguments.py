@@ -14,8 +14,8 @@ from ckpt.errors import LOAD_EARLIER, Argument, sentence
 
 Words = Callable[[Argument], str]
 _OPTIONS = {
-    "all", "best", "check", "component", "config_from", "filter", "html", "last", "leave_out_unknown", "limit", "load.allow_pickle",
-    "max_shard_size", "port", "to", "yes",
+    "all", "base_from", "best", "check", "component", "config_from", "filter", "html", "last", "leave_out_unknown", "limit",
+    "load.allow_pickle", "max_shard_size", "merge_adapters", "port", "to", "yes",
 }  # fmt: skip
 """Arguments that are options of `ckpt`."""
 _NAMELESS = {"run", "bad"}

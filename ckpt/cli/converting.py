@@ -23,7 +23,7 @@ from ckpt.cli.copying import require_outside
 from ckpt.cli.progress import progress_bar
 from ckpt.cli.tables import counted, first_rows, more, most_rows, print_json
 from ckpt.cli.tables import show as show_parts
-from ckpt.errors import CheckpointNotFoundError, ConfigurationError, printable
+from ckpt.errors import Argument, CheckpointNotFoundError, ConfigurationError, printable
 from ckpt.format.manifest import MANIFEST_NAME, SHARDED, STATE
 from ckpt.format.places import ObjectPath, Place, as_place, local_path
 from ckpt.interop.importing import import_checkpoint
@@ -35,8 +35,10 @@ from ckpt.interop.programs import PROGRAMS, format_at
 from ckpt.interop.recognised import recognised
 from ckpt.interop.registry import source_at
 from ckpt.interop.rewriting import rewrite
-from ckpt.interop.safetensors.fitting import OTHER_CONFIG, fitted
+from ckpt.interop.safetensors.fitting import OTHER_CONFIG, fitted, unwrapped
 from ckpt.interop.safetensors.logits import ASKED, LOGITS, logits_check
+from ckpt.interop.safetensors.merging import ASKED as MERGED
+from ckpt.interop.safetensors.merging import OTHER_BASE, AdapterConfig, Merging, merging, trained_on
 from ckpt.interop.safetensors.writing import (
     CONFIG_NAME,
     ModelFiles,
@@ -54,7 +56,7 @@ from ckpt.loading.direct import DirectLoad
 from ckpt.loading.sources import CheckpointSource, CommittedSource
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
-from ckpt.state.adapters import CONFIG
+from ckpt.state.adapters import CONFIG, DIGEST, base_below
 from ckpt.state.adapters import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from ckpt.storage.files import read_once
 from ckpt.storage.metadata import maybe_load_config
@@ -85,6 +87,8 @@ class ConvertKeys:
     component: str | None = argued(f"to {SAFETENSORS}: the component, or none for everything", default="model")
     max_shard_size: str | None = argued(f"to {SAFETENSORS}: the size above which there are several files", default="5GB")
     config_from: str | None = argued(f"to {SAFETENSORS}: a folder of Hugging Face's, whose configs are copied", default=None)
+    merge_adapters: bool = argued(f"to {SAFETENSORS}: write the whole model, with the adapter that is the component", default=False)
+    base_from: str | None = argued("merge adapters: a folder of Hugging Face's with the base, which the checkpoint lacks", default=None)
     check: str | None = argued(f"to {SAFETENSORS}: compare what transformers loads with the trained model", default=None, choices=[LOGITS])
     load: LoadKeys = field(default_factory=LoadKeys)
     leave_out_unknown: bool = argued("leave out objects of classes that are not built here, and list them", default=False)
@@ -92,7 +96,7 @@ class ConvertKeys:
     json: bool = argued("print only JSON", default=False)
 
     def validate(self) -> None:
-        """Raise ConfigurationError for a wrong value of `to`, `max_shard_size`, `config_from` or `check`."""
+        """Raise ConfigurationError for a wrong value of a key, or one that is for another `to`."""
         if self.to not in DESTINATIONS:
             raise ConfigurationError(
                 f"{argument('to', self.to)} is not known; choose {', '.join(BACKENDS)}, {SAFETENSORS}, {DCP} or {TORCH}"
@@ -100,9 +104,11 @@ class ConvertKeys:
         shard_bytes(self.max_shard_size)
         if self.check not in (None, LOGITS):
             raise ConfigurationError(f"{argument('check', self.check)} is not known; choose {LOGITS}, or {argument('check', None)}")
-        for name, value in {"config_from": self.config_from, "check": self.check}.items():
-            if value is not None and self.to != SAFETENSORS:
+        for name in ("config_from", "merge_adapters", "base_from", "check"):
+            if (value := getattr(self, name)) and self.to != SAFETENSORS:
                 raise ConfigurationError(f"{argument(name, value)} is for {argument('to', SAFETENSORS)}; leave it out")
+        if self.base_from is not None and not self.merge_adapters:
+            raise ConfigurationError(f"{argument('base_from', self.base_from)} is for {argument('merge_adapters')}; leave it out")
         if self.config_from is None:
             return
         given = argument("config_from", self.config_from)
@@ -311,27 +317,31 @@ def _as_bytes(opened: Opened) -> list[str]:
 def _export(keys: ConvertKeys, source: CheckpointSource | None, topology: Topology) -> Converted:
     src, dst = as_place(keys.src, "src"), local_path(keys.dst, "dst")
     with topology.phase("select"):
-        if source is None:
-            selection = select_of_megatron(local_path(src, "src"), keys.component, topology)
-        elif isinstance(source, CommittedSource) and not source.holds(STATE):
-            selection = select(source, src, keys.component)
-        else:
-            selection = select_of_other(source, src, keys.component)
+        selection = _selected(source, src, keys.component, topology)
         values = values_beside(source, keys.component) if source is not None else []
-        adapter = None if source is None else adapter_config_in(source, keys.component)
-        if adapter is not None:
+        adapter = None if source is None else _adapter_config(keys, source, src)
+        if adapter is not None and CONFIG in values:
             values.remove(CONFIG)
-            if keys.check is not None:
-                raise ConfigurationError(ASKED, f" compares whole models, and {keys.component} is an adapter; leave it out")
-    changes, check = list[str](), None
-    if adapter is not None:
+        if adapter is not None and keys.check is not None and not keys.merge_adapters:
+            raise ConfigurationError(
+                ASKED, f" compares whole models, and {keys.component} is an adapter; leave it out, or merge it with ", MERGED
+            )
+    changes, check, is_adapter = list[str](), None, adapter is not None and not keys.merge_adapters
+    if is_adapter:
+        assert adapter is not None, "is_adapter"
         beside: ModelFiles | None = ModelFiles(Path(), {}, {ADAPTER_CONFIG_NAME: adapter.encode()})
     else:
-        selection, changes, beside, check = _as_model(keys, source, selection, topology)
+        whole = None
+        if keys.merge_adapters:
+            assert source is not None and adapter is not None, "_adapter_config"
+            whole, changes = _merging(keys, source, selection, adapter, topology)
+            selection = whole.merged
+        selection, fitted_to, beside, check = _as_model(keys, source, selection, whole, topology)
+        changes += fitted_to
     tensor_bytes = selection.num_bytes
     with _shown(keys, topology, tensor_bytes):
         done = export(
-            selection, dst, shard_bytes(keys.max_shard_size), topology, beside=beside, check=check, is_adapter=adapter is not None
+            selection, dst, shard_bytes(keys.max_shard_size), topology, beside=beside, check=check, is_adapter=is_adapter
         )
     left_out = [f"{alias} (tied: it is {first})" for alias, first in selection.aliases.items()]
     left_out += [f"{name} (no tensor)" for name in values]
@@ -364,8 +374,69 @@ def _export(keys: ConvertKeys, source: CheckpointSource | None, topology: Topolo
     return described(as_place(keys.dst, "dst"), topology, held, lines)
 
 
+def _selected(source: CheckpointSource | None, src: Place, component: str | None, topology: Topology) -> Selection:
+    if source is None:
+        return select_of_megatron(local_path(src, "src"), component, topology)
+    if isinstance(source, CommittedSource) and not source.holds(STATE):
+        return select(source, src, component)
+    return select_of_other(source, src, component)
+
+
+def _adapter_config(keys: ConvertKeys, source: CheckpointSource, src: Place) -> str | None:
+    """Return the text of adapter_config.json of what is exported, if it is an adapter.
+
+    Raises:
+        ConfigurationError: it is none, and is to be merged.
+    """
+    found = adapter_config_in(source, keys.component)
+    if found is not None or not keys.merge_adapters:
+        return found
+    if isinstance(source, OtherSource) and isinstance(src, Path) and (data := model_files_in(src).read(ADAPTER_CONFIG_NAME)) is not None:
+        return data.decode(errors="replace")
+    raise ConfigurationError(f"{src} holds no adapter of PEFT as ", Argument("component", keys.component), ", which ", MERGED, " needs")
+
+
+def _merging(
+    keys: ConvertKeys, source: CheckpointSource, adapter: Selection, config: str, topology: Topology
+) -> tuple[Merging, list[str]]:
+    """Find the base of an adapter, and settle the merged tensors; and what was changed, in words. Collective.
+
+    Raises:
+        ConfigurationError: the base is missing, or another one than that of the training; the adapter is not plain LoRA, or does not fit.
+    """
+    with topology.phase("adapter"):
+        opened, kind = Opened(source, by_component=True), AdapterConfig.of(config)
+        key = base_below(keys.component or "", opened.keys)
+        digest, folder = opened.plain(key, "").get(DIGEST) if key is not None else None, _base_folder(keys, config)
+        is_saved = key is not None and digest is None
+        if is_saved and keys.base_from is not None:
+            raise ConfigurationError(f"the checkpoint holds the base as {key}; leave out ", OTHER_BASE)
+        if not is_saved and folder is None:
+            raise ConfigurationError(f"the base {kind.base_model_name_or_path or ''} is not in the checkpoint; give ", OTHER_BASE)
+        if key is None and not kind.keeps_base:
+            raise ConfigurationError(
+                f"init_lora_weights={kind.init_lora_weights} changes the base, and {keys.src} does not know how; merge it with PEFT"
+            )
+    place: Place = as_place(keys.src, "src") if folder is None or is_saved else folder
+    below = source if is_saved else source_at(place, topology, DirectLoad(read_at=read_once), allow_pickle=keys.load.allow_pickle)
+    with topology.phase("base"):
+        base = unwrapped(_selected(below, place, key if is_saved else "model", topology))
+    dtype = None
+    if not is_saved and isinstance(digest, str):
+        base, dtype = trained_on(base, digest, place, topology)
+    with topology.phase("merge"):
+        changes = [] if dtype is None else [f"the base: {dtype}, as it was trained, and not as it is in {place}"]
+        return merging(base, adapter, config), changes
+
+
+def _base_folder(keys: ConvertKeys, config: str) -> Path | None:
+    """Return the folder of Hugging Face's with the base of an adapter, if there is one."""
+    name = keys.base_from or AdapterConfig.of(config).base_model_name_or_path
+    return Path(name) if name and Path(name).is_dir() else None
+
+
 def _as_model(
-    keys: ConvertKeys, source: CheckpointSource | None, selection: Selection, topology: Topology
+    keys: ConvertKeys, source: CheckpointSource | None, selection: Selection, whole: Merging | None, topology: Topology
 ) -> tuple[Selection, list[str], ModelFiles | None, Callable[[Path], None] | None]:
     """Fit what is exported to the model's config, if there is one: the tensors, what was changed, the files beside them, and the check.
 
@@ -374,7 +445,7 @@ def _as_model(
     beside, check, changes = None, None, list[str]()
     with topology.phase("config") as phase:
         if topology.is_lead:
-            beside = _beside(keys, source)
+            beside = _beside(keys, source, whole)
             config = phase.from_lead = None if beside is None else beside.config
             if config is None and keys.check is not None:
                 raise ConfigurationError(ASKED, " needs the model's config.json, which is not with the checkpoint; give ", OTHER_CONFIG)
@@ -386,15 +457,24 @@ def _as_model(
                 beside = beside.with_config(found.config)
             if topology.is_lead and keys.check is not None:
                 with topology.moving():
-                    check = logits_check(found)
+                    check = logits_check(found, whole)
     return selection, changes, beside, check
 
 
-def _beside(keys: ConvertKeys, source: CheckpointSource | None) -> ModelFiles | None:
-    """Find the files beside a model: in `config_from`, in the folder of Hugging Face's that is read, or in the checkpoint of a trainer."""
+def _beside(keys: ConvertKeys, source: CheckpointSource | None, whole: Merging | None) -> ModelFiles | None:
+    """Find the files beside a model: in `config_from`, in the folder of Hugging Face's that is read, or in the checkpoint of a trainer.
+
+    Of a model with a merged adapter they may be in the folder of the base.
+    """
     src = as_place(keys.src, "src")
     if keys.config_from is not None:
-        return model_files_in(Path(keys.config_from))
+        return model_files_in(Path(keys.config_from)).without(ADAPTER_CONFIG_NAME)
+    if whole is not None:
+        assert source is not None, "it holds the adapter"
+        found, folder = model_files_of(source), _base_folder(keys, whole.config)
+        has_config = found is not None and CONFIG_NAME in found.made
+        found = found if has_config or folder is None else model_files_in(folder)
+        return None if found is None else found.without(ADAPTER_CONFIG_NAME)  # transformers would look for its adapter
     if isinstance(source, OtherSource) and source.program == SAFETENSORS:
         return model_files_in(src) if isinstance(src, Path) and src.is_dir() else None
     return None if source is None or keys.component != "model" else model_files_of(source)

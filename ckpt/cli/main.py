@@ -93,6 +93,7 @@ COMMANDS = {
         rank does a share of the bytes.
 
         $ ckpt convert checkpoints/checkpoint-00000100 hf --to safetensors --check logits
+        $ ckpt convert folder_of_peft merged --to safetensors --merge-adapters
         $ ckpt convert their_dcp_checkpoint ours --allow-pickle
         $ torchrun --nproc-per-node 4 -m ckpt convert large copy --to tensorstore
         """,

@@ -322,6 +322,7 @@ class CkptTrainerMixin(_Base):
     def _model_files(self) -> dict[str, torch.Tensor]:
         """Name -> bytes of the files that `Trainer` writes beside the weights: configs and tokenizer. `ckpt convert` exports them."""
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        model = model.get_base_model() if is_peft(model) else model
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         with tempfile.TemporaryDirectory(prefix="ckpt-trainer-") as folder:
             if isinstance(model, PreTrainedModel):

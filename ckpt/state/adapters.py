@@ -6,6 +6,7 @@ The tensors of an adapter have the names of PEFT's own files, and are those in u
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -31,7 +32,7 @@ _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 CONFIG = "adapter_config"
 """Key of the text of PEFT's adapter_config.json, in the component of an adapter."""
 CONFIG_NAME = "adapter_config.json"
-_BASE, _DIGEST = "base_model_name_or_path", "digest"
+_BASE, DIGEST = "base_model_name_or_path", "digest"
 _MAY_DIFFER = {_BASE, "revision", "peft_version", "auto_mapping", "inference_mode", "task_type", "init_lora_weights", "lora_dropout"}
 """Options of an adapter that do not change what its tensors mean."""
 
@@ -46,6 +47,12 @@ def keys_of_parts(key: str, module: torch.nn.Module) -> list[str]:
     """Return the keys of the components that stand for a PEFT model under a key: of the adapters, then of the base."""
     start = "" if key == "model" else f"{key}-"
     return [*(f"{start}adapter-{name}" for name in Unwrapping(module).inner.peft_config), f"{start}base"]  # type: ignore[union-attr]
+
+
+def base_below(key: str, keys: Collection[str]) -> str | None:
+    """Return the key of the base, of the components of a checkpoint, that lies below the adapter with this key; None: it is not there."""
+    starts = (f"{key[: match.start()]}base" for match in re.finditer("adapter-", key))
+    return next((base for base in starts if base in keys), None)
 
 
 def with_adapters(component: StateComponent, base: str | None, topology: Topology) -> list[StateComponent]:
@@ -223,7 +230,7 @@ class BaseState(_Part):
     def prepare_from(
         self, saved: Mapping[str, ArrayEntry], plain: Mapping[str, Any], paths: Mapping[str, Path], *, cast: bool = False
     ) -> None:
-        if _DIGEST in plain:
+        if DIGEST in plain:
             raise ConfigurationError("the checkpoint knows the base by its digest alone; go on with peft_base=frozen")
 
     def buffers(self) -> dict[str, str]:
@@ -243,7 +250,7 @@ class FrozenBase:
 
     def __init__(self, base: BaseState, digest: str) -> None:
         self._base = base
-        self._state = {"source": base.source, _DIGEST: digest}
+        self._state = {"source": base.source, DIGEST: digest}
         self._buffers = base.buffers()
 
     def state_dict(self) -> dict[str, Any]:
@@ -262,10 +269,10 @@ class FrozenBase:
         self, saved: Mapping[str, ArrayEntry], plain: Mapping[str, Any], paths: Mapping[str, Path], *, cast: bool = False
     ) -> None:
         """Refuse another base."""
-        if _DIGEST not in plain:
+        if DIGEST not in plain:
             raise ConfigurationError("the checkpoint holds the base itself; go on with peft_base=saved")
-        if plain[_DIGEST] != self._state[_DIGEST]:
-            was, now = (f"{state.get('source') or 'a base without a name'} (digest {state[_DIGEST]:.12})" for state in (plain, self._state))
+        if plain[DIGEST] != self._state[DIGEST]:
+            was, now = (f"{state.get('source') or 'a base without a name'} (digest {state[DIGEST]:.12})" for state in (plain, self._state))
             raise ConfigurationError(f"the adapters were trained on {was}, and this run has {now}; load the base that they were trained on")
 
     def paths_to_save(self, tensors: Collection[str], paths: Mapping[str, Path]) -> Collection[str]:

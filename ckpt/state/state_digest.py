@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from ckpt.format.box import Box, whole
 from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import raw_bytes
 from ckpt.planning.plan import Address, Holdings, Table, TablePart, Whereabouts, settled_aliases, table_to_json
-from ckpt.ranks.merging import total
+from ckpt.ranks.merging import Merged, total
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import tied_names
 from ckpt.state.address import address_of, local_tensor
@@ -58,13 +59,32 @@ def state_digest(statefuls: Mapping[str, Stateful], topology: Topology) -> str:
     with topology.phase("digest") as phase:
         holdings = Holdings(tables, table_of_rank)
         aliases = settled_aliases(tables, table_of_rank, holdings)
-        sums = [0, 0]
-        for name, is_first in _share(found, holdings, topology.rank):
-            if name not in aliases:
-                added = _sums(tensors[name], found[name], topology, counts=is_first)
-                sums = [number + other for number, other in zip(sums, added, strict=True)]
-        phase.merge = {"sums": total(sums)}
-    return "".join(f"{number % 2**64:016x}" for number in phase.merged["sums"])
+        share = _share(found, holdings, topology.rank)
+        phase.merge = _added(((tensors[name], found[name], is_first) for name, is_first in share if name not in aliases), topology)
+    return _in_hex(phase.merged)
+
+
+def digest_of_boxes(boxes: Iterable[tuple[Address, torch.Tensor]], topology: Topology) -> str:
+    """Return the `state_digest` of tensors of which each rank has some boxes, and all together each element once. Collective.
+
+    Args:
+        boxes: with names that begin with a component and a dot; each is valid until the next.
+    """
+    with topology.phase("digest") as phase:
+        phase.merge = _added(((tensor, address, not any(address.box.offsets)) for address, tensor in boxes), topology)
+    return _in_hex(phase.merged)
+
+
+def _added(boxes: Iterable[tuple[TensorLeaf, Address, bool]], topology: Topology) -> dict[str, Merged]:
+    sums = [0, 0]
+    for leaf, address, is_first in boxes:
+        added = _sums(leaf, address, topology, counts=is_first)
+        sums = [number + other for number, other in zip(sums, added, strict=True)]
+    return {"sums": total(sums)}
+
+
+def _in_hex(merged: Mapping[str, Any]) -> str:
+    return "".join(f"{number % 2**64:016x}" for number in merged["sums"])
 
 
 def _share(found: Mapping[str, Address], holdings: Holdings, rank: int) -> Iterator[tuple[str, bool]]:

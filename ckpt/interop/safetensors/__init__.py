@@ -6,5 +6,6 @@ Files:
     reading                 one file, or several with an index
     writing                 exports tensors as such files
     fitting                 fits tensors and config.json to each other: names, vocabulary, ties, type
+    merging                 merges an adapter of PEFT into its base
     logits                  compares the logits of what transformers loads with those of the trained model
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ OTHER_CONFIG = Argument("config_from", "<folder>")
 _EMBEDDING = re.compile(r"(.+\.)?(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings|embeddings|shared)\.weight")
 _OUTPUT = re.compile(r"(.+\.)?(lm_head|embed_out|predictions(\.decoder)?)\.(weight|bias)")
 """Names in transformers of the tensors that have a row for each token."""
-_TYPES = {"float16", "bfloat16", "float32", "float64"}
+FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +129,14 @@ def _has_tokens(name: str) -> bool:
     return bool(_EMBEDDING.fullmatch(name) or _OUTPUT.fullmatch(name))
 
 
+def tensor_with_tokens(names: Iterable[str], *, is_output: bool = False) -> str | None:
+    """Return the name of the embedding, or of the output layer; None: it is not there."""
+    return next((name for name in names if name.endswith(".weight") and (_OUTPUT if is_output else _EMBEDDING).fullmatch(name)), None)
+
+
 def _ends(selection: Selection) -> tuple[str, str] | None:
     """Return the names of embedding and output layer, if there are both."""
-    names = [name for name in _names(selection) if name.endswith(".weight")]
-    first, last = (next(filter(kind.fullmatch, names), None) for kind in (_EMBEDDING, _OUTPUT))
+    first, last = (tensor_with_tokens(_names(selection), is_output=is_output) for is_output in (False, True))
     return None if first is None or last is None else (first, last)
 
 
@@ -172,7 +176,7 @@ def _changes(selection: Selection, config: Mapping[str, Any], is_tied: bool | No
     for tensor in selection.tensors.values():
         sizes[tensor.entry.dtype] += tensor.entry.num_bytes
     dtype = max(sizes, key=sizes.__getitem__)
-    if dtype not in _TYPES or "quantization_config" in config:
+    if dtype not in FLOATS or "quantization_config" in config:
         return
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
     yield from ((key, dtype) for key in keys if config.get(key) != dtype)

@@ -1,10 +1,12 @@
 """Compare the logits of the model that transformers loads from an exported folder with those of the trained model. On one rank.
 
-transformers is imported here alone, and only when it is asked for.
+transformers is imported here alone, and PEFT, and only when it is asked for.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 from ckpt.errors import Argument, ConfigurationError, import_failure, sentence
 from ckpt.format.box import whole
 from ckpt.interop.safetensors.fitting import OTHER_CONFIG, Fitted, rows_of_vocabulary, vocab_size
+from ckpt.interop.safetensors.merging import Merging
 from ckpt.interop.safetensors.writing import Selection
 from ckpt.loading.report import some_of
 
@@ -23,10 +26,11 @@ ASKED = Argument("check", LOGITS)
 _NUM_TOKENS = 16
 
 
-def logits_check(fitted: Fitted) -> Callable[[Path], None]:
+def logits_check(fitted: Fitted, merging: Merging | None = None) -> Callable[[Path], None]:
     """Compute the logits of the trained model, and return what compares them with those of the model in a folder.
 
-    The trained model is made from the config and the tensors of the checkpoint, with all rows of its vocabulary.
+    The trained model is made from the config and the tensors of the checkpoint, with all rows of its vocabulary. Where an adapter was
+    merged, and PEFT is installed, its logits are compared with those of the base below the adapter first.
 
     Raises:
         ConfigurationError: transformers is not installed, or cannot make that model; the config does not fit the tensors. What is returned
@@ -50,6 +54,8 @@ def logits_check(fitted: Fitted) -> Callable[[Path], None]:
     _fill(model, fitted.trained)
     ids = torch.randint(size or 2, (1, length), generator=torch.Generator().manual_seed(0))
     expected = _logits(model, ids)
+    if merging is not None:
+        _require_merged(expected, model, ids, merging)
     del model
 
     def check(folder: Path) -> None:
@@ -70,6 +76,29 @@ def logits_check(fitted: Fitted) -> Callable[[Path], None]:
             ) from error
 
     return check
+
+
+def _require_merged(merged: torch.Tensor, model: Any, ids: torch.Tensor, merging: Merging) -> None:
+    """Compare the logits of the merged model with those of the base with the adapter beside it, as PEFT computes them, if it is installed.
+
+    Raises:
+        ConfigurationError: they differ by more than rounding of the merged weights does.
+    """
+    try:
+        import peft
+    except ImportError:
+        return
+    _fill(model, merging.base)
+    with _explained("compute the logits of the adapter"):
+        options = {name: value for name, value in json.loads(merging.config).items() if name in peft.LoraConfig.__dataclass_fields__}
+        adapted = peft.get_peft_model(model, peft.LoraConfig(**options | {"init_lora_weights": False, "base_model_name_or_path": None}))
+        tensors = {name: tensor.read(whole(tensor.entry.shape)) for name, tensor in merging.adapter.items()}
+        left = peft.set_peft_model_state_dict(adapted, tensors)
+    _require_fit({"of the adapter": list(left.unexpected_keys)})
+    expected = _logits(adapted, ids)
+    most = float(expected.abs().max()) * math.sqrt(torch.finfo(expected.dtype).eps)
+    if not (merged - expected).abs().max() <= most:
+        raise ConfigurationError(ASKED, ": the logits of the merged model are not those of the adapter on its base, so nothing is written")
 
 
 def _fill(model: Any, trained: Selection) -> None:

@@ -249,11 +249,21 @@ class ModelFiles(NamedTuple):
         Raises:
             CorruptCheckpointError: it is no JSON object.
         """
-        data = self.made.get(CONFIG_NAME)
-        if data is None and CONFIG_NAME in self.places:
-            with CheckpointFolder(self.root) as folder:
-                data = folder.read(self.places[CONFIG_NAME], _MOST_CONFIG_BYTES)
+        data = self.read(CONFIG_NAME)
         return None if data is None else fit(parse(data, CONFIG_NAME), dict[str, Any], CONFIG_NAME)
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a config; None: there is none of this name."""
+        data = self.made.get(name)
+        if data is None and name in self.places:
+            with CheckpointFolder(self.root) as folder:
+                data = folder.read(self.places[name], _MOST_CONFIG_BYTES)
+        return data
+
+    def without(self, name: str) -> ModelFiles:
+        """Return the same files but one."""
+        places = {key: place for key, place in self.places.items() if key != name}
+        return self._replace(places=places, made={key: data for key, data in self.made.items() if key != name})
 
     def with_config(self, config: Mapping[str, Any]) -> ModelFiles:
         """Return the same files with another config, in place of the first."""

@@ -9,8 +9,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import ShardingError
+from ckpt.format.box import Box
+from ckpt.planning.plan import Address
 from ckpt.ranks.topology import Topology
-from ckpt.state.state_digest import state_digest
+from ckpt.state.state_digest import digest_of_boxes, state_digest
 from tests.support.ranks import run_ranks, run_threads
 from tests.support.states import ALL_DTYPES, Held, random_bits
 
@@ -110,3 +112,15 @@ def _tied_on_rank_0(topology: Topology) -> str:
 
 def test_a_tie_that_only_some_ranks_know_is_refused_on_all() -> None:
     assert len(set(run_threads(2, _tied_on_rank_0))) == 1
+
+
+def test_boxes_of_a_tensor_have_the_digest_of_the_whole() -> None:
+    tensors = {"a": torch.arange(12.0).view(4, 3), "b": torch.tensor(2, dtype=torch.int64), "c": torch.ones(0, 3).bfloat16()}
+    boxes = [("a", Box((0, 0), (3, 3))), ("a", Box((3, 0), (1, 1))), ("a", Box((3, 1), (1, 2)))]
+    boxes += [("b", Box((), ())), ("c", Box((0, 0), (0, 3)))]
+    given = (
+        (Address(f"model.{name}", str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), box), tensor[box.slices])
+        for name, box in boxes
+        for tensor in [tensors[name]]
+    )
+    assert digest_of_boxes(given, Topology.alone()) == state_digest({"model": Held(tensors)}, Topology.alone())
