@@ -124,7 +124,8 @@ def test_every_shown_name_can_be_imported() -> None:
 
 
 def _is_there(name: str) -> bool:
-    for plugin in ("ckpt.engine.nemo_rl_plugin", "ckpt.engine.verl_plugin", "ckpt.integrations.torchtitan"):  # of packages that are not installed
+    # Of packages that are not installed.
+    for plugin in ("ckpt.engine.nemo_rl_plugin", "ckpt.engine.verl_plugin", "ckpt.integrations.torchtitan"):
         if name.startswith(plugin):
             return find_spec(plugin) is not None
     module, _, attribute = name.rpartition(".")
