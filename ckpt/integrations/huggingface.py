@@ -508,7 +508,7 @@ class _Files:
 
     def prepare_to_load(self, saved: Mapping[str, ArrayEntry]) -> None:
         """Make room for the files of the model, which are read and left: a run has its own."""
-        self._to_fill = {name: torch.empty(entry.shape, dtype=torch.uint8) for name, entry in saved.items()}
+        self._to_fill = {name: torch.empty(entry.shape, dtype=torch.uint8, device="cpu") for name, entry in saved.items()}
 
     def forget_prepared(self) -> None:
         self._to_fill = None

@@ -255,6 +255,7 @@ OTHER_WAY_IN = (
 NO_CHECKPOINT = ("engine",)  # see test_engine_faults.py
 ONLY_WHERE_COPIES_DIFFER = {"values", "distances"}  # and are compared number by number: the save fails anyway
 OF_OTHER_CALLS = {
+    "adapters",  # of a PEFT model, when its components are made: tests/unit/state/test_adapters.py
     "sharing",  # where a pattern is inferred: test_checkpointer_ranks.py
     "look again",  # where a load has failed: tests/unit/catalog/test_shared_roots.py
     "look for newer",  # where a checkpoint is loaded by its path: test_coordinator.py

@@ -52,7 +52,7 @@ def logits_check(fitted: Fitted, merging: Merging | None = None) -> Callable[[Pa
         with _of_type(fitted.config.get("dtype", fitted.config.get("torch_dtype"))):
             model = transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
     _fill(model, fitted.trained)
-    ids = torch.randint(size or 2, (1, length), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(size or 2, (1, length), generator=torch.Generator().manual_seed(0), device="cpu")
     expected = _logits(model, ids)
     if merging is not None:
         _require_merged(expected, model, ids, merging)
