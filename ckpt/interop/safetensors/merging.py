@@ -39,6 +39,7 @@ _HARMLESS = {
     "runtime_config", "target_modules", "task_type", "use_rslora",
 }  # fmt: skip
 """Options of LoRA that are used here, or do not change what its tensors mean. Others, as `use_dora`, are refused if set."""
+_REPEATS = "*+?{"
 _KEEP_BASE = (True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the base as it is."""
 
@@ -84,8 +85,10 @@ class AdapterConfig:
         """Return rank and scale of the adapter at a module, as PEFT finds them.
 
         Raises:
-            ConfigurationError: a pattern is no regular expression, or the rank is none.
+            ConfigurationError: a pattern is no regular expression, or could take for ever, or the rank is none.
         """
+        if odd := [key for key in (*self.rank_pattern, *self.alpha_pattern) if _may_be_slow(key)]:
+            raise ConfigurationError(ASKED, f": {CONFIG_NAME} has a pattern with many repetitions, {odd[0]:.80}; merge it with PEFT")
         try:
             r, alpha = (
                 next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
@@ -94,6 +97,11 @@ class AdapterConfig:
             return int(r), alpha / (math.sqrt(r) if self.use_rslora else r)
         except (re.error, ValueError, ZeroDivisionError) as error:
             raise ConfigurationError(f"{CONFIG_NAME} has no rank and scale for {module}: {error}") from error
+
+
+def _may_be_slow(pattern: str) -> bool:
+    """Whether a regular expression has more than two repetitions, or a repeated group: a stranger's could take for ever."""
+    return sum(map(pattern.count, _REPEATS)) > 2 or any(f"){repeat}" in pattern for repeat in _REPEATS)
 
 
 class _Delta(NamedTuple):

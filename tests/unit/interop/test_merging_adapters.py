@@ -205,6 +205,8 @@ def test_an_adapter_that_does_not_fit_the_base_is_one_sentence(tmp_path: Path) -
     refused(r"q_proj.weight is float32 in the base, and float16 and float32", {f"{q}A.weight": torch.ones(2, 16).half()})
     refused("is for plain LoRA, and the adapter has .*lora_magnitude", {f"{q}magnitude_vector.weight": torch.ones(2)})
     refused("no rank and scale for .*embed_tokens: ", {}, rank_pattern={"(": 2})
+    for pattern in ("(a|aa)*b", "a*a*a*b"):
+        refused("has a pattern with many repetitions, ", {}, alpha_pattern={pattern: 2})
     refused("init_lora_weights=pissa changes the base, and .* does not know how", {}, init_lora_weights="pissa")
     refused("has peft_type=IA3", {}, peft_type="IA3")
 
