@@ -122,6 +122,7 @@ class HostFolder(Destination):
         if self._tier.partners:
             self._copy(files, topology)
         with topology.phase("commit") as phase:
+            self._require_there(files)
             if topology.is_lead:
                 data: list[bytes] = []
                 commit = saved_then(self._ledger.next_commit(), self._saved_at)
@@ -175,6 +176,13 @@ class HostFolder(Destination):
             tuple(alarms),
             slowest_rank=written.slowest_rank,
         )
+
+    def _require_there(self, files: Mapping[str, int]) -> None:
+        """Require what this rank has written: if somebody has removed the folder, copies of other hosts' files have made it again."""
+        with CheckpointFolder(self.folder) as folder:
+            there = folder.sizes_below()
+        if gone := [path for path, size in files.items() if there.get(path) != size]:
+            raise StorageError(f"{self.folder / gone[0]} was removed or changed while the save went on")
 
     def _copy(self, files: Mapping[str, int], topology: Topology) -> None:
         """Send what this rank has written to the hosts that get copies. One that takes none in time costs the copy, not the save."""
