@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import PurePath
@@ -84,15 +85,15 @@ def adapter_states(module: torch.nn.Module) -> list[AdapterState]:
     return [AdapterState(module, name) for name in Unwrapping(module).inner.peft_config]  # type: ignore[union-attr]
 
 
-class _Part(ModelState):
+class _Part(ModelState, ABC):
     """Some of a module's tensors, which a load fills in place."""
 
     tied_names: Any = None  # they are found by their memory
     rank_private: Any = None
 
+    @abstractmethod
     def names(self, state: Mapping[str, Any]) -> dict[str, str]:
         """Return names in the component -> names in a state dict of the module."""
-        raise NotImplementedError
 
     def tensors(self) -> dict[str, Any]:
         """Return the tensors in use by their names in the component."""
@@ -177,7 +178,7 @@ class AdapterState(_Part):
         own = self.config
         differing = [name for name in own if name in saved and name not in _MAY_DIFFER and _in_order(own[name]) != _in_order(saved[name])]
         if differing:
-            was, now = (", ".join(f"{name}={config[name]}" for name in differing) for config in (saved, own))
+            was, now = (", ".join(f"{name}={_in_order(config[name])}" for name in differing) for config in (saved, own))
             raise ConfigurationError(
                 f"adapter {self.adapter} was saved with {was}, and this run makes it with {now}; make it as it was saved"
             )
