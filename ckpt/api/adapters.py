@@ -46,15 +46,16 @@ def load_adapter(
     """
     place = as_location("folder", folder)
     ranks = as_topology(topology)
-    with ranks.operation(f"load of {place.name}"), ranks.phase("adapter") as phase:
-        if ranks.is_lead:
-            phase.from_lead = _config_in(place)
-    config = phase.from_lead
-    with ranks.operation(f"load of {place.name}"), ranks.phase("compare"):
-        state = AdapterState(model, adapter)
-        state.require_like(config)
-        require_same_name(config, state.config)
-        tensors = state.tensors()
+    with ranks.operation(f"load of {place.name}"):
+        with ranks.phase("adapter") as phase:
+            if ranks.is_lead:
+                phase.from_lead = _config_in(place)
+        config = phase.from_lead
+        with ranks.phase("compare"):
+            state = AdapterState(model, adapter)
+            state.require_like(config)
+            require_same_name(config, state.config)
+            tensors = state.tensors()
     load(place, into=tensors, allow_pickle=allow_pickle, topology=ranks)
 
 

@@ -43,7 +43,7 @@ from ckpt.format.digests import BlockDigests, block_digest_of
 from ckpt.format.places import Place
 from ckpt.format.records import ALIGNMENT, ChunkExtent
 from ckpt.storage.checkpoint_files import CheckpointFolder, files_below
-from ckpt.storage.files import Closed
+from ckpt.storage.files import Closed, after
 from ckpt.storage.host_memory import NOTHING_HELD, HeldFiles, MemoryFile, can_be_shared, mapped, mapped_at, shared
 from ckpt.storage.objects.files import ObjectFiles
 from ckpt.storage.wanted_bytes import (
@@ -439,7 +439,7 @@ class ExtentReader(Closed):
                 )
             at += got
             self.bytes_read += 0 if is_held else got
-            missing = _after(missing, got)
+            missing = after(missing, got)
 
     def _marks(self, fd: int, chunk: ChunkExtent, start: int, num_bytes: int) -> Sequence[int]:
         """Return the marks of these bytes of the file as it is now; none if this host shares none of them."""
@@ -522,12 +522,3 @@ def _slabs(stretches: Sequence[tuple[int, int]], unit: int, at_once: int) -> Ite
     for start, stop in stretches:
         for at in range(start, stop, slab_bytes):
             yield at, min(at + slab_bytes, stop)
-
-
-def _after(pieces: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """Return `pieces` without their first `num_bytes` bytes."""
-    for number, piece in enumerate(pieces):
-        if num_bytes < len(piece):
-            return [piece[num_bytes:], *pieces[number + 1 :]]
-        num_bytes -= len(piece)
-    return []

@@ -80,6 +80,15 @@ def write_all(fd: int, piece: memoryview) -> None:
         piece = piece[os.write(fd, piece) :]
 
 
+def after(pieces: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """Return `pieces` without their first `num_bytes` bytes."""
+    for number, piece in enumerate(pieces):
+        if num_bytes < len(piece):
+            return [piece[num_bytes:], *pieces[number + 1 :]]
+        num_bytes -= len(piece)
+    return []
+
+
 def read_once(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
     """Read as `os.preadv` does, and drop the bytes from the page cache: for files that are not read again soon.
 

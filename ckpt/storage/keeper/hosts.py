@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ckpt.errors import CorruptCheckpointError
 from ckpt.storage.checkpoint_files import CheckpointFolder
+from ckpt.storage.files import after
 from ckpt.storage.keeper.client import Peer
 from ckpt.storage.objects.store import Found, Store, Tag
 
@@ -114,10 +115,7 @@ class HostsStore(Store):
         with self._own.opened(key) as file:
             while left and (count := file.read_at(left, at)):
                 at += count
-                while left and count >= len(left[0]):
-                    count -= len(left.pop(0))
-                if left:
-                    left[0] = left[0][count:]
+                left = after(left, count)
         return at - start
 
 
