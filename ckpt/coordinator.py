@@ -160,10 +160,10 @@ class CheckpointCoordinator:
             host_cache=self._host_cache,
         )
         stale_check = StaleStateCheck(run.components)
+        self._history = RunHistory(run.topology, self._roots, retention=retention, overwrite=saves.overwrite)
         self._tiered: TieredRun | None = None
         if on_hosts:
-            self._tiered = TieredRun(on_hosts, run.topology, self._roots, stale_check, self._has_come_home)
-        self._history = RunHistory(run.topology, self._roots, retention=retention, overwrite=saves.overwrite)
+            self._tiered = TieredRun(on_hosts, run.topology, self._roots, stale_check, self._history.add)
         self._saver = Saver(
             run,
             self._roots,
@@ -426,10 +426,6 @@ class CheckpointCoordinator:
     def _add(self, report: SaveReport) -> None:
         self.last_save = report
         self.reports.append(report)
-        self._history.add(report)
-
-    def _has_come_home(self, report: SaveReport) -> None:
-        """Note a save that has been copied from a tier into output_dir. In the thread of copies."""
         self._history.add(report)
 
     def diagnose(self) -> list[Diagnosis]:

@@ -275,7 +275,8 @@ class SafetensorsWriter(SinkWriter):
                 self._put(path, chunk, source, 1)
             self._linked.add_to(self._written)
         self._put_empty()
-        files = [file for both in self._all_files() for file in both if file.size]
+        all_files = dict.fromkeys([*self._files.values(), *(files for _, files in self._empty.values())])
+        files = [file for both in all_files for file in both if file.size]
         self._written.files |= {file.path: file.finish() for file in files}
         self._sink.flush()
         return self._written
@@ -302,9 +303,6 @@ class SafetensorsWriter(SinkWriter):
             missing = [entry for entry in entries if (folder, entry) not in there]
             if missing:
                 main.append(missing, ())
-
-    def _all_files(self) -> Collection[_Files]:
-        return dict.fromkeys([*self._files.values(), *(files for _, files in self._empty.values())])
 
     def _new_names(self, folder: str, dtype: str) -> Iterator[str]:
         """Yield names that differ from all files of the previous checkpoint, which may be linked."""

@@ -351,7 +351,7 @@ def _join_databases(root: Path, writers: Sequence[int], progress: Callable[[int]
     # One context for both sides, as copying by reference needs. It does not sync: `make_durable` does, once for all files.
     context = ts.Context({"file_io_sync": False})
     database = root / DATABASE
-    folders = [_database_of(root, rank) for rank in writers]
+    folders = [database / f"rank-{rank:05d}" for rank in writers]
     for rank, folder in zip(writers, folders, strict=True):
         if not (folder / _MANIFEST).is_file():
             raise StorageError(f"{folder} is missing, where rank {rank} has committed its arrays")
@@ -511,10 +511,6 @@ def folder_store(folder: Path) -> dict[str, Any]:
 
 def _database(folder: Path) -> dict[str, Any]:
     return {"driver": "ocdbt", "base": folder_store(folder)}
-
-
-def _database_of(root: Path, rank: int) -> Path:
-    return root / DATABASE / f"rank-{rank:05d}"
 
 
 def _description(array: ArraySpec | None) -> bytes:

@@ -401,7 +401,8 @@ class Index:
             _table("pieces", self._piece_rows()),
         ]
         if self.dead:
-            tables.append(_table("dead", ((file, _dump(_dead_rows(rows))) for file, rows in self.dead.items())))
+            dead = {file: [[e.offset, e.length, e.block_bytes, _hex(e.digests)] for e in extents] for file, extents in self.dead.items()}
+            tables.append(_table("dead", ((file, _dump(rows)) for file, rows in dead.items())))
         return ("{\n" + ",\n".join(tables) + "\n}\n").encode()
 
     def _piece_rows(self) -> Iterator[tuple[str, str]]:
@@ -416,10 +417,6 @@ class Index:
                     place = places[shape, box] = f"{list(shape)}, {list(box.offsets)}, {list(box.shape)}"
                 rows.append(f"[{number[packed]}, {place}, {first}]")
             yield name, f"[{', '.join(rows)}]"
-
-
-def _dead_rows(extents: Iterable[ChunkExtent]) -> list[list[Any]]:
-    return [[e.offset, e.length, e.block_bytes, _hex(e.digests)] for e in extents]
 
 
 def _table(key: str, rows: Iterable[tuple[str, str]]) -> str:

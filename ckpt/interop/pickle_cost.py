@@ -12,7 +12,7 @@ Nothing is built, imported or called. The time is proportional to the data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -142,9 +142,6 @@ class _Scan:
         del self._stack[at:]
         return items
 
-    def _pop_mark(self) -> None:
-        self._to_mark()
-
     def _dup(self) -> None:
         self._stack.append(self._stack[-1])
 
@@ -183,9 +180,6 @@ class _Scan:
         for key in items[::2]:
             self._walk(key)
         self._add(items)
-
-    def _add_items(self) -> None:
-        self._add_members(self._to_mark())
 
     def _add_members(self, items: list[_Value]) -> None:
         for item in items:
@@ -273,51 +267,46 @@ def _numbered(step: Callable[[_Scan, int], None], width: int) -> Callable[[_Scan
     return lambda scan: step(scan, scan._number(width) if width else int(scan._line()))
 
 
-def _lone(ops: bytes, step: Callable[[_Scan], None]) -> Iterator[tuple[int, Callable[[_Scan], None]]]:
-    return ((op, step) for op in ops)
-
-
 _STOP, _MEMOIZE, _BINGET, _LONG_BINGET, _BINPUT = b".\x94hjq"
 _PUSHED = [-1] * 256
 """Opcode -> bytes of its argument, of those that push a value of size 1."""
 for _op, _width in {**dict.fromkeys(b"N)\x88\x89\x97", 0), **dict.fromkeys(b"K\x82", 1), **dict.fromkeys(b"M\x83", 2),
                     **dict.fromkeys(b"J\x84", 4), ord("G"): 8}.items():  # fmt: skip
     _PUSHED[_op] = _width
-_STEPS: dict[int, Callable[[_Scan], None]] = dict(
-    chain(
-        _lone(b"(", _Scan._mark),
-        _lone(b"0", _Scan._pop),
-        _lone(b"1", _Scan._pop_mark),
-        _lone(b"2", _Scan._dup),
-        _lone(b"ILFSVP", _Scan._text_line),
-        _lone(b"Q\x98", lambda scan: None),  # what is on top stays there, as another value
-        _lone(b"R", _with(_Scan._call, 1)),
-        _lone(b"\x81", _with(_Scan._call, 1)),
-        _lone(b"\x92", _with(_Scan._call, 2)),
-        _lone(b"o", _with(_Scan._call_to_mark, 1)),
-        _lone(b"i", _with(_Scan._call_to_mark, 0)),
-        _lone(b"b", _Scan._build),
-        _lone(b"c", _with(_Scan._global, 2)),
-        _lone(b"\x93", _Scan._stack_global),
-        _lone(b"U\x8a\x8cC", _with(_Scan._text, 1)),
-        _lone(b"TX\x8bB", _with(_Scan._text, 4)),
-        _lone(b"\x8d\x8e\x96", _with(_Scan._text, 8)),
-        _lone(b"]}\x8f", _Scan._empty),
-        _lone(b"lt", _Scan._container),
-        _lone(b"d", _Scan._dict),
-        _lone(b"\x85", _with(_Scan._tuple, 1)),
-        _lone(b"\x86", _with(_Scan._tuple, 2)),
-        _lone(b"\x87", _with(_Scan._tuple, 3)),
-        _lone(b"a", _Scan._append),
-        _lone(b"e", lambda scan: scan._add(scan._to_mark())),
-        _lone(b"s", _Scan._set_item),
-        _lone(b"u", lambda scan: scan._set_items(scan._to_mark())),
-        _lone(b"\x90", _Scan._add_items),
-        _lone(b"\x91", _Scan._frozenset),
-        _lone(b"g", _numbered(_Scan._get, 0)),
-        _lone(b"p", _numbered(_Scan._put, 0)),
-        _lone(b"r", _numbered(_Scan._put, 4)),
-        _lone(b"\x80", _with(_Scan._skip, 1)),
-        _lone(b"\x95", _with(_Scan._skip, 8)),
-    )
-)
+_STEPS_BY_OPCODES: dict[bytes, Callable[[_Scan], object]] = {
+    b"(": _Scan._mark,
+    b"0": _Scan._pop,
+    b"1": _Scan._to_mark,
+    b"2": _Scan._dup,
+    b"ILFSVP": _Scan._text_line,
+    b"Q\x98": lambda scan: None,  # what is on top stays there, as another value
+    b"R": _with(_Scan._call, 1),
+    b"\x81": _with(_Scan._call, 1),
+    b"\x92": _with(_Scan._call, 2),
+    b"o": _with(_Scan._call_to_mark, 1),
+    b"i": _with(_Scan._call_to_mark, 0),
+    b"b": _Scan._build,
+    b"c": _with(_Scan._global, 2),
+    b"\x93": _Scan._stack_global,
+    b"U\x8a\x8cC": _with(_Scan._text, 1),
+    b"TX\x8bB": _with(_Scan._text, 4),
+    b"\x8d\x8e\x96": _with(_Scan._text, 8),
+    b"]}\x8f": _Scan._empty,
+    b"lt": _Scan._container,
+    b"d": _Scan._dict,
+    b"\x85": _with(_Scan._tuple, 1),
+    b"\x86": _with(_Scan._tuple, 2),
+    b"\x87": _with(_Scan._tuple, 3),
+    b"a": _Scan._append,
+    b"e": lambda scan: scan._add(scan._to_mark()),
+    b"s": _Scan._set_item,
+    b"u": lambda scan: scan._set_items(scan._to_mark()),
+    b"\x90": lambda scan: scan._add_members(scan._to_mark()),
+    b"\x91": _Scan._frozenset,
+    b"g": _numbered(_Scan._get, 0),
+    b"p": _numbered(_Scan._put, 0),
+    b"r": _numbered(_Scan._put, 4),
+    b"\x80": _with(_Scan._skip, 1),
+    b"\x95": _with(_Scan._skip, 8),
+}
+_STEPS = {opcode: step for opcodes, step in _STEPS_BY_OPCODES.items() for opcode in opcodes}

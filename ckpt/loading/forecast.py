@@ -117,42 +117,26 @@ def forecast(
         CorruptCheckpointError: a file is damaged that the load checks before it reads tensors.
     """
     with noticing_removal(path) as require_there:
-        found = _forecast(
-            path, ranks, device, strict=strict, allow_pickle=allow_pickle, verify=verify, leave_out=leave_out, cast=cast
-        )
+        declared = ranks[0].components
+        loader = Loader((), Topology.alone(), DirectLoad(), device, verify=verify, allow_pickle=allow_pickle)
+        opened = loader.open(path)  # one for all, so that each index is read once
+        opened = opened if STATE in [component.key for component in declared] else by_component_of(opened)
+        sources = [opened.for_rank(rank.topology) for rank in ranks]
+        optional = {component.key for component in declared if not component.required}
+        damaged = [source.check(optional) for source in sources]
+        of_ranks = [asked_for(rank.components, source, leave_out) for rank, source in zip(ranks, sources, strict=True)]
+        previews = [_preview(sources, ones, damaged, strict, cast) for ones in zip(*of_ranks, strict=True)]
+        refusal, others = "", dict[str, ComponentReport]()
+        try:
+            if not any(preview.refusal for preview in previews):
+                require_something({preview.key: preview.report for preview in previews if preview.report is not None})
+                others = passed_over(opened, declared, leave_out, strict=strict)
+        except CheckpointError as error:
+            refusal = str(error)
+        found = Forecast(previews, refusal, others, opened.checkpoint_id, opened.config_text)
         if not found.loads:
             require_there()
         return found
-
-
-def _forecast(
-    path: Place,
-    ranks: Sequence[Rank],
-    device: Device,
-    *,
-    strict: bool,
-    allow_pickle: bool,
-    verify: bool,
-    leave_out: Collection[str],
-    cast: Components,
-) -> Forecast:
-    declared = ranks[0].components
-    loader = Loader((), Topology.alone(), DirectLoad(), device, verify=verify, allow_pickle=allow_pickle)
-    opened = loader.open(path)  # one for all, so that each index is read once
-    opened = opened if STATE in [component.key for component in declared] else by_component_of(opened)
-    sources = [opened.for_rank(rank.topology) for rank in ranks]
-    optional = {component.key for component in declared if not component.required}
-    damaged = [source.check(optional) for source in sources]
-    of_ranks = [asked_for(rank.components, source, leave_out) for rank, source in zip(ranks, sources, strict=True)]
-    previews = [_preview(sources, ones, damaged, strict, cast) for ones in zip(*of_ranks, strict=True)]
-    refusal, others = "", dict[str, ComponentReport]()
-    try:
-        if not any(preview.refusal for preview in previews):
-            require_something({preview.key: preview.report for preview in previews if preview.report is not None})
-            others = passed_over(opened, declared, leave_out, strict=strict)
-    except CheckpointError as error:
-        refusal = str(error)
-    return Forecast(previews, refusal, others, opened.checkpoint_id, opened.config_text)
 
 
 def _preview(

@@ -268,7 +268,8 @@ class Topology:
                 heartbeat.start()
             with self.phase("join") as phase:
                 phase.to_lead = host
-                phase.answer = lambda: _as_runs(phase.gathered)
+                # Runs of equal names are far shorter where ranks are numbered host by host.
+                phase.answer = lambda: [(name, len([*run])) for name, run in groupby(phase.gathered)]
             self._place_on([name for name, count in phase.from_lead for _ in range(count)], local_rank)
         except BaseException:
             self.close()
@@ -724,6 +725,3 @@ def _instances(given: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[t
     return {name: instances_of(name, [groups.get(name) for groups in given]) for name in names}
 
 
-def _as_runs(hosts: Iterable[str]) -> list[tuple[str, int]]:
-    """Return the runs of equal names, which are far shorter where ranks are numbered host by host."""
-    return [(name, len([*run])) for name, run in groupby(hosts)]

@@ -244,7 +244,7 @@ class TieredRun:
         with self._topology.operation("search for checkpoints in the tiers"):
             with self._topology.phase("look on the hosts") as phase:
                 # A host that has nothing gets its keeper with the first save: nobody waits here until it has started.
-                phase.payload = [tier.prepare() if tier.is_head and tier.holds_any() else None for tier in self._tiers]
+                phase.payload = [tier.prepare() if tier.is_head and any(tier.root.glob("checkpoint-*")) else None for tier in self._tiers]
                 phase.to_lead = [_listing(tier.root) if tier.is_head else None for tier in self._tiers]
             for number, tier in enumerate(self._tiers):
                 tier.know([phase.payloads[head][number] for head in tier.heads])

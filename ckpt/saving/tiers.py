@@ -239,10 +239,6 @@ class HostTier:
         for commit in newer if self.tier.removes else ():
             ledger.remove(commit.path)
 
-    def holds_any(self) -> bool:
-        """Whether this host has checkpoints of the tier."""
-        return next(self.root.glob("checkpoint-*"), None) is not None
-
     def prepare(self) -> Where | None:
         """Make the host's folder, and start its keeper, if they are not there; return where the keeper is. On each host's first rank.
 

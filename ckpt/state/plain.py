@@ -276,10 +276,6 @@ def _from_ordered(data: Any) -> OrderedDict[Any, Any]:
     return filled(OrderedDict(_from_pairs(items)), _attributes(attributes[0] if attributes else {}))  # type: ignore[no-any-return]
 
 
-def _defaults(value: Any, label: str) -> list[Any]:
-    return [factory_name(value, label), _pairs(value, label)]
-
-
 def _from_defaults(data: Any) -> defaultdict[Any, Any]:
     name, items = msgspec.convert(data, tuple[str, list[Any]])
     return defaultdict(FACTORIES[name] if name else None, _from_pairs(items))
@@ -381,7 +377,7 @@ KINDS = (
     Kind(dict, _pairs, _from_pairs, "dict"),  # with other keys than strings
     Kind(OrderedDict, _ordered, _from_ordered, "OrderedDict"),
     Kind(Counter, _pairs, lambda data: Counter(_from_pairs(data)), "Counter"),
-    Kind(defaultdict, _defaults, _from_defaults, "defaultdict"),
+    Kind(defaultdict, lambda value, label: [factory_name(value, label), _pairs(value, label)], _from_defaults, "defaultdict"),
     Kind(deque, _deque, _from_deque, "deque"),
     Kind(set, _sorted, lambda data: set(_items(data)), "set"),
     Kind(frozenset, _sorted, lambda data: frozenset(_items(data)), "frozenset"),

@@ -52,9 +52,9 @@ def timed(work: Callable[[], object], topology: Topology, group: dist.ProcessGro
     return max(gathered(time.perf_counter() - started, topology))
 
 
-def gathered(mine: T, topology: Topology, phase_name: str = "figures") -> list[T]:
+def gathered(mine: T, topology: Topology) -> list[T]:
     """Return the values of all ranks, by rank; JSON values. Collective."""
-    with topology.phase(phase_name) as phase:
+    with topology.phase("figures") as phase:
         phase.payload = mine
     return phase.payloads
 

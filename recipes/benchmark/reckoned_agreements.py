@@ -69,7 +69,6 @@ def reckon(
     num_ranks: int,
     say: Callable[[Phase, int], None],
     costs: Mapping[str, float],
-    per_host: int = PER_HOST,
     *,
     answer_bytes: int = 0,
     places: bool = True,
@@ -99,18 +98,18 @@ def reckon(
         nonlocal store_free_s
         seconds = answer_bytes * costs["byte"]
         store_free_s = request(now_s, answer_bytes, "pop") + seconds
-        return store_free_s + per_host * seconds
+        return store_free_s + PER_HOST * seconds
 
     phases = [Phase("measured") for _ in machines]
     for rank, phase in enumerate(phases):
         say(phase, rank)
     verdicts = [phase.verdict("benchmark") for phase in phases]
     arrivals: list[tuple[float, int, list[Send]]] = []
-    for hub in range(0, num_ranks, per_host):
+    for hub in range(0, num_ranks, PER_HOST):
         sent: list[Send] = []
-        for machine in machines[hub : hub + per_host]:
+        for machine in machines[hub : hub + PER_HOST]:
             sent += [do for do in machine.vote(at, verdicts[machine.rank]) if isinstance(do, Send)]  # of the lead: none
-        published = [request(0.0, 170, "set") for _ in range(min(per_host, num_ranks - hub) if places else 0)]
+        published = [request(0.0, 170, "set") for _ in range(min(PER_HOST, num_ranks - hub) if places else 0)]
         now_s = max(published, default=0.0) + costs["socket"]
         if hub:
             now_s = request(now_s, sum(len(letter.message[2]) + 40 for letter in sent), "push")
@@ -137,10 +136,10 @@ def reckon(
                 dos += machines[0].truth(at, do.result)
             case Send():
                 result = do.message[1]
-                for hub in sorted({rank - rank % per_host for rank in do.to}):
+                for hub in sorted({rank - rank % PER_HOST for rank in do.to}):
                     if hub:
-                        lead_s = request(lead_s, len(result) + 40 + 6 * per_host, "push")
-                        there_s = request(lead_s, len(result) + 40 + 6 * per_host, "pop")
+                        lead_s = request(lead_s, len(result) + 40 + 6 * PER_HOST, "push")
+                        there_s = request(lead_s, len(result) + 40 + 6 * PER_HOST, "pop")
                         if answer_bytes:
                             there_s = max(there_s, read(there_s))
                         ends_s = max(ends_s, there_s)

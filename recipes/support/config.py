@@ -162,7 +162,6 @@ class RunKeys:
     storage: StorageKeys = field(default_factory=StorageKeys)
     launch: LaunchKeys = field(default_factory=LaunchKeys)
     pattern_check: str = MISSING
-    report: str | None = None
     logger: dict[str, Any] = field(default_factory=dict)
     callbacks: dict[str, Any] = field(default_factory=dict)
     tags: list[str] = field(default_factory=list)
@@ -286,7 +285,7 @@ def check_logging(run: Mapping[str, Any]) -> None:
     """
     for name, node in run["logger"].items():
         bind(node, f"logger.{name}", ("run", "first_step"))
-    check_loggers(run)
+    check_loggers(run["logger"])
 
 
 @dataclass(frozen=True)
@@ -543,7 +542,7 @@ def bind(
     parameters = _parameters(target)
     known = [p.name for p in _by_name(parameters)]
     for key in [*keys, *given]:
-        if (instead := moved(key)) is not None:
+        if key not in known and (instead := moved(key)) is not None:
             raise ConfigurationError(f"{name}.{key}{instead}")
         if key not in known and not _is_open(parameters):
             takes = [k for k in known if k not in (*given, *offered)]

@@ -24,7 +24,10 @@ OF_USERS = ("model", "data", "optimizer", "schedule", "loss")
 _HYDRAS_OWN = ("_partial_", "_convert_", "_recursive_")
 _NOT_CHOSEN = ("hydra", "local")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-MOVED = dict.fromkeys(SIZES, " is no key any more: coordinator.memory_budget_mib bounds all host memory of a rank beside the state")
+MOVED = {
+    **dict.fromkeys(SIZES, " is no key any more: coordinator.memory_budget_mib bounds all host memory of a rank beside the state"),
+    "report": " is no key any more: logger= takes the same names",
+}
 """The last part of a key that is no more -> what to say behind it."""
 _OF_TARGET = "the class or function that is called with the other keys beside it"
 

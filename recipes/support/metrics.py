@@ -33,7 +33,7 @@ class Logger(Protocol):
 
 
 class Metrics:
-    """Gives figures to all loggers of a run. The lead of a run has one; without `logger` and `report` it does nothing.
+    """Gives figures to all loggers of a run. The lead of a run has one; without `logger` it does nothing.
 
     Attributes:
         first_step: of this process.
@@ -44,12 +44,12 @@ class Metrics:
 
     def __init__(self, cfg: Mapping[str, Any]) -> None:
         self._cfg = cfg
-        self._nodes = loggers_of(cfg)
+        self._nodes: Mapping[str, Mapping[str, Any]] = cfg.get("logger") or {}
         self._writers: list[Logger] | None = None
         self.first_step = 1
-        for key, node in self._nodes.items():
+        for name, node in self._nodes.items():
             if (package := _needs(node)) is not None:
-                with importing(key):
+                with importing(f"logger={name}"):
                     import_module(package)
 
     def add(self, step: int, figures: Mapping[str, float]) -> None:
@@ -67,29 +67,16 @@ class Metrics:
         self._writers = None
 
 
-def loggers_of(cfg: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return what the command line says -> the node of a logger. `report=<name>` is that logger alone, with its defaults.
-
-    Raises:
-        ConfigurationError: `report` names none.
-    """
-    kind = cfg.get("report")
-    if kind is not None and kind not in REPORTS:
-        raise ConfigurationError(f"report={kind}: expected {', '.join(REPORTS)} or null")
-    nodes = {f"logger={name}": node for name, node in (cfg.get("logger") or {}).items()}
-    return nodes | ({} if kind is None else {f"report={kind}": {"_target_": f"{__name__}.{REPORTS[kind].__name__}"}})
-
-
-def check_loggers(cfg: Mapping[str, Any]) -> None:
-    """Refuse a logger whose package is not installed. Imports none of these packages.
+def check_loggers(nodes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse a logger, of the nodes of `logger`, whose package is not installed. Imports none of these packages.
 
     Raises:
         ConfigurationError: it is refused.
     """
-    for key, node in loggers_of(cfg).items():
+    for name, node in nodes.items():
         if (package := _needs(node)) is not None and find_spec(package) is None:
             raise ConfigurationError(
-                f"{key} needs the package {package}, which is not installed: pip install {package}, or leave {key.partition('=')[0]}= out"
+                f"logger={name} needs the package {package}, which is not installed: pip install {package}, or leave logger= out"
             )
 
 
@@ -185,6 +172,3 @@ class Csv:
 
     def close(self) -> None:
         self._file.close()
-
-
-REPORTS: dict[str, type] = {"tensorboard": TensorBoard, "wandb": Wandb, "csv": Csv, "mlflow": Mlflow}

@@ -27,14 +27,12 @@ def with_literal_paths(words: list[str], *, swept: bool) -> list[str]:
         >>> with_literal_paths(["path=epoch=3.ckpt", "path=plain", "a='b c'"], swept=False)
         ["path='epoch=3.ckpt'", 'path=plain', "a='b c'"]
     """
-    return [_literal(word, swept=swept) for word in words]
-
-
-def _literal(word: str, *, swept: bool) -> str:
-    key, _, value = word.partition("=")
-    if key.lstrip("+") not in PATH_KEYS or _is_text(word, swept=swept) or (swept and "," in value):
-        return word
-    return f"{key}={QuotedString(value, Quote.single).with_quotes()}"
+    literal = []
+    for word in words:
+        key, _, value = word.partition("=")
+        is_read = key.lstrip("+") not in PATH_KEYS or _is_text(word, swept=swept) or (swept and "," in value)
+        literal.append(word if is_read else f"{key}={QuotedString(value, Quote.single).with_quotes()}")
+    return literal
 
 
 def _is_text(word: str, *, swept: bool) -> bool:

@@ -130,7 +130,7 @@ def console_of(cfg: Mapping[str, Any]) -> Console:
 
 
 class Report:
-    """The progress of a run: one live line on a terminal, some lines elsewhere; figures for `report=`.
+    """The progress of a run: one live line on a terminal, some lines elsewhere; figures for `logger=`.
 
     Args:
         shown: False on every rank but one.

@@ -295,15 +295,15 @@ def in_float32(figures: dict[str, list[tuple[int, float]]]) -> dict[str, list[tu
 
 
 def test_tensorboard_shows_the_figures_of_the_summary_and_those_of_a_resumed_run_take_over(command: Command) -> None:
-    pytest.importorskip("tensorboard", reason="report=tensorboard needs the package tensorboard")
-    assert command(*SMALL, "train.steps=3", "save.every=2", "report=tensorboard").code == 0
+    pytest.importorskip("tensorboard", reason="logger=tensorboard needs the package tensorboard")
+    assert command(*SMALL, "train.steps=3", "save.every=2", "logger=tensorboard").code == 0
     found = summary()
     names = ("save_s", "blocked_s", "bytes")
     first = {f"checkpoint/{name}": [(one["step"], one[name]) for one in found["checkpoints"]] for name in names}
     losses = list(enumerate(found["losses"], 1))
     assert events() == in_float32(first | {"train/loss": losses})
     shutil.rmtree("outputs/dev/checkpoints/checkpoint-00000003")
-    on = command(*SMALL, "train.steps=4", "save.every=9", "report=tensorboard", "resume=latest", "save.mode=async")
+    on = command(*SMALL, "train.steps=4", "save.every=9", "logger=tensorboard", "resume=latest", "save.mode=async")
     assert on.code == 0
     found = summary()
     loads = {f"checkpoint/{name}": [(2, found[name])] for name in ("load_s", "bytes_read")}
@@ -313,14 +313,14 @@ def test_tensorboard_shows_the_figures_of_the_summary_and_those_of_a_resumed_run
     assert events() == in_float32(saves | loads | {"train/loss": losses})
 
 
-def test_a_report_whose_package_is_missing_is_refused_before_anything_is_written(
+def test_a_logger_whose_package_is_missing_is_refused_before_anything_is_written(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("recipes.support.metrics.find_spec", lambda name: None)
     for main in (recipes.train.main, recipes.sync_weights.main):
-        outcome = command("report=tensorboard", main=main)
+        outcome = command("logger=tensorboard", main=main)
         assert outcome.code == 1 and outcome.err.count("\n") == 1
-        assert "report=tensorboard needs the package tensorboard, which is not installed: pip install" in outcome.err
+        assert "logger=tensorboard needs the package tensorboard, which is not installed: pip install" in outcome.err
         assert list(Path.cwd().iterdir()) == []
 
 

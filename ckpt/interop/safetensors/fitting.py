@@ -116,17 +116,13 @@ def unpadded(selection: Selection, num_tokens: int | None) -> Selection:
         )
     tensors = dict(selection.tensors)
     for name, tensor in selection.tensors.items():
-        if _has_tokens(name) and tensor.entry.shape[:1] == (rows,):
+        if (_EMBEDDING.fullmatch(name) or _OUTPUT.fullmatch(name)) and tensor.entry.shape[:1] == (rows,):
             tensors[name] = tensor._replace(entry=replace(tensor.entry, shape=(num_tokens, *tensor.entry.shape[1:])))
     return replace(selection, tensors=tensors)
 
 
 def _names(selection: Selection) -> list[str]:
     return [*selection.tensors, *selection.aliases]
-
-
-def _has_tokens(name: str) -> bool:
-    return bool(_EMBEDDING.fullmatch(name) or _OUTPUT.fullmatch(name))
 
 
 def tensor_with_tokens(names: Iterable[str], *, is_output: bool = False) -> str | None:

@@ -329,7 +329,9 @@ def export(
     """
     wholes = [Piece(name, whole(tensor.entry.shape), tensor.entry.dtype) for name, tensor in selection.tensors.items()]
     shards = list(batches(wholes, max_shard_bytes)) or [[]]
-    files = {_file_name(number, len(shards)): _in_order(few) for number, few in enumerate(shards, 1)}
+    of = len(shards)
+    file_names = [ONE_FILE] if of == 1 else [f"model-{number:05d}-of-{of:05d}.safetensors" for number in range(1, of + 1)]
+    files = {name: _in_order(few) for name, few in zip(file_names, shards, strict=True)}
     if is_adapter:
         files = {f"adapter_{ONE_FILE}": _in_order(wholes)}
     with topology.operation(f"export to {dst}"):
@@ -378,10 +380,6 @@ def _pieces_beside(beside: ModelFiles, folder: Path) -> Iterator[PlacedBytes]:
                     at += max(len(data), 1)
                     data = stream.read(_COPIED_BYTES)
     yield from (PlacedBytes(folder / name, 0, memoryview(data)) for name, data in beside.made.items())
-
-
-def _file_name(number: int, of: int) -> str:
-    return ONE_FILE if of == 1 else f"model-{number:05d}-of-{of:05d}.safetensors"
 
 
 def _in_order(tensors: Sequence[Piece]) -> list[Piece]:
