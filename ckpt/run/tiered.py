@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ckpt.catalog.committed import COMMITTED
 from ckpt.catalog.ledger import Ledger
 from ckpt.errors import (
     CheckpointError,
@@ -36,6 +37,9 @@ from ckpt.storage.stored import read_manifest, read_manifest_bytes, recorded_siz
 
 _MOST_CANDIDATES = 4
 """Checkpoints of a host that are looked at: the newest ones."""
+
+_Copies = dict[str, dict[int, int]]
+"""Path -> host -> bytes that it has."""
 
 _log = logging.getLogger("ckpt")
 
@@ -261,37 +265,60 @@ class TieredRun:
 
     def _whole(self, number: int, of_heads: Sequence[Any]) -> Iterator[_Candidate]:
         """The checkpoints of a tier all of whose files are on the hosts that are left. Lead rank only."""
-        tier = self._tiers[number]
-        found: dict[tuple[str, str, float], dict[str, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
-        for host, head in enumerate(tier.heads):
+        found: dict[str, dict[tuple[str | None, float], _Copies]] = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
+        for host, head in enumerate(self._tiers[number].heads):
             for name, digest, saved, sizes in of_heads[head][number]:
                 for path, size in sizes.items():
-                    found[name, digest, saved][path][host] = size
-        for (name, _, saved), copies in found.items():
-            try:
-                recorded = self._recorded(_Candidate(number, name, saved), copies)
-            except (CheckpointError, OSError) as error:
-                _log.info("%s is not whole on the hosts: %s", name, error)
-                continue
-            files = {
-                f"{name}/{path}": (size, [host for host, its in copies[path].items() if its == size]) for path, size in recorded.items()
-            }
-            missing = [path for path, (_, hosts) in files.items() if not hosts]
-            if missing:
-                _log.info("%s is not whole on the hosts: %d files are missing, such as %s", name, len(missing), missing[0])
-            else:
-                yield _Candidate(number, name, saved, files)
+                    found[name][digest, saved][path][host] = size
+        for name, saves in found.items():
+            for (_, saved), copies in self._with_manifests(number, name, saves).items():
+                try:
+                    recorded = self._recorded(_Candidate(number, name, saved), copies)
+                except (CheckpointError, OSError) as error:
+                    _log.info("%s is not whole on the hosts: %s", name, error)
+                    continue
+                files = {f"{name}/{path}": (size, _hosts_of(copies[path], size)) for path, size in recorded.items()}
+                missing = [path for path, (_, hosts) in files.items() if not hosts]
+                if missing:
+                    _log.info("%s is not whole on the hosts: %d files are missing, such as %s", name, len(missing), missing[0])
+                else:
+                    yield _Candidate(number, name, saved, files)
 
-    def _recorded(self, candidate: _Candidate, copies: Mapping[str, dict[int, int]]) -> dict[str, int]:
+    def _with_manifests(
+        self, number: int, name: str, saves: dict[tuple[str | None, float], _Copies]
+    ) -> dict[tuple[str | None, float], _Copies]:
+        """Of the saves with a name, by the digest of their manifest, those whose manifest is whole. Lead rank only.
+
+        The files of hosts whose manifest is damaged, or gone, are copies for all of them: digests tell which they belong to.
+        """
+        if len(saves) == 1:
+            return saves
+        whole, others = {}, []
+        for save, copies in saves.items():
+            size = max(copies[MANIFEST_NAME].values(), default=0)
+            manifest = {f"{name}/{MANIFEST_NAME}": (size, _hosts_of(copies[MANIFEST_NAME], size))}
+            with self._reading(_Candidate(number, name, 0.0, manifest)) as place:
+                try:
+                    read_manifest(place)
+                    whole[save] = copies
+                except (CheckpointError, OSError) as error:
+                    _log.info("%s of hosts %s: %s", name, manifest[f"{name}/{MANIFEST_NAME}"][1], error)
+                    others.append(copies)
+        for copies in whole.values():
+            for path, of_hosts in ((path, of_hosts) for more in others for path, of_hosts in more.items() if path != MANIFEST_NAME):
+                copies[path].update(of_hosts)
+        return whole
+
+    def _recorded(self, candidate: _Candidate, copies: _Copies) -> dict[str, int]:
         """Path -> bytes of every file of a candidate, as its records say. Lead rank only.
 
         Args:
-            copies: path -> host -> bytes that it has. A host whose copy of a record is damaged is taken out.
+            copies: a host whose copy of a record is damaged is taken out.
         """
         name = candidate.name
         while True:
             largest = {path: max(of_hosts.values()) for path, of_hosts in copies.items() if of_hosts}
-            files = {f"{name}/{path}": (size, [h for h, its in copies[path].items() if its == size]) for path, size in largest.items()}
+            files = {f"{name}/{path}": (size, _hosts_of(copies[path], size)) for path, size in largest.items()}
             with self._reading(replace(candidate, files=files)) as place:
                 try:
                     manifest = read_manifest(place)
@@ -340,18 +367,25 @@ class TieredRun:
         return next((host for host in phase.payloads if host is not None), None)
 
 
+def _hosts_of(copies: Mapping[int, int], size: int) -> list[int]:
+    """The hosts whose copy of a file has this size."""
+    return [host for host, its in copies.items() if its == size]
+
+
 def _listing(root: Path) -> list[list[Any]]:
-    """[name, digest of the manifest, seconds, path -> bytes] of the newest checkpoints in a host's folder."""
-    found = []
-    for commit in Ledger(root, run_id="reader").committed()[: -_MOST_CANDIDATES - 1 : -1]:
+    """[name, digest of the manifest, seconds, path -> bytes] of the newest checkpoints in a host's folder; digest None: it has none."""
+    found: list[list[Any]] = []
+    times = {commit.path: commit.timestamp.timestamp() for commit in Ledger(root, run_id="reader").committed()}
+    others = [path for path in sorted(root.glob(f"{COMMITTED}*")) if path not in times]
+    for path in [*[*times][: -_MOST_CANDIDATES - 1 : -1], *others[: -_MOST_CANDIDATES - 1 : -1]]:
         try:
-            digest = digest_of(read_manifest_bytes(commit.path))
-            with CheckpointFolder(commit.path) as folder:
+            digest = digest_of(read_manifest_bytes(path)) if path in times else None
+            with CheckpointFolder(path) as folder:
                 sizes = folder.sizes_below()
         except (CheckpointError, OSError) as error:
-            _log.info("%s is not used: %s", commit.path, error)
+            _log.info("%s is not used: %s", path, error)
             continue
-        found.append([commit.path.name, digest, commit.timestamp.timestamp(), sizes])
+        found.append([path.name, digest, times.get(path, 0.0), sizes])
     return found
 
 

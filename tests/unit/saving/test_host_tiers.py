@@ -17,6 +17,7 @@ from ckpt import CheckpointCoordinator, Checkpointer, StateComponent
 from ckpt.catalog import verify
 from ckpt.cli.listing import ListKeys, list_checkpoints
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
+from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.format.places import ObjectPath
 from ckpt.ranks.topology import Topology
 from ckpt.saving.tiers import Tier, local, memory, memory_of, partners_of, remote
@@ -111,6 +112,19 @@ def test_a_host_that_is_lost_is_read_from_its_copies_onto_other_ranks(tmp_path: 
     requests = run_ranks(sum(nodes), _resume, tmp_path, "zarr", 3, hosts, nodes=nodes)[0]
     assert set(requests) == {HERE, THERE}
     assert not (tmp_path / "host-n" / memory_of(tmp_path, Path()).parent).exists(), "a host that has nothing needs no keeper for a load"
+
+
+@pytest.mark.parametrize("host", [0, 1])
+@pytest.mark.parametrize("damage", ["flipped", "cut short", "removed"])
+def test_the_files_of_a_host_whose_manifest_is_damaged_are_read(tmp_path: Path, host: int, damage: str) -> None:
+    run_ranks(4, _train, tmp_path, "zarr", 2, 0, nodes=[2, 2])
+    (manifest,) = (tmp_path / f"host-{host}").glob(f"ckpt-*/*/checkpoint-00000002/{MANIFEST_NAME}")
+    data = manifest.read_bytes()
+    if damage == "removed":
+        manifest.unlink()
+    else:
+        manifest.write_bytes(data[:-40] if damage == "cut short" else data[:-40] + bytes([data[-40] ^ 1]) + data[-39:])
+    run_ranks(3, _resume, tmp_path, "zarr", 2, "01", nodes=[1, 2])
 
 
 def test_partners_are_the_next_hosts_of_other_groups() -> None:
