@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, product
 from typing import NamedTuple
@@ -50,6 +50,46 @@ def whole(shape: tuple[int, ...]) -> Box:
 def _whole(shape: tuple[int, ...]) -> Box:
     """Cached: the tensors of a model have few distinct shapes."""
     return Box((0,) * len(shape), shape)
+
+
+def cut_box(
+    shape: tuple[int, ...], sides: Sequence[int], coordinate: Sequence[int], cuts: Sequence[tuple[int, int] | None]
+) -> Box | None:
+    """Return the box of an array that one rank of a mesh holds, whose axes cut it one after the other as `torch.chunk` does.
+
+    Args:
+        sides: ranks along each axis of the mesh.
+        coordinate: of the rank in the mesh.
+        cuts: for each axis of the mesh (dimension of the array, split factor); None: it does not cut. A split factor above 1 says that the
+            axes after it have cut this dimension into so many parts before: FSDP cuts what tensor parallelism has left.
+
+    Returns:
+        None: what the rank holds lies apart, because axes before it have cut the parts.
+
+    Example:
+        >>> [cut_box((7,), (3, 2), (row, 0), ((0, 2), (0, 1))).shape for row in range(3)]
+        [(2,), (2,), (0,)]
+    """
+    offsets, lengths = [0] * len(shape), list(shape)
+    for dim in {cut[0] for cut in cuts if cut is not None}:
+        order: list[int] = []  # of the axes
+        for axis in reversed(range(len(cuts))):
+            cut = cuts[axis]
+            if cut is None or cut[0] != dim or sides[axis] == 1:
+                continue
+            before, parts = 0, 1
+            while parts < cut[1] and before < len(order):
+                parts *= sides[order[before]]
+                before += 1
+            if parts != cut[1]:
+                return None
+            order.insert(before, axis)
+        for axis in order:
+            length = -(-lengths[dim] // sides[axis])
+            offset = min(coordinate[axis] * length, lengths[dim])
+            offsets[dim] += offset
+            lengths[dim] = min(length, lengths[dim] - offset)
+    return Box(tuple(offsets), tuple(lengths))
 
 
 def overlap(saved: Box, wanted: Box) -> Box | None:

@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ckpt.errors import ShardingError, private_name
-from ckpt.format.box import Box, whole
+from ckpt.errors import ShardingError
+from ckpt.format.box import Box, cut_box, whole
 from ckpt.format.dtypes import is_dtensor, zarr_name
 from ckpt.planning.plan import Address
 from ckpt.state.sharded_tensor import ShardedTensor
@@ -40,8 +40,8 @@ def address_of(leaf: torch.Tensor | ShardedTensor, name: str) -> Address:
     """Return the address of a leaf in its global array.
 
     Raises:
-        ShardingError: a DTensor holds a pending sum (Partial), which cannot be saved; a ShardedTensor has no data, or is flattened
-            and therefore more than one box.
+        ShardingError: a DTensor holds a pending sum (Partial), which cannot be saved, or rows that lie apart; a ShardedTensor has no data,
+            or is flattened and therefore more than one box.
     """
     return Address(name, *place_of(leaf, name))
 
@@ -97,11 +97,14 @@ def _box_of(tensor: Any, name: str) -> Box:
 def _computed_box(tensor: Any, name: str) -> Box:
     if any(placement.is_partial() for placement in tensor.placements):
         raise ShardingError(f"{name}: placements {tensor.placements} hold a pending sum; redistribute it before saving")
-    local_shape_and_offset = private_name(
-        "torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", "save and load DTensors"
-    )
-    shape, offset = local_shape_and_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Box(tuple(offset), tuple(shape))
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if (coordinate := mesh.get_coordinate()) is None:
+        return Box((), (0,))  # this rank is outside of the mesh
+    # torch tells no place in public, and its private function is wrong where FSDP cuts the uneven rows that tensor parallelism has left.
+    cuts = [None if (dim := getattr(each, "dim", None)) is None else (dim, getattr(each, "split_factor", 1)) for each in placements]
+    if (box := cut_box(tuple(tensor.shape), mesh.shape, coordinate, cuts)) is None:
+        raise ShardingError(f"{name}: by its placements {placements} a rank holds rows that lie apart; redistribute it before saving")
+    return box
 
 
 _boxes: WeakKeyDictionary[Any, dict[tuple[Any, ...], Box]] = WeakKeyDictionary()

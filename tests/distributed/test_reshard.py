@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+import ckpt
 from ckpt import StateComponent
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import ShardingError
@@ -147,6 +150,65 @@ def test_dtensors_move_between_placements_bit_for_bit(
 ) -> None:
     run_ranks(by, _save_dtensors, tmp_path, saved_as, process_group=True)
     run_ranks(on, _load_dtensors, tmp_path, loaded_as, "sharded", process_group=True)
+
+
+ROWS = (7, 27, 50, 1)
+
+
+def _sharded_after_tensor_parallel(topology: Topology, tp: int, *, filled: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Weights whose rows FSDP cuts after tensor parallelism, so that some ranks have fewer or none; and what this rank must hold."""
+    mesh = init_device_mesh("cpu", (topology.world_size // tp, tp), mesh_dim_names=("dp", "tp"))
+    model = torch.nn.Sequential(*(torch.nn.Linear(3, rows, bias=False) for rows in ROWS))
+    wanted = {}
+    for number, linear in enumerate(model):
+        whole = global_index((ROWS[number], 3))
+        with torch.no_grad():
+            linear.weight.copy_(whole if filled else torch.full_like(whole, -1))
+        dp_rank, tp_rank = divmod(topology.rank, tp)
+        wanted[f"{number}.weight"] = _cut(_cut(whole, tp)[tp_rank], topology.world_size // tp)[dp_rank]
+    parallelize_module(model, mesh["tp"], {str(number): ColwiseParallel() for number in range(len(ROWS))})
+    fully_shard(model, mesh=mesh["dp"])
+    return model.state_dict(), wanted
+
+
+def _cut(whole: torch.Tensor, count: int) -> list[torch.Tensor]:
+    chunks = list(whole.chunk(count))
+    return chunks + [whole[:0]] * (count - len(chunks))
+
+
+def _save_uneven(topology: Topology, root: Path, tp: int) -> None:
+    held = Held(_sharded_after_tensor_parallel(topology, tp, filled=True)[0])
+    coordinator(topology, root, [StateComponent("model", held, "sharded")]).save_checkpoint(checkpoint_id="1")
+
+
+def _load_uneven(topology: Topology, root: Path, tp: int) -> None:
+    state, wanted = _sharded_after_tensor_parallel(topology, tp, filled=False)
+    held = Held(state)
+    coordinator(topology, root, [StateComponent("model", held, "sharded")]).load_checkpoint()
+    for key, tensor in held.loaded.items():
+        assert same_bits(tensor.to_local(), wanted[key]), key
+
+
+@pytest.mark.parametrize(("by", "tp", "on", "over"), [(6, 2, 8, 2), (9, 3, 4, 4)])
+def test_uneven_rows_that_fsdp_cuts_after_tensor_parallelism_keep_their_places(
+    tmp_path: Path, by: int, tp: int, on: int, over: int
+) -> None:
+    run_ranks(by, _save_uneven, tmp_path, tp, process_group=True)
+    saved = ckpt.load(tmp_path / "checkpoint-1")["model"]
+    assert all(same_bits(saved[f"{number}.weight"], global_index((rows, 3))) for number, rows in enumerate(ROWS))
+    run_ranks(on, _load_uneven, tmp_path, over, process_group=True)
+
+
+def _rows_that_lie_apart(topology: Topology) -> None:
+    weight: Any = _sharded_after_tensor_parallel(topology, 2, filled=True)[0]["0.weight"]
+    strided, rows = weight.placements
+    apart = DTensor.from_local(torch.arange(2.0), weight.device_mesh, [rows, strided])
+    with pytest.raises(ShardingError, match="^model/w: by its placements .* a rank holds rows that lie apart; redistribute it before"):
+        address_of(apart, "model/w")
+
+
+def test_a_dtensor_whose_rows_lie_apart_is_refused(tmp_path: Path) -> None:
+    run_ranks(4, _rows_that_lie_apart, process_group=True)
 
 
 @pytest.mark.full

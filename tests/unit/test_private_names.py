@@ -38,9 +38,6 @@ GUARDED = {
     "ckpt/ranks/default_topology.py": {
         "torch.distributed.distributed_c10d:_get_default_store": "the store of init_process_group has no public name",
     },
-    "ckpt/state/address.py": {
-        "torch.distributed.tensor._utils:compute_local_shape_and_global_offset": "a DTensor does not tell its place in public",
-    },
     "ckpt/storage/wanted_bytes.py": {
         "torch._C:_nn": "unflatten_dense_tensors is a loop in C++, half the time of one in Python",
     },
@@ -152,7 +149,7 @@ def test_the_installed_versions_have_every_private_name(name: str) -> None:
 
 def test_a_private_name_that_is_gone_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     private_name.cache_clear()
-    home, name = "torch.distributed.tensor._utils", "compute_local_shape_and_global_offset"
+    home, name = "torch.distributed.tensor._dtensor_spec", "DTensorSpec"
     monkeypatch.delattr(f"{home}.{name}")
     expected = f"torch {version('torch')} has no {home}.{name}, which is needed to save DTensors: install another version of torch; docs/"
     with pytest.raises(ConfigurationError, match=f"^{re.escape(expected)}"):

@@ -27,7 +27,7 @@ from typing import Any
 from ckpt.backends.safetensors_format import read_shard
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import Box, whole
-from ckpt.format.dtypes import is_known, item_bytes
+from ckpt.format.dtypes import is_known
 from ckpt.format.places import Place, is_inner_path
 from ckpt.format.unknown import shown
 from ckpt.interop.safetensors.hub import names_by_file, weights_at
@@ -185,8 +185,9 @@ class _Opening:
         name = ".".join(str(key_of(step)) for step in path)
         parts: _Parts = {}
         for rank, shard in shards.items():
-            for box, lies in _parts_in(self._root, name, shard, *holders[rank]).items():
-                parts.setdefault(box, lies)
+            part = _part_in(self._root, name, shard, *holders[rank])
+            if 0 not in shard.box.shape or 0 in shard.shape:
+                parts.setdefault(shard.box, part)
         wholes = {(shard.dtype, shard.shape) for shard in shards.values()}
         found = sum(box.num_elements for box in parts)
         if [math.prod(shape) for _, shape in wholes] != [found]:
@@ -219,8 +220,10 @@ def _shards(holders: _Holders, groups: Any) -> dict[int, Shards]:
     return {rank: shards_of_metadata(by_rank[rank], rank) for rank in sorted(by_rank)}
 
 
-def _parts_in(root: Place, name: str, shards: Shards, file: str, held: Content, path: StatePath) -> _Parts:
-    """Find the parts of a tensor in a file.
+def _part_in(
+    root: Place, name: str, shards: Shards, file: str, held: Content, path: StatePath
+) -> tuple[str, ArchivedTensor]:
+    """Find the part of a tensor in a file.
 
     Raises:
         ConfigurationError: what lies there is no tensor that can be read.
@@ -229,15 +232,11 @@ def _parts_in(root: Place, name: str, shards: Shards, file: str, held: Content, 
     local = held.archived.get(path) or held.sharded.get(path, (None,))[0]
     if local is None or not is_known(shards.dtype):
         raise ConfigurationError(held.unread.get(path, f"is no tensor that is read, and {METADATA} says {shown(shards.dtype)}"))
-    found, expected = (local.dtype, local.shape), (shards.dtype, shards.local)
+    found, expected = (local.dtype, local.shape), (shards.dtype, shards.box.shape)
     if found != expected:
         mismatch = f"is {found[0]} {list(found[1])}, and its sharding says {expected[0]} {list(expected[1])}"
         raise CorruptCheckpointError(f"{root / file}: {name} {mismatch}", file=file)
-    parts: _Parts = {}
-    for box, at in shards.parts:
-        first = sum(step * offset for step, offset in zip(local.stride, at, strict=True)) * item_bytes(local.dtype)
-        parts[box] = file, replace(local, shape=box.shape, first=local.first + first)
-    return parts
+    return file, local
 
 
 def _of_safetensors(root: Place, name: str, keys: Mapping[str, _Key]) -> Content:

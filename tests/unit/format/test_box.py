@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import ShapeMismatchError
-from ckpt.format.box import Box, first_overlap, flat_boxes, whole
+from ckpt.format.box import Box, cut_box, first_overlap, flat_boxes, whole
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -20,6 +21,20 @@ def runs(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
     shape = draw(SHAPES)
     start, stop = sorted(draw(st.integers(0, math.prod(shape))) for _ in range(2))
     return shape, start, stop
+
+
+@given(st.integers(0, 60), st.lists(st.integers(1, 5), min_size=1, max_size=3), st.booleans())
+def test_what_the_ranks_of_a_mesh_hold_is_what_chunks_are(length: int, sides: list[int], is_strided: bool) -> None:
+    cuts = [(0, math.prod(sides[axis + 1 :]) if is_strided else 1) for axis in range(len(sides))]
+    for coordinate in product(*map(range, sides)):
+        held = torch.arange(length)
+        for axis in reversed(range(len(sides))) if is_strided else range(len(sides)):
+            chunks = dict(enumerate(held.chunk(sides[axis])))
+            held = chunks.get(coordinate[axis], held[:0])
+        box = cut_box((length,), sides, coordinate, cuts)
+        assert box is not None and whole((length,)).contains(box)
+        assert torch.arange(length)[box.slices].tolist() == held.tolist()
+    assert cut_box((length,), [2, 2], [0, 0], [(0, 1), (0, 2)]) is None, "the second axis cuts what the first has left into two"
 
 
 @given(runs())

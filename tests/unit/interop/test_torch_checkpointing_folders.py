@@ -333,6 +333,8 @@ SHARD, STRIDED = "Shard", "StridedShard"
         ((12, 2), (2, 3), [(STRIDED, 0, 3), (SHARD, 0, 1)]),
         ((13, 2), (2, 3), [(STRIDED, 0, 3), (SHARD, 0, 1)]),
         ((3, 17), (2, 2, 2), [(STRIDED, 1, 4), (STRIDED, 1, 2), (SHARD, 1, 1)]),
+        ((7, 2), (3, 2), [(STRIDED, 0, 2), (SHARD, 0, 1)]),
+        ((27, 2), (3, 4), [(STRIDED, 0, 4), (SHARD, 0, 1)]),
         ((4, 0), (2,), [(SHARD, 0, 1)]),
         ((), (2,), [None]),
         ((9, 4), (2, 2), [None, (SHARD, 0, 1)]),
@@ -348,15 +350,21 @@ def test_parts_are_those_that_cutting_makes(shape: tuple[int, ...], mesh: tuple[
     data = {"global_shape": list(shape), "dtype": "torch.int64", "placements": said, "mesh_spec": _mesh(mesh, ranks.flatten().tolist())}
     for rank in ranks.flatten().tolist():
         local = whole
-        for side, at, one in zip(mesh, (ranks == rank).nonzero()[0].tolist(), placements, strict=True):
+        cuts = [*zip(mesh, (ranks == rank).nonzero()[0].tolist(), placements, strict=True)]
+        for side, at, one in reversed(cuts) if STRIDED in str(placements) else cuts:  # FSDP cuts what others have left
             if one is not None:
-                parts = _cut(local, one[2], one[1])
-                local = torch.cat([_cut(part, side, one[1])[at] for part in parts], one[1])
-        shards = shards_of_metadata({"type": "DTensorShardingMetadata", "data": data}, rank)
-        assert shards.local == tuple(local.shape)
-        for box, inside in shards.parts:
-            found[box.slices] = local[tuple(slice(at, at + side) for at, side in zip(inside, box.shape, strict=True))]
+                local = _cut(local, side, one[1])[at]
+        box = shards_of_metadata({"type": "DTensorShardingMetadata", "data": data}, rank).box
+        assert box.shape == tuple(local.shape)
+        found[box.slices] = local
     assert torch.equal(found, whole)
+
+
+def test_parts_that_lie_apart_are_not_read() -> None:
+    said = [{"type": "Shard", "dim": 0}, {"type": "StridedShard", "dim": 0, "split_factor": 2}]
+    data = {"global_shape": [8], "dtype": "torch.int64", "placements": said, "mesh_spec": _mesh((2, 2), range(4))}
+    with pytest.raises(ConfigurationError, match="^is in parts that lie apart, which are not read here$"):
+        shards_of_metadata({"type": "DTensorShardingMetadata", "data": data}, 0)
 
 
 def _cut(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
