@@ -323,6 +323,7 @@ def _rank_state(items: Iterable[WriteItem], paths: Mapping[str, tuple[Any, ...]]
 
     Raises:
         ConfigurationError: a value is neither a tensor nor plain.
+        ShardingError: the plan of a DTensor is wrong, or two entries have one key.
     """
     rows: dict[str, list[Any]] = {}
     pieces: list[tuple[str, Sequence[int], Box, torch.Tensor]] = []
@@ -344,6 +345,11 @@ def _rank_state(items: Iterable[WriteItem], paths: Mapping[str, tuple[Any, ...]]
             assert item.tensor_data is not None
             tensor, chunk = planner.resolve_data(item), item.tensor_data.chunk
             assert isinstance(tensor, torch.Tensor), "it is no BYTE_IO"
+            if tensor.shape != chunk.sizes:
+                raise ShardingError(
+                    f"{STATE}: {fqn} has shape {[*tensor.shape]} here, and {[*chunk.sizes]} in DCP's plan, which misplaces rows that FSDP "
+                    "cuts unevenly after tensor parallelism: save with Checkpointer or ckpt.save"
+                )
             pieces.append((fqn, item.tensor_data.size, Box(tuple(chunk.offsets), tuple(chunk.sizes)), tensor))
         for key, row in found.items():
             if rows.setdefault(key, row) != row:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import ckpt
 from ckpt.integrations.dcp import CkptReader, CkptWriter
@@ -75,3 +77,17 @@ def test_dtensors_of_any_layout_copies_and_keys_of_one_rank_are_kept(tmp_path: P
         loaded = ckpt.load(tmp_path / folder)
         assert torch.equal(loaded["both"], random_bits((6, 10), torch.float32, 3))
         assert [int(loaded[f"of rank {rank}"]) for rank in range(4)] == [0, 1, 2, 3]
+
+
+def _uneven_rows(topology: Topology, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(torch.nn.Sequential(torch.nn.Linear(1, 7, bias=False)), mesh["tp"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.save(dict(model.state_dict()), storage_writer=CkptWriter(folder))
+    assert all("DCP's plan, which misplaces rows that FSDP" in str(error) for error, _ in caught.value.failures.values())
+
+
+def test_rows_that_dcp_misplaces_are_refused(tmp_path: Path) -> None:
+    run_ranks(6, _uneven_rows, tmp_path / "saved", process_group=True)
+    assert not (tmp_path / "saved").exists()
