@@ -112,3 +112,16 @@ def test_a_base_that_is_saved_is_restored_from_there(run: RunForked, tmp_path: P
     assert names.keys() == base().state_dict().keys()
     require_same(run(1, "train", "alone", tmp_path, seed=5, **options)[0], saved)
     assert "holds the base itself; go on with peft_base=saved" in run(1, "refusal", "alone", tmp_path)[0]
+
+
+def test_an_adapter_of_shards_is_merged_into_the_base_that_was_saved(run: RunForked, tmp_path: Path) -> None:
+    trained = run(2, "train", "fsdp", tmp_path / "run", peft_base="saved")[0]
+    base().config.save_pretrained(tmp_path / "config")
+    keys = {"component": "adapter-default", "merge_adapters": True, "check": "logits", "config_from": str(tmp_path / "config")}
+    convert(ConvertKeys(str(tmp_path / "run" / LAST), str(tmp_path / "hf"), to="safetensors", **keys))
+    whole = adapted()
+    whole.load_state_dict({name: value for name, value in trained.items() if " of " not in name})
+    merged, found = whole.merge_and_unload(), type(base()).from_pretrained(tmp_path / "hf")
+    assert found.state_dict().keys() == merged.state_dict().keys()
+    for name, value in found.state_dict().items():
+        torch.testing.assert_close(value, merged.state_dict()[name], rtol=1e-6, atol=1e-7)

@@ -36,6 +36,7 @@ Files:
     store_benchmark         seconds in an object store, beside others
     stored_path             addresses in object stores with methods of Path
     tilings                 hypothesis strategies for shapes and boxes
+    trained_models          tiny models of transformers, whole and cut over ranks
     trainers                a program of Hugging Face's Trainer
     users                   people of one Unix group in one folder
     values                  equal in type and to the bit?

@@ -3,58 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel, Qwen2Config
+from transformers import AutoModelForCausalLM
 
-from ckpt import Checkpointer
 from ckpt.cli.converting import ConvertKeys, convert_on_ranks, run_of
 from ckpt.errors import ConfigurationError
 from ckpt.interop.safetensors import logits
 from ckpt.ranks.topology import Topology
 from tests.support.ranks import run_threads
 from tests.support.states import Held
+from tests.support.trained_models import FAMILIES, PADDED, VOCAB, config_of, saved, trained
 from tests.support.values import same_values
-
-VOCAB, PADDED = 50, 56
-_SMALL = {
-    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 24,
-    "max_position_embeddings": 32,
-}  # fmt: skip
-FAMILIES: dict[str, Callable[..., Any]] = {
-    "llama": lambda **more: LlamaConfig(**_SMALL, **more),
-    "gpt2": lambda **more: GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=32, bos_token_id=1, eos_token_id=2, **more),
-    "qwen2": lambda **more: Qwen2Config(**_SMALL, **more),
-}
-
-
-def trained(family: str, rows: int = VOCAB, *, tied: bool) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(FAMILIES[family](vocab_size=rows, tie_word_embeddings=tied))
-    with torch.no_grad():  # as training leaves it
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return model
-
-
-def saved(root: Path, model: Any) -> Path:
-    with Checkpointer(root / "own", model=model, save_rng=False) as checkpoints:
-        return Path(str(checkpoints.save(1)))
-
-
-def config_of(root: Path, family: str, **values: Any) -> Path:
-    """A folder with the config, as people have it: of the tokenizer's vocabulary, and of the base model's type."""
-    config = FAMILIES[family](vocab_size=VOCAB, dtype="bfloat16")
-    config.save_pretrained(root / "config")
-    file = root / "config" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
-    (root / "config" / "generation_config.json").write_text('{"max_length": 9}')
-    return root / "config"
 
 
 def exported(src: Path, dst: Path, **keys: Any) -> dict[str, Any]:
