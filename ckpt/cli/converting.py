@@ -397,7 +397,7 @@ def _adapter_config(keys: ConvertKeys, source: CheckpointSource, src: Place) -> 
 
 
 def _merging(
-    keys: ConvertKeys, source: CheckpointSource, adapter: Selection, config: str, topology: Topology
+    keys: ConvertKeys, source: CheckpointSource, adapter: Selection, text: str, topology: Topology
 ) -> tuple[Merging, list[str]]:
     """Find the base of an adapter, and settle the merged tensors; and what was changed, in words. Collective.
 
@@ -405,17 +405,17 @@ def _merging(
         ConfigurationError: the base is missing, or another one than that of the training; the adapter is not plain LoRA, or does not fit.
     """
     with topology.phase("adapter"):
-        opened, kind = Opened(source, by_component=True), AdapterConfig.of(config)
+        opened, config = Opened(source, by_component=True), AdapterConfig.of(text)
         key = base_below(keys.component or "", opened.keys)
         digest, folder = opened.plain(key, "").get(DIGEST) if key is not None else None, _base_folder(keys, config)
         is_saved = key is not None and digest is None
         if is_saved and keys.base_from is not None:
             raise ConfigurationError(f"the checkpoint holds the base as {key}; leave out ", OTHER_BASE)
         if not is_saved and folder is None:
-            raise ConfigurationError(f"the base {kind.base_model_name_or_path or ''} is not in the checkpoint; give ", OTHER_BASE)
-        if key is None and not kind.keeps_base:
+            raise ConfigurationError(f"the base {config.base_model_name_or_path or ''} is not in the checkpoint; give ", OTHER_BASE)
+        if key is None and not config.keeps_base:
             raise ConfigurationError(
-                f"init_lora_weights={kind.init_lora_weights} changes the base, and {keys.src} does not know how; merge it with PEFT"
+                f"init_lora_weights={config.init_lora_weights} changes the base, and {keys.src} does not know how; merge it with PEFT"
             )
     place: Place = as_place(keys.src, "src") if folder is None or is_saved else folder
     below = source if is_saved else source_at(place, topology, DirectLoad(read_at=read_once), allow_pickle=keys.load.allow_pickle)
@@ -429,9 +429,9 @@ def _merging(
         return merging(base, adapter, config), changes
 
 
-def _base_folder(keys: ConvertKeys, config: str) -> Path | None:
+def _base_folder(keys: ConvertKeys, config: AdapterConfig) -> Path | None:
     """Return the folder of Hugging Face's with the base of an adapter, if there is one."""
-    name = keys.base_from or AdapterConfig.of(config).base_model_name_or_path
+    name = keys.base_from or config.base_model_name_or_path
     return Path(name) if name and Path(name).is_dir() else None
 
 

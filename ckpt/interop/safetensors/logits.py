@@ -90,7 +90,7 @@ def _require_merged(merged: torch.Tensor, model: Any, ids: torch.Tensor, merging
         return
     _fill(model, merging.base)
     with _explained("compute the logits of the adapter"):
-        options = {name: value for name, value in json.loads(merging.config).items() if name in peft.LoraConfig.__dataclass_fields__}
+        options = {name: value for name, value in json.loads(merging.config.text).items() if name in peft.LoraConfig.__dataclass_fields__}
         adapted = peft.get_peft_model(model, peft.LoraConfig(**options | {"init_lora_weights": False, "base_model_name_or_path": None}))
         tensors = {name: tensor.read(whole(tensor.entry.shape)) for name, tensor in merging.adapter.items()}
         left = peft.set_peft_model_state_dict(adapted, tensors)

@@ -46,8 +46,9 @@ _KEEP_BASE = (True, False, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What is needed of `adapter_config.json`."""
+    """What is needed of `adapter_config.json`, and its text."""
 
+    text: str
     peft_type: str
     r: int = 8
     lora_alpha: float = 8
@@ -60,7 +61,7 @@ class AdapterConfig:
     base_model_name_or_path: str | None = None
 
     @classmethod
-    def of(cls, text: str | bytes) -> AdapterConfig:
+    def of(cls, text: str) -> AdapterConfig:
         """Parse the file.
 
         Raises:
@@ -74,7 +75,7 @@ class AdapterConfig:
         if odd:
             raise ConfigurationError(ASKED, f" is for plain LoRA, and the adapter has {', '.join(odd):.200}; merge it with PEFT")
         known = {name: value for name, value in options.items() if name in cls.__dataclass_fields__ and value is not None}
-        return fit(known, cls, CONFIG_NAME)
+        return fit(known | {"text": text}, cls, CONFIG_NAME)
 
     @property
     def keeps_base(self) -> bool:
@@ -207,17 +208,16 @@ class Merging:
     Attributes:
         base: with its output layer, where the adapter has one and it is tied.
         adapter: its tensors, by the names in PEFT's file.
-        config: the text of adapter_config.json.
         merged: the tensors of the whole model.
     """
 
     base: Selection
     adapter: Mapping[str, OpenedTensor]
-    config: str
+    config: AdapterConfig
     merged: Selection
 
 
-def merging(base: Selection, adapter: Selection, config: str) -> Merging:
+def merging(base: Selection, adapter: Selection, config: AdapterConfig) -> Merging:
     """Settle what each tensor of the merged model is made of. Reads no tensor.
 
     A tied tensor of which the adapter changes one name is not tied any more: training has seen it so.
@@ -225,7 +225,7 @@ def merging(base: Selection, adapter: Selection, config: str) -> Merging:
     Raises:
         ConfigurationError: the adapter has something else than matrices of LoRA and whole tensors, or does not fit the base.
     """
-    kind, given = AdapterConfig.of(config), _every(adapter)
+    given = _every(adapter)
     factors: dict[str, dict[str, OpenedTensor]] = defaultdict(dict)
     whole: dict[str, OpenedTensor] = {}
     for name, tensor in given.items():
@@ -245,8 +245,8 @@ def merging(base: Selection, adapter: Selection, config: str) -> Merging:
         if tensor.entry.shape != every[name].entry.shape:
             raise _unfit(f"{name} is {tensor.entry.shape} in the adapter and {every[name].entry.shape} in the base")
     below_all = {**every, **whole}
-    is_conv1d = kind.fan_in_fan_out or _has_conv1d(every)
-    deltas = {name: _delta(name, below_all[name], pair, kind, is_conv1d=is_conv1d) for name, pair in factors.items()}
+    is_conv1d = config.fan_in_fan_out or _has_conv1d(every)
+    deltas = {name: _delta(name, below_all[name], pair, config, is_conv1d=is_conv1d) for name, pair in factors.items()}
     values = _Values({name: (tensor, deltas.get(name)) for name, tensor in below_all.items()})
     kept: dict[str, str] = {}
     aliases = {}
