@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import PartialState
+from accelerate.utils import DataLoaderConfiguration, DistributedType, ProjectConfiguration, set_seed
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from ckpt.errors import CheckpointError
@@ -28,11 +30,12 @@ STEPS = 14
 
 
 def _train(
-    topology: Topology, root: Path, killed_at: int | None = None, *, is_adapted: bool = False
+    topology: Topology, root: Path, killed_at: int | None = None, *, is_adapted: bool = False, is_sharded: bool = False
 ) -> tuple[int, list[float], list[list[float]]]:
     """Train over epochs of six batches of each rank, and save every fourth step. The first step, and from there on losses; last weights."""
     accelerator = _accelerator(
         topology,
+        is_sharded=is_sharded,
         project_config=ProjectConfiguration(str(root), automatic_checkpoint_naming=True, total_limit=2),
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
         peft_base="frozen" if is_adapted else None,
@@ -73,13 +76,19 @@ def _train(
                 accelerator.save_state()
             if step.state["step"] == STEPS:
                 break
-    return start, losses, [value.tolist() for value in model.state_dict().values()]
+    weights = [value.full_tensor() if isinstance(value, DTensor) else value for value in model.state_dict().values()]
+    assert is_sharded == any(isinstance(value, DTensor) for value in model.parameters())
+    return start, losses, [value.tolist() for value in weights]
 
 
-def _accelerator(topology: Topology, **options: Any) -> CkptAccelerator:
+def _accelerator(topology: Topology, *, is_sharded: bool = False, **options: Any) -> CkptAccelerator:
     world_size = str(topology.world_size)
     os.environ.update({"RANK": str(topology.rank), "LOCAL_RANK": str(topology.rank)})
     os.environ.update({"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size})
+    if is_sharded:
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # on CPUs Accelerate leaves FSDP out
+        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2)
     return CkptAccelerator(cpu=True, **options)
 
 
@@ -89,11 +98,11 @@ def _die_in_a_save(topology: Topology) -> None:
         ManifestWriter.write = lambda *_args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment]
 
 
-@pytest.mark.parametrize("is_adapted", [False, True])
-def test_ranks_that_are_killed_in_a_save_go_on_to_the_bit(tmp_path: Path, is_adapted: bool) -> None:
-    train = partial(_train, is_adapted=is_adapted)
+@pytest.mark.parametrize(("is_adapted", "is_sharded"), [(False, False), (True, False), (True, True)])
+def test_ranks_that_are_killed_in_a_save_go_on_to_the_bit(tmp_path: Path, is_adapted: bool, is_sharded: bool) -> None:
+    train = partial(_train, is_adapted=is_adapted, is_sharded=is_sharded)
     straight: list[Any] = run_ranks(2, train, tmp_path / "straight", process_group=True, is_only=True)
-    run_ranks(2, _killed, tmp_path / "killed", is_adapted, process_group=True, expect_dead=[0])
+    run_ranks(2, _killed, tmp_path / "killed", is_adapted, is_sharded, process_group=True, expect_dead=[0])
     assert sorted(path.name for path in (tmp_path / "killed/checkpoints").glob("checkpoint*")) == ["checkpoint_0"]
     resumed = run_ranks(2, train, tmp_path / "killed", process_group=True, is_only=True)
     for (_, losses, weights), (start, again, weights_again) in zip(straight, resumed, strict=True):
@@ -106,9 +115,9 @@ def test_ranks_that_are_killed_in_a_save_go_on_to_the_bit(tmp_path: Path, is_ada
     assert ("adapter-default" in held) == ("base" in held) == is_adapted != ("model" in held)
 
 
-def _killed(topology: Topology, root: Path, is_adapted: bool) -> None:
+def _killed(topology: Topology, root: Path, is_adapted: bool, is_sharded: bool) -> None:
     with pytest.raises(CheckpointError, match="rank 0"):
-        _train(topology, root, 8, is_adapted=is_adapted)
+        _train(topology, root, 8, is_adapted=is_adapted, is_sharded=is_sharded)
 
 
 def test_ranks_agree_on_whether_a_folder_is_accelerates_own(tmp_path: Path) -> None:
