@@ -15,5 +15,6 @@
 
 `harness` runs them all: it checks keys, lets contenders take turns, and writes and shows the result. `measuring` takes time and
 memory; `tables` makes medians, ratios, tables and the plot. States: `workloads` (a training state, with the `places` of its bytes),
-`weights`, `megatron_state`. `training_step` trains; `slow_store` plays a network file system, and `host_memory` several hosts.
+`adapters` (a fine-tune by PEFT), `weights`, `megatron_state`.
+`training_step` trains; `slow_store` plays a network file system, and `host_memory` several hosts.
 """

@@ -12,6 +12,7 @@ from hydra.utils import instantiate
 
 from ckpt import CheckpointCoordinator
 from ckpt.errors import ConfigurationError
+from recipes.benchmark.adapters import ADAPTER, Pretrained
 from recipes.benchmark.harness import EXTRA
 from recipes.benchmark.limits import Broadcast, Memcpy, Raw, RawDirect, takes_direct_writes
 from recipes.benchmark.measuring import gathered
@@ -43,6 +44,7 @@ PEERS: dict[str, Callable[[Workload], Contender]] = {
     "dcp": Dcp,
     "dcp-zarr": partial(Dcp, format="zarr"),
     "torch-checkpointing": TorchCheckpointing,
+    "pretrained": Pretrained,
     "safetensors": partial(Safetensors, choose=least_loaded),
     "safetensors-one-file": partial(Safetensors, choose=first),
 }
@@ -116,6 +118,8 @@ def _obstacle(name: str, workload: Workload, scratch: Path) -> str:
         return "the package torch_checkpointing is not installed: pip install -e '.[torch-checkpointing]'"
     if name == "torch-checkpointing" and workload.num_loading != workload.saved.topology.world_size:
         return "its ranks exchange what a load on others needs between accelerators alone, so that it is measured on the ranks that saved"
+    if name == "pretrained" and ADAPTER not in workload.saved.statefuls:
+        return "it saves an adapter of PEFT, which workload=lora has"
     device = workload.saved.device.torch_device.type
     if name in _ON_HOST and device != "cpu":
         return f"it knows host memory only, and the state is on {device}"

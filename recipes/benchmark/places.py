@@ -67,7 +67,7 @@ def places_of(statefuls: Mapping[str, Stateful]) -> dict[Place, torch.Tensor]:
     found: dict[Place, torch.Tensor] = {}
     for component, stateful in statefuls.items():
         tensors = flatten(stateful.state_dict(), component).tensors
-        tied = find_aliases(tensors, getattr(stateful, "tied_names", {}))
+        tied = find_aliases(tensors, getattr(stateful, "tied_names", None) or {})
         for key, leaf in tensors.items():
             name = f"{component}/{tied.get(key, key)}"
             local = local_tensor(leaf)

@@ -8,11 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hydra.utils import instantiate
 from omegaconf import MISSING
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.ranks.topology import Topology
 from recipes.benchmark import harness
+from recipes.benchmark.adapters import adapted
 from recipes.benchmark.contenders import LIMITS, OURS, PEERS, RAW, contenders_of
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import PeakMemory, forget_cache, gathered, largest, timed, wait_for_ranks
@@ -21,6 +23,7 @@ from recipes.benchmark.workloads import SHARINGS, Contender, State, Workload, de
 
 SECONDS = {"save s": "save_s", "load s, cold": "load_cold_s", "load s, warm": "load_warm_s"}
 SMALL_TENSORS = make_dataclass("SmallTensorKeys", [("count", int, MISSING), ("elements", int, MISSING), ("sharing", str, MISSING)])
+ADAPTERS = make_dataclass("AdapterKeys", [("hidden_size", int, MISSING), ("layers", int, MISSING), ("rank", int, MISSING)])
 MEMORY = {"save / load peak MiB": "save_peak_mib load_peak_mib", "read / needed": "bytes_read/bytes_needed"}
 
 
@@ -39,7 +42,8 @@ def _check(keys: dict[str, Any]) -> None:
 
 def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
     keys = cfg["benchmark"]
-    with prepared(cfg, topology) as workload, harness.scratch_folder(cfg, topology) as folders:
+    made = None if keys["adapters"] is None else adapted(instantiate(cfg["device"]), topology, **keys["adapters"])
+    with prepared(cfg, topology, made) as workload, harness.scratch_folder(cfg, topology) as folders:
         contenders, left_out = contenders_of(cfg, workload, folders)
         identity = workload.identity(workload.saved)
         facts = facts_of(cfg, workload) | {
@@ -146,7 +150,7 @@ def _line(figures: Figures) -> str:
 MEASUREMENT = harness.Measurement(
     {
         "workload": str, "repeats": int, "contenders": list[str], "load_ranks": int | None, "store_mib_s": float | None,
-        "small_tensors": SMALL_TENSORS | None, "plot": bool | None,
+        "small_tensors": SMALL_TENSORS | None, "adapters": ADAPTERS | None, "plot": bool | None,
     },
     benchmark,
     _title,

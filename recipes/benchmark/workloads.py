@@ -143,8 +143,11 @@ class Workload:
 
 
 @contextmanager
-def prepared(cfg: Mapping[str, Any], topology: Topology) -> Iterator[Workload]:
+def prepared(cfg: Mapping[str, Any], topology: Topology, made: State | None = None) -> Iterator[Workload]:
     """Make the state that `cfg["benchmark"]` asks for. Collective.
+
+    Args:
+        made: it is there already.
 
     Raises:
         ConfigurationError: fewer ranks shall load than there are, and this layout cannot be made of a part of the ranks.
@@ -154,8 +157,8 @@ def prepared(cfg: Mapping[str, Any], topology: Topology) -> Iterator[Workload]:
     small = keys.get("small_tensors")
     num_loading = keys.get("load_ranks") or topology.world_size
     if num_loading != topology.world_size:
-        _check_ranks(num_loading, topology, layout, small_tensors=small is not None)
-    saved = _training_state(cfg, topology, None) if small is None else _small_tensors(cfg, topology, **small)
+        _check_ranks(num_loading, topology, layout, "small tensors" if small is not None else None if made is None else "an adapter")
+    saved = made or (_training_state(cfg, topology, None) if small is None else _small_tensors(cfg, topology, **small))
     if num_loading == topology.world_size:
         yield _workload(small["sharing"] if small else layout.name, saved, saved, num_loading)
         return
@@ -183,7 +186,7 @@ def facts_of(cfg: Mapping[str, Any], workload: Workload) -> dict[str, Any]:
     return {
         "workload": keys["workload"],
         "layout": workload.layout,
-        "model": None if keys.get("small_tensors") else cfg["model"]["size"],
+        "model": None if keys.get("small_tensors") or keys.get("adapters") else cfg["model"]["size"],
         "ranks": workload.saved.topology.world_size,
         "state_bytes": workload.state_bytes,
         "tensors": workload.num_tensors,
@@ -199,14 +202,14 @@ def described(facts: Mapping[str, Any]) -> str:
     )
 
 
-def _check_ranks(num_loading: int, topology: Topology, layout: Layout, *, small_tensors: bool) -> None:
+def _check_ranks(num_loading: int, topology: Topology, layout: Layout, other: str | None) -> None:
     if num_loading > topology.world_size:
         raise ConfigurationError(
             f"benchmark.load_ranks={num_loading}: there are {topology.world_size} ranks; give launch.nproc_per_node="
             f"{num_loading} or more"
         )
-    if small_tensors or layout.name not in RESHARDABLE:
-        what = "small tensors" if small_tensors else f"parallel={layout.name}"
+    if other or layout.name not in RESHARDABLE:
+        what = other or f"parallel={layout.name}"
         raise ConfigurationError(
             f"benchmark.load_ranks={num_loading}: {what} cannot be laid out on a part of the {topology.world_size} ranks; choose "
             f"parallel=<one of {', '.join(RESHARDABLE)}>, or benchmark.load_ranks=null"
@@ -222,24 +225,26 @@ def _workload(layout: str, saved: State, loaded: State | None, num_loading: int)
 def _training_state(cfg: Mapping[str, Any], topology: Topology, group: dist.ProcessGroup | None) -> State:
     training = Training(cfg, topology, instantiate(cfg["device"]))
     training.join()
-    _fill_optimizer(training)
+    fill_optimizer(training.model, training.optimizer)
     model, optimizer, groups = training.model_state, training.optimizer_state, training.layout.process_groups(topology)
     tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
     statefuls = {"model": model, "optimizer": optimizer}
     return State(topology, group, training.device, training.components(), groups, statefuls, tree)
 
 
-def _fill_optimizer(training: Training) -> None:
-    """Give the optimizer its state by one step on made-up gradients, equal where ranks hold the same part of a tensor."""
-    tied = getattr(training.model, "tied_names", {})
-    for name, parameter in training.model.named_parameters():
+def fill_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer its state by one step on made-up gradients, equal where ranks hold the same part of a tensor."""
+    tied = getattr(model, "tied_names", {})
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         place = f"{tied.get(name, name)} {address_of(parameter, name).box}"
         generator = torch.Generator().manual_seed(zlib.crc32(place.encode()))
         parameter.grad = torch.zeros_like(parameter)
         grad = local_tensor(parameter.grad)
         grad.copy_(torch.randn(grad.shape, generator=generator))
-    training.optimizer.step()
-    training.optimizer.zero_grad(set_to_none=True)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def _small_tensors(cfg: Mapping[str, Any], topology: Topology, *, count: int, elements: int, sharing: str) -> State:

@@ -20,9 +20,10 @@ KEYS = {
     "load_ranks": None,
     "store_mib_s": None,
     "small_tensors": None,
+    "adapters": None,
     "plot": None,
 }
-LAYOUTS = {"gpt2_fsdp": "fsdp", "reshard": "fsdp", "gpt2_tp_fsdp": "tp_fsdp"}
+LAYOUTS = {"gpt2_fsdp": "fsdp", "lora": "fsdp", "reshard": "fsdp", "gpt2_tp_fsdp": "tp_fsdp"}
 
 
 @pytest.mark.parametrize("workload", sorted(WORKLOADS))
@@ -45,7 +46,7 @@ def test_without_a_word_it_is_gpt2_data_parallel_on_four_ranks_beside_all_others
     assert (run["model"]["size"], run["launch"]["nproc_per_node"]) == ("gpt2", 4)
     backends = ("zarr", "tensorstore", "kimi-engine", "kimi-engine-disk")
     own = {name for backend in backends for name in (backend, f"{backend}/two-stage")}
-    assert {*PEERS, *LIMITS, *own} == set(keys["contenders"])
+    assert {*PEERS, *LIMITS, *own} - {"pretrained"} == set(keys["contenders"])
 
 
 def test_what_the_command_line_says_wins_over_the_workload(tmp_path: Path) -> None:
@@ -76,6 +77,7 @@ def test_a_name_of_ours_is_a_backend_and_maybe_a_strategy() -> None:
         ({"store_mib_s": 9.0}, "benchmark.store_mib_s=9.0 slows the reads of our loads alone: leave raw out of"),
         ({"small_tensors": {"count": 0, "elements": 1, "sharing": "sharded"}}, "benchmark.small_tensors.count=0: "),
         ({"small_tensors": {"count": 1, "elements": 1, "sharing": "some"}}, "benchmark.small_tensors.sharing=some: "),
+        ({"adapters": {"hidden_size": 0, "layers": 1, "rank": 1}}, "benchmark.adapters.hidden_size=0: "),
         ({"small_tensors": {"count": 1}}, "the benchmark has benchmark.workload, "),
     ],
 )

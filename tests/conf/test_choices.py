@@ -42,6 +42,7 @@ WORKLOADS = {
     "gpt2_fsdp",
     "gpt2_large",
     "gpt2_tp_fsdp",
+    "lora",
     "reshard",
     "slow_store",
     "small_tensors",

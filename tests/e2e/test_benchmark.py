@@ -100,6 +100,19 @@ def test_small_tensors_are_held_by_all_or_each_by_one(sharing: str, tmp_path: Pa
     assert result["loaded_bytes"] == 101 * 4096 * (2 if sharing == "replicated" else 1)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_adapter_of_a_fine_tune_is_saved_without_its_base(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    sizes = [f"benchmark.adapters.{name}" for name in ("hidden_size=64", "layers=1", "rank=2")]
+    cfg = config(tmp_path, "workload=lora", *sizes, ranks=2, names=["raw", "pretrained", "dcp", "zarr"])
+    result = run_ranks(2, _benchmark, cfg, process_group=True, timeout_s=120)[0]
+    adapted = sum(2 * (rows + columns) for rows, columns in [(64, 64)] * 4 + [(192, 64)] * 3)
+    assert result["state_bytes"] == 3 * 4 * adapted + 4 * 14, "the adapter, its two moments, and the steps"
+    medians = result["medians"]
+    assert {name for name, row in medians.items() if "load_warm_s" not in row} == {"pretrained"}
+    assert result["ratios"]["pretrained / ours"]["zarr"].keys() == {"save_s"}
+
+
 @pytest.mark.full
 def test_through_a_slow_store_bytes_decide(tmp_path: Path) -> None:
     names = ["zarr", "zarr/two-stage"]
