@@ -1,4 +1,4 @@
-"""A trainer of TRL with checkpoints of this package. TRL is in no extra: `pip install trl`."""
+"""A trainer of TRL, which the extra `fidelity` has, with checkpoints of this package."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from ckpt.integrations.huggingface import CkptTrainerMixin, _hidden
 from ckpt.ranks.topology import Topology
@@ -21,8 +22,10 @@ pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 STEPS = 12
 
 
-def _trainer(folder: Path, *callbacks: Any, is_adapted: bool = False) -> Any:
+def _trainer(folder: Path, *callbacks: Any, is_adapted: bool = False, **options: Any) -> Any:
     trl = pytest.importorskip("trl", reason="TRL is not installed")
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
     from datasets import Dataset
     from peft import LoraConfig
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -52,34 +55,47 @@ def _trainer(folder: Path, *callbacks: Any, is_adapted: bool = False) -> Any:
         bf16=False,
         report_to="none",
         disable_tqdm=True,
+        **options,
     )
+    if options:  # Accelerate leaves FSDP out where devices are CPUs
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     data = Dataset.from_dict({"text": texts})
     adapter = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True) if is_adapted else None
     return Tuner(model(), arguments, train_dataset=data, processing_class=tokenizer, callbacks=[*callbacks], peft_config=adapter)
 
 
-def _train(topology: Topology, folder: Path, at: int = 0) -> Any:
+def _train(topology: Topology, folder: Path, options: dict[str, Any], at: int = 0) -> Any:
     """Train an adapter from the newest checkpoint on. The losses of each step; weights and moments."""
     from tests.support.trainers import Seen, state_of
 
     size = str(topology.world_size)
     os.environ |= {"RANK": str(topology.rank), "LOCAL_RANK": str(topology.rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    tuner = _trainer(folder, seen := Seen(at, lambda: os.kill(os.getpid(), signal.SIGKILL)), is_adapted=True)
+    tuner = _trainer(folder, seen := Seen(at, lambda: os.kill(os.getpid(), signal.SIGKILL)), is_adapted=True, **options)
     tuner.train(resume_from_checkpoint="latest")
+    assert bool(options) == any(isinstance(parameter, DTensor) for parameter in tuner.model.parameters())
     state = io.BytesIO()
-    torch.save(state_of(tuner), state)
+    torch.save(_whole(state_of(tuner)), state)
     return seen.losses, state.getvalue()
 
 
-def test_an_adapter_that_ranks_train_goes_on_to_the_bit_after_a_kill(tmp_path: Path) -> None:
+def _whole(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _whole(inner) for key, inner in value.items()}
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]}}], ids=["ddp", "fsdp"]
+)
+def test_an_adapter_that_ranks_train_goes_on_to_the_bit_after_a_kill(tmp_path: Path, options: dict[str, Any]) -> None:
     pytest.importorskip("trl", reason="TRL is not installed")
     pytest.importorskip("peft", reason="PEFT is not installed")
     from tests.support.values import same_values
 
     ranks = partial(run_ranks, 2, _train, process_group=True, is_only=True, timeout_s=120.0)
-    straight = ranks(tmp_path / "straight")
-    ranks(tmp_path / "killed", 10, expect_dead=[0, 1])
-    for (losses, state), (again, state_again) in zip(straight, ranks(tmp_path / "killed"), strict=True):
+    straight = ranks(tmp_path / "straight", options)
+    ranks(tmp_path / "killed", options, 10, expect_dead=[0, 1])
+    for (losses, state), (again, state_again) in zip(straight, ranks(tmp_path / "killed", options), strict=True):
         assert again == {step: losses[step] for step in range(9, STEPS + 1)}
         assert same_values(*(torch.load(io.BytesIO(data)) for data in (state_again, state)))
     held = read_manifest(tmp_path / "killed/ckpt" / f"checkpoint-{STEPS:08d}").components
