@@ -1,4 +1,4 @@
-"""measure=convert: conversions between formats on one rank and on all, beside a copy of the files."""
+"""measure=convert: conversions between formats on one rank and on all, beside copies of the files."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from hydra.utils import instantiate
 
 import ckpt
+from ckpt.catalog.copying import copy_checkpoint
 from ckpt.cli.converting import DESTINATIONS, ConvertKeys, convert_on_ranks, run_of
 from ckpt.cli.tables import counted
 from ckpt.ranks.topology import Topology
@@ -20,7 +21,7 @@ from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import PeakMemory, forget_cache, gathered, make_durable, timed
 from recipes.benchmark.tables import quotients
 
-COPY = "cp -r"
+COPY, VERIFIED = "cp -r", "ckpt copy"
 MIB = 1 << 20
 
 
@@ -31,6 +32,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         backend = instantiate(cfg["ckpt"])
         report = ckpt.save(_tensors(keys, topology), source, format=backend, topology=topology)
         work: dict[str, Callable[[Path], object]] = {COPY: partial(_copy, source, topology)}
+        work[VERIFIED] = partial(_verified_copy, source, topology)
         for to in keys["to"]:
             for ranks in dict.fromkeys((1, topology.world_size)):
                 work[f"{to}, {counted(ranks, 'rank')}"] = partial(_convert, source, to, topology, ranks)
@@ -76,6 +78,11 @@ def _copy(source: Path, topology: Topology, folder: Path) -> None:
     if topology.is_lead:
         subprocess.run(["cp", "-r", source, folder / "copy"], check=True)
         make_durable(folder)
+
+
+def _verified_copy(source: Path, topology: Topology, folder: Path) -> None:
+    if topology.is_lead:
+        copy_checkpoint(source, folder / "copy", progress=topology.progress)
 
 
 def _convert(source: Path, to: str, topology: Topology, ranks: int, folder: Path) -> None:

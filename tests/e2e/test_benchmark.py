@@ -208,7 +208,7 @@ def test_conversions_take_turns_with_a_copy(tmp_path: Path, capfd: pytest.Captur
     assert [path.name for path in tmp_path.iterdir()] == ["benchmark.json"]
     assert json.loads((tmp_path / "benchmark.json").read_text()) == result
     names = [f"{to}, {ranks}" for to in ("kimi-engine", "safetensors", "dcp") for ranks in ("1 rank", "2 ranks")]
-    assert list(result["ratios"]) == ["cp -r", *names] and result["ratios"]["cp -r"] == {"convert_s": 1}
+    assert list(result["ratios"]) == ["cp -r", "ckpt copy", *names] and result["ratios"]["cp -r"] == {"convert_s": 1}
     assert all(row["convert_s"] > 0 for row in result["medians"].values())
     assert result["bytes"] > 4 << 20 and result["tensors"] == 4
     conversions.MEASUREMENT.show(result)
