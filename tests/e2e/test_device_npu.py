@@ -139,7 +139,7 @@ def test_the_copies_of_a_device_are_measured_beside_plain_ones(tmp_path: Path) -
 def test_more_ranks_than_devices_are_refused_with_the_number_that_fits(tmp_path: Path) -> None:
     command = begin(tmp_path / "run", *SMALL, ranks=2, NPU_SIM_DEVICES="1").ended()
     assert re.fullmatch(
-        r".*rank 1.*device=npu: local rank 1 has no device of its own, this host shows 1; .*launch\.nproc_per_node=1",
+        r".*rank 1.*device=npu: local rank 1 has no device of its own, this host shows 1; .*\(launch\.nproc_per_node=1\)",
         command.refused(),
     ), command.err
     assert not list(tmp_path.rglob("checkpoint-*"))
