@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import make_dataclass
 from functools import partial
 from pathlib import Path
@@ -42,8 +43,7 @@ def _check(keys: dict[str, Any]) -> None:
 
 def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
     keys = cfg["benchmark"]
-    made = None if keys["adapters"] is None else adapted(instantiate(cfg["device"]), topology, **keys["adapters"])
-    with prepared(cfg, topology, made) as workload, harness.scratch_folder(cfg, topology) as folders:
+    with state_asked_for(cfg, topology) as workload, harness.scratch_folder(cfg, topology) as folders:
         contenders, left_out = contenders_of(cfg, workload, folders)
         identity = workload.identity(workload.saved)
         facts = facts_of(cfg, workload) | {
@@ -59,6 +59,12 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
 
         rounds = harness.interleaved(contenders, keys["repeats"], take_turn, topology, _line)
     return facts | {"left_out": left_out, "rounds": rounds}
+
+
+def state_asked_for(cfg: Mapping[str, Any], topology: Topology) -> AbstractContextManager[Workload]:
+    """Make the state of a training, many small tensors, or that of a fine-tune. Collective. Raises as `prepared`."""
+    adapters = cfg["benchmark"]["adapters"]
+    return prepared(cfg, topology, None if adapters is None else adapted(instantiate(cfg["device"]), topology, **adapters))
 
 
 def _measured(name: str, contender: Contender, folder: Path, workload: Workload, identity: str) -> Figures:
