@@ -16,7 +16,7 @@ from ckpt import StateComponent
 from ckpt.errors import importing
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
-from ckpt.state.adapters import adapter_states, with_adapters
+from ckpt.state.adapters import with_adapters
 from ckpt.state.optimizer_state import OptimizerState
 from ckpt.state.statefuls import ModelState
 from recipes.benchmark.measuring import sync_entries, sync_file
@@ -52,8 +52,9 @@ def adapted(device: Device, topology: Topology, *, hidden_size: int, layers: int
     optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
     fill_optimizer(model, optimizer)
     pattern = "sharded" if topology.world_size > 1 else "replicated"
-    adapter, state = adapter_states(model)[0], OptimizerState(optimizer, model)
     components = with_adapters(StateComponent("model", ModelState(model), pattern), "frozen", topology)
+    adapter: Any = components[0].stateful
+    state = OptimizerState(optimizer, model)
     components.append(StateComponent(OPTIMIZER, state, pattern))
     tree = {"adapter": adapter.tensors(), "optimizer": state.state_dict()["state"]}
     return State(topology, None, device, components, {}, {ADAPTER: adapter, OPTIMIZER: state}, tree)

@@ -542,9 +542,11 @@ def bind(
     parameters = _parameters(target)
     known = [p.name for p in _by_name(parameters)]
     for key in [*keys, *given]:
-        if key not in known and (instead := moved(key)) is not None:
+        if key in known:
+            continue
+        if (instead := moved(key)) is not None:
             raise ConfigurationError(f"{name}.{key}{instead}")
-        if key not in known and not _is_open(parameters):
+        if not _is_open(parameters):
             takes = [k for k in known if k not in (*given, *offered)]
             near = "".join(f"did you mean {k}? " for k in difflib.get_close_matches(key, takes, n=1))
             listed = ", ".join(takes) or "no keys at all"

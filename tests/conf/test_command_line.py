@@ -321,6 +321,7 @@ def test_a_logger_whose_package_is_missing_is_refused_before_anything_is_written
         outcome = command("logger=tensorboard", main=main)
         assert outcome.code == 1 and outcome.err.count("\n") == 1
         assert "logger=tensorboard needs the package tensorboard, which is not installed: pip install" in outcome.err
+        assert command("report=tensorboard", main=main).err == "report is no key any more: logger= takes the same names\n"
         assert list(Path.cwd().iterdir()) == []
 
 
