@@ -56,8 +56,11 @@ def test_a_second_run_is_refused_while_the_first_lives_and_begins_when_all_of_it
 
 
 def _may_write(process: psutil.Process) -> bool:
-    """Whether it is more than Python's own helper, which ends when the last of the others has."""
-    return not any("resource_tracker" in word for word in process.cmdline())
+    """Whether it is there, and more than Python's own helper, which ends when the last of the others has."""
+    try:
+        return not any("resource_tracker" in word for word in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _wait_for_a_checkpoint(run_dir: Path, command: Command) -> None:

@@ -298,7 +298,12 @@ def _files() -> set[str]:
 
 
 def _children() -> set[str]:
-    return {f"{child.pid} {' '.join(child.cmdline())}" for child in psutil.Process().children(recursive=True)}
+    """Number and name of each; one that has ended, and was not waited for, has a name still."""
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            found.add(f"{child.pid} {child.name()}")
+    return found
 
 
 def _memory_files() -> Counter[str]:
