@@ -20,6 +20,7 @@ from ckpt.errors import ConfigurationError, check_choice
 from ckpt.format.digests import digest_of
 from ckpt.format.dtypes import contiguous, raw_bytes
 from ckpt.format.manifest import ArrayEntry
+from ckpt.format.strict_json import fit, read
 from ckpt.ranks.topology import Topology
 from ckpt.state.address import local_tensor
 from ckpt.state.flatten import Path, TensorLeaf
@@ -167,7 +168,7 @@ class AdapterState(_Part):
     ) -> None:
         """Refuse an adapter of another kind, rank or target, or with another scale."""
         if CONFIG in plain:
-            self.require_like(json.loads(plain[CONFIG]))
+            self.require_like(read(fit(plain[CONFIG], str, CONFIG), dict[str, Any], CONFIG))
 
     def require_like(self, saved: Mapping[str, Any]) -> None:
         """Refuse the config of an adapter whose tensors would mean something else here.
@@ -272,7 +273,7 @@ class FrozenBase:
         """Refuse another base."""
         if DIGEST not in plain:
             raise ConfigurationError("the checkpoint holds the base itself; go on with peft_base=saved")
-        if plain[DIGEST] != self._state[DIGEST]:
+        if fit(plain[DIGEST], str, DIGEST) != self._state[DIGEST]:
             was, now = (f"{state.get('source') or 'a base without a name'} (digest {state[DIGEST]:.12})" for state in (plain, self._state))
             raise ConfigurationError(f"the adapters were trained on {was}, and this run has {now}; load the base that they were trained on")
 
@@ -290,7 +291,7 @@ def require_same_name(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         ConfigurationError
     """
     was, now = saved.get(_BASE), own.get(_BASE)
-    if was and now and PurePath(was).name != PurePath(now).name:
+    if was and now and PurePath(f"{was}").name != PurePath(now).name:
         raise ConfigurationError(
             f"the adapter was trained on {was}, and this run has {now}; load that base, or, if it is the same model, change {_BASE} in "
             f"{CONFIG_NAME}"

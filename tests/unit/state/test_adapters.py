@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ pytest.importorskip("peft")
 import peft
 
 from ckpt import Checkpointer, load_adapter
-from ckpt.errors import CheckpointNotFoundError, ConfigurationError
+from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 from ckpt.ranks.topology import Topology
-from ckpt.state.adapters import BaseState, adapter_states, with_adapters
+from ckpt.state.adapters import CONFIG, DIGEST, AdapterState, BaseState, FrozenBase, adapter_states, with_adapters
 from ckpt.state.sharing import StateComponent
 from ckpt.state.state_digest import state_digest
 
@@ -104,10 +105,41 @@ def test_a_folder_of_another_base_or_of_no_adapter_is_refused(tmp_path: Path) ->
     model.peft_config["default"].base_model_name_or_path = "hub/two"
     with pytest.raises(ConfigurationError, match="the adapter was trained on hub/one, and this run has hub/two"):
         load_adapter(model, tmp_path)
+    config = tmp_path / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": ["hub/two"]}))
+    with pytest.raises(ConfigurationError, match=r"the adapter was trained on \['hub/two'\], and this run has hub/two"):
+        load_adapter(model, tmp_path)
     with pytest.raises(ConfigurationError, match="adapter=third: the model has no such adapter; it has default"):
         load_adapter(model, tmp_path, "third")
     with pytest.raises(CheckpointNotFoundError, match=r"holds no adapter: it has no adapter_config.json"):
         load_adapter(model, tmp_path / "nothing")
+
+
+CRAFTED: dict[str, dict[str, Any]] = {
+    "number": {CONFIG: 5},
+    "half": {CONFIG: "{"},
+    "list": {CONFIG: "[1]"},
+    "deep": {CONFIG: "[" * 99_999},
+    "digest": {DIGEST: 5},
+    "digest-and-source": {DIGEST: [], "source": {}},
+}
+
+
+@pytest.mark.parametrize("craft", CRAFTED)
+def test_what_no_run_of_ours_has_written_beside_an_adapter_is_refused(
+    tmp_path: Path, craft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crafted = CRAFTED[craft]
+    with checkpointer(tmp_path, adapted()) as checkpoints, monkeypatch.context() as patch:
+        part = AdapterState if CONFIG in crafted else FrozenBase
+        written = part.state_dict
+        patch.setattr(part, "state_dict", lambda self: written(self) | crafted)
+        checkpoints.save(1)
+    model = adapted()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with checkpointer(tmp_path, model) as checkpoints, pytest.raises(CheckpointError, match="it is n"):
+        checkpoints.restore(1)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_only_what_the_optimizer_trains_is_said_not_to_change(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
