@@ -41,6 +41,7 @@ from ckpt.ranks.merging import Alike, alike, first_difference
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.run.arguments import as_checkpoint_id, as_location, as_topology
 from ckpt.state.adapters import is_peft, keys_of_parts
+from ckpt.state.optimizer_state import refusing_state
 from ckpt.state.statefuls import OptimizerState, RNGState
 from ckpt.storage.stored import has_manifest, read_manifest
 
@@ -484,11 +485,12 @@ class _Files:
             return
         self._files = {name: path.read_bytes() for name, path in files.items()}
 
+    @refusing_state("Trainer")
     def write_to(self, folder: Path) -> None:
         """Write the files.
 
         Raises:
-            CorruptCheckpointError: a name leads out of the folder.
+            CorruptCheckpointError: a name leads out of the folder, or there is something else than files.
         """
         for name, data in self._files.items():
             path = Path(name)
@@ -513,6 +515,7 @@ class _Files:
     def forget_prepared(self) -> None:
         self._to_fill = None
 
+    @refusing_state("Trainer")
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._to_fill = None
         self._files = dict(state_dict["files"])

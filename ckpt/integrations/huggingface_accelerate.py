@@ -35,6 +35,7 @@ from ckpt.run.arguments import as_backend, as_location, as_run, as_strategy, as_
 from ckpt.saving.new_folder import save_into_new_folder
 from ckpt.saving.saver import SavedRun
 from ckpt.state.collect import RankState, collect
+from ckpt.state.optimizer_state import refusing_state
 from ckpt.state.pattern_check import AutoSharing
 from ckpt.storage.checkpoint_files import names_below, same_place
 from ckpt.storage.stored import has_manifest
@@ -283,6 +284,7 @@ class _StepState:
     def state_dict(self) -> dict[str, Any]:
         return {"step": self._accelerator.step}
 
+    @refusing_state("Accelerator")
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._accelerator.step = state_dict["step"]
 
@@ -301,6 +303,7 @@ class _LoaderState:
             state["loader"] = self._loader.state_dict()
         return state
 
+    @refusing_state("the data loader")
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         if (sampler := _seedable(self._loader)) is not None and "seed" in state_dict:
             sampler.initial_seed = state_dict["seed"]

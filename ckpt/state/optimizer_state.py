@@ -86,13 +86,15 @@ class OptimizerState:
 
         Raises:
             ConfigurationError: parameters that share a group in this run had different options when they were saved.
+            CorruptCheckpointError: what was saved are no options by the names of parameters.
         """
         self.forget_prepared()
-        options = _below(unflatten({key: value for key, value in plain.items() if paths[key][:1] == (_GROUPS,)}, paths), _GROUPS)
         bare = {key.removeprefix("state.").rpartition(".")[0] for key in saved if key.startswith("state.")}
         self._find_names()
-        self._saved_as = saved_under(lambda: set(self._names.values()), {*bare, *options})
-        self._require_equal(options)
+        with refusing_state("the optimizer"):
+            options = _below(unflatten({key: value for key, value in plain.items() if paths[key][:1] == (_GROUPS,)}, paths), _GROUPS)
+            self._saved_as = saved_under(lambda: set(self._names.values()), {*bare, *options})
+            self._require_equal(options)
         here = {name: (parameter, group) for parameter, name, group in self._parameters()}
         places = {key: paths.get(key) or _place_of(key, here) for key in saved}
         known = {*options, *(place[1] for place in places.values() if place[0] in _NAMED and len(place) > 2)}
@@ -180,6 +182,8 @@ class OptimizerState:
             self.forget_prepared()
             return
         saved_groups, saved_state = state_dict.get(_GROUPS, {}), state_dict.get(_STATE, {})
+        if not isinstance(saved_groups, dict) or not isinstance(saved_state, dict):
+            raise TypeError("it is not by the names of parameters")
         if self._prepared is None:
             self._require_equal(saved_groups)
         known = {*saved_groups, *saved_state}

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from ckpt.errors import ConfigurationError
+from ckpt.state.optimizer_state import refusing_state
 from recipes.support.config import made
 
 
@@ -69,5 +70,6 @@ class EarlyStop:
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "waited": self.waited}
 
+    @refusing_state("callbacks.early_stop")
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.best, self.waited = float(state["best"]), int(state["waited"])

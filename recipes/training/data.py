@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from ckpt.errors import ConfigurationError
 from ckpt.format.digests import block_digest_of
+from ckpt.state.optimizer_state import refusing_state
 from recipes.support.config import OFFERED, made_with, named, require_data
 
 _COPIED = (
@@ -66,10 +67,12 @@ class SampleLoader:
         """Return the position, in samples since the first epoch began, and the properties of the dataset that it belongs to."""
         return {"position": self.position, "epoch": self.position // self.num, "seed": self.seed, **self._identity}
 
+    @refusing_state("data=")
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position of a checkpoint.
 
         Raises:
+            CorruptCheckpointError: it is no position.
             ConfigurationError: the dataset differs, so the position does not apply.
         """
         for name, own in self._identity.items():
@@ -86,6 +89,7 @@ class SampleLoader:
         """Return True: the position is the whole run's, whichever rank saved it."""
         return True
 
+    @refusing_state("data=")
     def load_changed(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Continue from the copies of other ranks, so that no sample is repeated or left out.
 

@@ -322,6 +322,14 @@ def test_files_of_a_checkpoint_stay_in_their_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("state", [{}, {"files": 5}, {"files": {"a": 5}}, {"files": {5: b"a"}}], ids=str)
+def test_what_is_no_file_of_a_checkpoint_is_damage(tmp_path: Path, state: dict[str, Any]) -> None:
+    files = _Files()
+    with pytest.raises(CorruptCheckpointError, match="Trainer cannot load the saved state"):
+        files.load_state_dict(state)
+        files.write_to(tmp_path)
+
+
 class _Hidden(Trainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         raise AssertionError("it is not called")
