@@ -133,8 +133,9 @@ class TieredRun:
         return CheckpointRoot(target, self._later_roots, StaleStateCheck(()))
 
     def _has_been_saved(self, kept: Kept) -> None:
+        # The end of the run before may have cut off copies to later tiers, which this save makes up for.
+        self._drains.give(kept, everywhere=self._only_here is not None)
         self._newest, self._only_here = kept, None
-        self._drains.give(kept)
 
     def _release(self, kept: Kept) -> None:
         """Remove a save from the first tier that only waited to be copied. In the thread of copies, beside saves: it touches no other."""

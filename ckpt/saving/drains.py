@@ -92,7 +92,7 @@ class Drains:
         """Have a committed save copied to the tiers that it is due in. Every rank calls it, in one order; from any thread.
 
         Args:
-            everywhere: to all tiers that do not have it. Nothing is being copied.
+            everywhere: to all tiers that do not have it. It is not being copied yet.
         """
         with self._changed:
             self._num_given += 1

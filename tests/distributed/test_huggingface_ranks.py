@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,10 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path, layout: str) -> None:
     trained = ranks(3, tmp_path, arguments | {"max_steps": 14})
     assert sorted(trained[0][0]) == [13, 14]
     keys = ConvertKeys(str(tmp_path / "ckpt/checkpoint-00000012"), str(tmp_path / "hf"), "safetensors", check="logits")
+    if "adapter" in layout:  # alone, for its base is frozen
+        convert_on_ranks(run_of(replace(keys, component="adapter-default", check=None)), Topology.alone())
+        assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+        return
     held = convert_on_ranks(run_of(keys), Topology.alone())["held"]  # of the two ranks: config and all
     assert held["copied"] == ["config.json", "generation_config.json"]
     assert held["left_out"][0] == "lm_head.weight (tied: it is transformer.wte.weight)"

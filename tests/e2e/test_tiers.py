@@ -55,7 +55,9 @@ def test_ranks_that_are_killed_go_on_from_memory_to_the_bit(
     assert resumed["resumed_from"] == f"hosts://memory/checkpoint-{KILLED_AT - lost:08d}"
     if first[0] == then[0]:
         assert resumed["state_digest"] == straight["state_digest"]
-    assert [path.name for path in committed(tmp_path / "run")] == [f"checkpoint-{step:08d}" for step in (3, STEPS)]
+    names = [f"checkpoint-{step:08d}" for step in (3, resumed["first_step"], STEPS)]
+    found = [path.name for path in committed(tmp_path / "run")]
+    assert found in (names, names[1:]), "the copy of step 3 was on its way at the end of the ranks, or had arrived"
     assert not [*tmp_path.glob("ckpt-*/*")], "the run has ended, and its memory is there"
 
 

@@ -103,6 +103,21 @@ def test_all_ranks_killed_their_memory_is_read(tmp_path: Path, backend: str) -> 
     assert not [*tmp_path.glob("host-*/ckpt-*/*")], "a run that has ended leaves its memory"
 
 
+def test_copies_that_a_crash_has_cut_off_are_made_up_for_by_the_first_save(tmp_path: Path) -> None:
+    run_ranks(4, _train, tmp_path, "zarr", 2, 0, nodes=[2, 2])
+    run_ranks(4, _go_on, tmp_path, nodes=[2, 2])
+    assert sorted(path.name for path in (tmp_path / "root").glob("checkpoint-*")) == ["checkpoint-00000003", "checkpoint-00000005"]
+
+
+def _go_on(topology: Topology, folder: Path) -> None:
+    """Restore step 2 from memory, save three steps that are not due in the root, and end."""
+    made, _ = _run(topology, folder, 0, [_memory(topology, folder)])
+    with made:
+        made.load_checkpoint()
+        for step in (3, 4, 5):
+            made.save_checkpoint(checkpoint_id=step, goes_home=False)
+
+
 @pytest.mark.parametrize(
     ("nodes", "hosts"), [([2, 2, 2], "0n2"), ([2, 2], "20"), ([1, 1, 1], "2n0"), ([3, 1], "02")], ids=["alike", "two", "three", "uneven"]
 )
