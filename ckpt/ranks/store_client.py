@@ -81,6 +81,7 @@ class StoreClient:
         self._pieces: dict[str, list[str]] = {}
         self._has_queues = queues
         self._num_pushed = self._num_popped = 0
+        self._awaited: list[int] = []  # numbers of messages in a store without queues
 
     def part(self, name: str) -> StoreClient:
         """Return a client of a part of the store, over the same connection."""
@@ -159,12 +160,16 @@ class StoreClient:
         return None
 
     def _next_by_number(self, inbox: str) -> bytes | None:
-        key = f"{inbox}/{self._num_popped + 1}"
-        if (data := self.peek(key)) is None:
-            return None
-        self._num_popped += 1
-        self.delete(key)
-        return data
+        """Return the first message that is there. Not yet there, or never, is that of a rank that has ended with its number alone."""
+        given = self.add(f"{inbox}/number", 0)
+        self._awaited += range(self._num_popped + 1, given + 1)
+        self._num_popped = given
+        for number in self._awaited:
+            if (data := self.peek(key := f"{inbox}/{number}")) is not None:
+                self._awaited.remove(number)
+                self.delete(key)
+                return data
+        return None
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, which begins at 0, and return the sum. Any thread."""

@@ -179,6 +179,19 @@ def test_messages_of_any_size_come_in_their_order_and_leave_no_key(kind: str, tm
         assert store.num_keys() <= 1, "but for the number of the messages, of a store without queues"
 
 
+def test_a_rank_that_was_killed_between_the_number_and_the_message_holds_up_no_others() -> None:
+    store = dist.HashStore()
+    first, second, reader = (StoreClient(store, writer=rank) for rank in (1, 2, 0))
+    numbers = [first.add("inbox/number", 1), first.add("inbox/number", 1)]  # of which one rank is slow, and the other is gone
+    for data in (b"a", b"b"):
+        second.push("inbox", data)
+    assert [reader.pop("inbox") for _ in range(2)] == [b"a", b"b"]
+    assert reader.pop("inbox") is None
+    first.put(f"inbox/{numbers[1]}", b"late")
+    second.push("inbox", b"c")
+    assert [reader.pop("inbox") for _ in range(2)] == [b"late", b"c"]
+
+
 def test_parts_of_a_store_share_a_connection_and_its_end() -> None:
     server = serve(LOOPBACK, timeout_s=300.0)
     with Frozen(server.port) as between:
