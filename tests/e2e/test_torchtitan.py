@@ -358,7 +358,7 @@ def _refuses(topology: Topology, folder: Path) -> None:
     refused(ConfigurationError, "async_with_pinned_mem .*; choose", async_mode="async_with_pinned_mem")
     refused(ConfigurationError, "checkpoint.folder is s4://b/c: ", folder="s4://b/c")
     refused(ConfigurationError, "expected one of zarr", format="nonesuch")
-    refused(ConfigurationError, "strategy", load="nonesuch")
+    refused(ConfigurationError, "expected one of direct, two-stage", load="nonesuch")
     refused(FileNotFoundError, "step=2 not found", load_step=2)
     run = Training(topology, folder, options=KEPT)
     assert not run.checkpoints.load()
