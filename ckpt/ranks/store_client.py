@@ -102,12 +102,17 @@ class StoreClient:
         return self._unpacked(key, there)
 
     def peek(self, key: str) -> bytes | None:
-        """Return the value, or None. (`compare_set` answers with the expected value if there is no key.)"""
-        packed = self._call(self.connection.compare_set, key, _NOTHING, _NOTHING)
+        """Return the value, or None."""
+        packed = self._there(key)
         try:
-            return None if packed == _NOTHING.encode() else self._unpacked(key, packed)
+            return None if packed is None else self._unpacked(key, packed)
         except _VanishedError:
             return None
+
+    def _there(self, key: str) -> bytes | None:
+        """Return what stands under a key, or None. (`compare_set` answers with the expected value if there is no key.)"""
+        found = self._call(self.connection.compare_set, key, _NOTHING, _NOTHING)
+        return None if found == _NOTHING.encode() else found
 
     def has(self, keys: list[str]) -> bool:
         return bool(self._call(self.connection.check, keys))
@@ -161,9 +166,10 @@ class StoreClient:
 
     def _next_by_number(self, inbox: str) -> bytes | None:
         """Return the first message that is there. Not yet there, or never, is that of a rank that has ended with its number alone."""
-        given = self.add(f"{inbox}/number", 0)
-        self._awaited += range(self._num_popped + 1, given + 1)
-        self._num_popped = given
+        given = self._there(f"{inbox}/number")  # without `add`: of a FileStore it writes
+        num_given = 0 if given is None else int(given)
+        self._awaited += range(self._num_popped + 1, num_given + 1)
+        self._num_popped = num_given
         for number in self._awaited:
             if (data := self.peek(key := f"{inbox}/{number}")) is not None:
                 self._awaited.remove(number)
