@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from hypothesis import strategies as st
 
 MANIFEST = "checkpoint_manifest.json"
 _INDEX = re.compile(r"index-(?P<rank>\d{5,})(?:\.\d+)?\.json")
@@ -150,3 +151,21 @@ def _record(data: bytes) -> list[Any]:
 def _rank_of(path: str) -> int | None:
     match = _INDEX.fullmatch(os.fspath(path))
     return int(match["rank"]) if match else None
+
+
+def spoil(tree: Any, anything: st.SearchStrategy[Any], data: st.DataObject) -> None:
+    """Replace or remove one or two things somewhere in nested dictionaries and lists."""
+    for _ in range(data.draw(st.integers(1, 2))):
+        *above, last = data.draw(st.sampled_from(_ways(tree)))
+        here = tree
+        for step in above:
+            here = here[step]
+        if data.draw(st.booleans()):
+            here[last] = data.draw(anything)
+        else:
+            del here[last]
+
+
+def _ways(tree: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    return [found for key, child in items for found in ((*way, key), *_ways(child, (*way, key)))]

@@ -42,6 +42,7 @@ from tests.support.crafts import (
     manifest_tree,
     put,
     resign,
+    spoil,
     write_listed,
     write_manifest,
 )
@@ -400,12 +401,6 @@ def test_random_generators_that_do_not_take_their_state_are_damage(copied: Path)
     assert load_newest(copied) == "checkpoint-1"
 
 
-def walk(tree: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every way into a tree of JSON."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    return [found for key, child in items for found in ((*way, key), *walk(child, (*way, key)))]
-
-
 anything = st.recursive(
     st.sampled_from(
         [None, True, -1, 0, 1, 3, 1 << 40, 1 << 63, 10**30, 0.5, float("nan"), "", "x", "model/a", "0" * 32]
@@ -426,15 +421,7 @@ def test_whatever_records_say_only_our_errors_come_of_it(root: Path, tmp_path: P
     which = data.draw(st.sampled_from(["manifest", "index", PLAIN]))
     file = {"manifest": MANIFEST, "index": "index-00000.json"}.get(which, which)
     tree = manifest_tree(checkpoint) if which == "manifest" else json.loads((checkpoint / file).read_bytes())
-    for _ in range(data.draw(st.integers(1, 2))):
-        *above, last = data.draw(st.sampled_from(walk(tree)))
-        here: Any = tree
-        for step in above:
-            here = here[step]
-        if data.draw(st.booleans()):
-            here[last] = data.draw(anything)
-        else:
-            del here[last]
+    spoil(tree, anything, data)
     if which == "manifest":
         write_manifest(checkpoint, tree)
     else:

@@ -22,6 +22,7 @@ from ckpt.state.sharing import StateComponent
 from ckpt.state.statefuls import OptimizerState, RNGState
 from recipes.training.callbacks import EarlyStop
 from recipes.training.data import SampleLoader
+from tests.support.crafts import spoil
 from tests.support.states import Held, coordinator
 
 
@@ -53,12 +54,6 @@ def saved_and_loaded(kind: str, state: dict[str, Any]) -> None:
         coordinator(Topology.alone(), root, [StateComponent(kind, KINDS[kind](), pattern)]).load_checkpoint(root / "checkpoint-1")
 
 
-def walk(tree: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every way into nested dictionaries and lists."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    return [found for key, child in items for found in ((*way, key), *walk(child, (*way, key)))]
-
-
 anything = st.recursive(
     st.sampled_from([None, True, -1, 5, 1 << 63, 10**30, 0.5, float("nan"), "", "x", b"x", torch.arange(3), "weight"]),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["weight", "x", "lr", "cpu", 1]), inner, max_size=2),
@@ -71,15 +66,7 @@ anything = st.recursive(
 @settings(max_examples=15, deadline=None)
 def test_whatever_was_saved_only_our_errors_come_of_it(kind: str, data: st.DataObject) -> None:
     state = copy.deepcopy(KINDS[kind]().state_dict())
-    for _ in range(data.draw(st.integers(1, 2))):
-        *above, last = data.draw(st.sampled_from(walk(state)))
-        here: Any = state
-        for step in above:
-            here = here[step]
-        if data.draw(st.booleans()):
-            here[last] = data.draw(anything)
-        else:
-            del here[last]
+    spoil(state, anything, data)
     try:
         saved_and_loaded(kind, state)
     except CheckpointError as error:
