@@ -5,7 +5,6 @@ An archive is a zip without compression: `data.pkl` describes the tensors, and `
 
 from __future__ import annotations
 
-import io
 import math
 import mmap
 import struct
@@ -103,7 +102,7 @@ class Archive:
         self._begin, self._length, self._where = begin, length, where
         self._found: set[ArchivedTensor] = set()
         self._found_bytes = 0
-        part = io.BufferedReader(Stream(_Part(file, begin, length)))
+        part: Any = Stream(_Part(file, begin, length))  # without a buffer: the file has one
         try:
             self._zip = zipfile.ZipFile(part)
             names = self._zip.namelist()
