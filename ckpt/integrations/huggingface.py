@@ -40,8 +40,8 @@ from ckpt.memory.device import device_of
 from ckpt.ranks.merging import Alike, alike, first_difference
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.run.arguments import as_checkpoint_id, as_location, as_topology
+from ckpt.state.abilities import refusing_state
 from ckpt.state.adapters import is_peft, keys_of_parts
-from ckpt.state.optimizer_state import refusing_state
 from ckpt.state.statefuls import OptimizerState, RNGState
 from ckpt.storage.stored import has_manifest, read_manifest
 

@@ -34,8 +34,8 @@ from ckpt.ranks.topology import Topology
 from ckpt.run.arguments import as_backend, as_location, as_run, as_strategy, as_topology
 from ckpt.saving.new_folder import save_into_new_folder
 from ckpt.saving.saver import SavedRun
+from ckpt.state.abilities import refusing_state
 from ckpt.state.collect import RankState, collect
-from ckpt.state.optimizer_state import refusing_state
 from ckpt.state.pattern_check import AutoSharing
 from ckpt.storage.checkpoint_files import names_below, same_place
 from ckpt.storage.stored import has_manifest

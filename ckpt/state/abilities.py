@@ -1,11 +1,16 @@
-"""Optional methods and attributes of a component's object, beside `state_dict` and `load_state_dict`, as typed protocols."""
+"""Optional methods and attributes of a component's object, beside `state_dict` and `load_state_dict`, as typed protocols.
+
+`refusing_state` words what the objects of this package cannot load.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeGuard, TypeVar
 
+from ckpt.errors import CheckpointError, CorruptCheckpointError, sentence
 from ckpt.format.manifest import ArrayEntry
 
 _Ability = TypeVar("_Ability")
@@ -142,3 +147,14 @@ def takes_a_part(stateful: object) -> bool:
 def tied_names(stateful: object) -> Mapping[str, str]:
     """Return the object's `tied_names`, alias -> name under which the tensor is saved; {} if it is None or there is none."""
     return getattr(stateful, "tied_names", None) or {}
+
+
+@contextmanager
+def refusing_state(what: str) -> Iterator[None]:
+    """Turn errors of applying a saved state into a `CorruptCheckpointError`: this package wrote it, so it must be damaged."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
+        raise CorruptCheckpointError(f"{what} cannot load the saved state: {sentence(error)}") from error

@@ -5,17 +5,16 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, ShapeMismatchError, sentence
+from ckpt.errors import ConfigurationError, ShapeMismatchError
 from ckpt.format.dtypes import are_castable, torch_dtype, zarr_name
 from ckpt.format.manifest import ArrayEntry
 from ckpt.memory.device import telling_of_room
-from ckpt.state.abilities import tied_names
+from ckpt.state.abilities import refusing_state, tied_names
 from ckpt.state.address import local_tensor, place_of
 from ckpt.state.flatten import Path, flatten, unflatten
 from ckpt.state.tensor_classes import empty_tensor, is_kind_step, without_plain_kind
@@ -27,17 +26,6 @@ _STATE, _GROUPS, _OTHERS = "state", "param_groups", "other_state"
 _NAMED = frozenset((_STATE, _GROUPS))
 _LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 _DEFAULT_MACHINE_OPTIONS = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
-
-
-@contextmanager
-def refusing_state(what: str) -> Iterator[None]:
-    """Turn errors of applying a saved state into a `CorruptCheckpointError`: this module wrote it, so it must be damaged."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
-        raise CorruptCheckpointError(f"{what} cannot load the saved state: {sentence(error)}") from error
 
 
 class OptimizerState:

@@ -17,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ckpt.errors import ConfigurationError, MissingStateError, sentence
 from ckpt.format.manifest import ArrayEntry
 from ckpt.memory.device import Device
+from ckpt.state.abilities import refusing_state
 from ckpt.state.address import local_tensor, place_of
 from ckpt.state.flatten import Path, flatten, unflatten
-from ckpt.state.optimizer_state import OptimizerState, refusing_state, ties_of
+from ckpt.state.optimizer_state import OptimizerState, ties_of
 from ckpt.state.sharing import Stateful, find_aliases
 from ckpt.state.tensor_classes import empty_tensor, is_wrapper, parts_of
 from ckpt.state.wrappers import Unwrapping, saved_under

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from ckpt.errors import ConfigurationError
-from ckpt.state.optimizer_state import refusing_state
+from ckpt.state.abilities import refusing_state
 from recipes.support.config import made
 
 

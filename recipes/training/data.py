@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from ckpt.errors import ConfigurationError
 from ckpt.format.digests import block_digest_of
-from ckpt.state.optimizer_state import refusing_state
+from ckpt.state.abilities import refusing_state
 from recipes.support.config import OFFERED, made_with, named, require_data
 
 _COPIED = (
